@@ -1,0 +1,1 @@
+"""hybridrl: reinforcement-learning post-training of language models as HybridFlow describes it."""
