@@ -1,0 +1,1 @@
+"""Parquet to prompts: datasets, samplers, loaders; one preprocessing script a data set."""
