@@ -1,0 +1,130 @@
+"""Files that are whole or not there: atomic writes, fsync, streamed hashes."""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hybridrl.checkpoint.errors import CheckpointError
+
+_T = TypeVar("_T")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable (a rename is on disk only when its folder is)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write in place of `path`: yields a path beside it, which takes its name on success.
+
+    A reader, or a process that is killed, sees the old content or the new, never a part. The content is durable when
+    the block is left; on an exception the old file stays and nothing is left beside it.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield beside
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync_folder(path.parent)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically and durably (UTF-8)."""
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def save_json(path: Path, state: Any) -> None:
+    """Write plain data (dicts with string keys, lists, numbers, strings, booleans, None) atomically as JSON.
+
+    Floats survive exactly, NaN and infinities included (Python's JSON dialect). The state is checked to come back as
+    it is: a tuple or an integer key would not, and would be found only at resume.
+
+    Raises:
+        TypeError: something that JSON does not hold; its place in the state is named.
+    """
+    _check_plain(state, Path(path).stem)
+    write_text(path, json.dumps(state, indent=1, ensure_ascii=False))
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return
+    if type(value) is list:
+        for i, entry in enumerate(value):
+            _check_plain(entry, f"{where}[{i}]")
+    elif type(value) is dict:
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r} ({type(key).__name__}); JSON keys are strings")
+            _check_plain(entry, f"{where}.{key}")
+    else:
+        raise TypeError(f"{where} is {type(value).__name__}, which JSON would not bring back as it is")
+
+
+def load_json(path: Path) -> Any:
+    """Read what `save_json` wrote.
+
+    Raises:
+        CheckpointError: no such file, or its content is no JSON; the file is named.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or not ours") from exc
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise CheckpointError(f"{path} is no valid JSON ({exc}): the file is damaged") from exc
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content, read in blocks."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def in_threads(function: Callable[[Path], _T], paths: Iterable[Path]) -> list[_T]:
+    """`function` of each path, several at a time: hashing and fsync leave the interpreter's lock."""
+    paths = list(paths)
+    if len(paths) < 2:
+        return [function(path) for path in paths]
+    with ThreadPoolExecutor(max_workers=min(len(paths), max(2, (os.cpu_count() or 2)))) as pool:
+        return list(pool.map(function, paths))
+
+
+def walk(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Every file and every folder below `folder`, sorted; the folder itself is not among them.
+
+    Raises:
+        CheckpointError: a symbolic link or special file, whose content a hash of this folder would not hold.
+    """
+    files, folders = [], []
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path} is a link or a special file; a checkpoint holds plain files only: copy it")
+        (folders if path.is_dir() else files).append(path)
+    return files, folders

@@ -1,0 +1,44 @@
+"""One run a folder: two that write into the same one would destroy each other's checkpoints."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from hybridrl.checkpoint.errors import CheckpointError
+
+LOCK = ".lock"
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_held: dict[tuple[int, Path], IO[str]] = {}
+
+
+def hold(root: Path) -> None:
+    """Take the folder for this process until it ends; taking it again is free.
+
+    The system frees the lock when the process dies, however it dies. File systems without locks go unprotected.
+
+    Raises:
+        CheckpointError: another living process has the folder.
+    """
+    key = (os.getpid(), Path(root).resolve())
+    if key in _held:
+        return
+    file = open(key[1] / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (kept open: closing it gives the lock back)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        if exc.errno in _UNSUPPORTED:
+            file.close()
+            return
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise CheckpointError(
+            f"another run is writing into {root} (process {owner}): wait for it, stop it, or set "
+            "trainer.default_local_dir or trainer.experiment_name to another folder"
+        ) from exc
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    _held[key] = file

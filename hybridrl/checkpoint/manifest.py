@@ -1,0 +1,176 @@
+"""The manifest of a checkpoint: what belongs to it, byte by byte, and which run and model it is of."""
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl import __version__
+from hybridrl.checkpoint.errors import CheckpointError
+from hybridrl.checkpoint.files import in_threads, load_json, save_json, sha256, sync_file, sync_folder, walk
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of `manifest.json`.
+
+    Attributes:
+        format: version of this layout.
+        step: the training step after which the state was taken.
+        sequence: number of the save in its run folder, counted up; tells the newest of two without a clock.
+        files: path relative to the checkpoint -> {"size": bytes, "sha256": hex digest}.
+        hybridrl: version of the package that wrote it.
+        created: UTC time, ISO 8601.
+        identity: what the model is (architecture, sizes, vocabulary); compared at resume.
+        world: ranks and devices that wrote it, for the reader's information.
+        config_digest: hash of the resolved configuration, or None.
+    """
+
+    format: int
+    step: int
+    sequence: int
+    files: dict[str, dict[str, Any]]
+    hybridrl: str
+    created: str
+    identity: dict[str, Any] = field(default_factory=dict)
+    world: dict[str, Any] = field(default_factory=dict)
+    config_digest: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(entry["size"] for entry in self.files.values())
+
+
+def write_manifest(
+    folder: Path,
+    step: int,
+    sequence: int,
+    *,
+    hashes: Mapping[str, str],
+    identity: Mapping[str, Any],
+    world: Mapping[str, Any],
+    config_digest: str | None,
+) -> Manifest:
+    """Make every file of `folder` durable, hash it, and write `manifest.json` last.
+
+    Args:
+        hashes: relative path -> sha256 of files that were hashed as they were written; the others are read back.
+
+    Raises:
+        CheckpointError: `hashes` names a file that is not there, or there is no file at all.
+    """
+    files, folders = walk(folder)
+    names = [path.relative_to(folder).as_posix() for path in files]
+    unknown = sorted(set(hashes) - set(names))
+    if unknown:
+        raise CheckpointError(
+            f"step {step}: a hash was handed in for {unknown[0]!r}, but {folder / unknown[0]} is missing"
+        )
+    if not files:
+        raise CheckpointError(f"step {step}: nothing was written into {folder}; a checkpoint needs files")
+
+    def finish(path: Path) -> dict[str, Any]:
+        known = hashes.get(path.relative_to(folder).as_posix())
+        entry = {"size": path.stat().st_size, "sha256": known or sha256(path)}
+        sync_file(path)
+        return entry
+
+    manifest = Manifest(
+        format=FORMAT,
+        step=step,
+        sequence=sequence,
+        files=dict(zip(names, in_threads(finish, files), strict=True)),
+        hybridrl=__version__,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        identity=dict(identity),
+        world=dict(world),
+        config_digest=config_digest,
+    )
+    save_json(folder / MANIFEST, asdict(manifest))
+    for inner in folders:
+        sync_folder(inner)
+    sync_folder(folder)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, its form checked and nothing else.
+
+    Raises:
+        CheckpointError: missing, unreadable, or of a later format.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no finished checkpoint of hybridrl")
+    data = load_json(path)
+    if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > FORMAT:
+        raise CheckpointError(f"{path} has format {data['format']}, this version reads up to {FORMAT}: update hybridrl")
+    try:
+        manifest = Manifest(**data)
+        sound = isinstance(manifest.step, int) and isinstance(manifest.sequence, int) and manifest.size >= 0
+        sound = sound and all(isinstance(entry["sha256"], str) for entry in manifest.files.values())
+    except (TypeError, KeyError, AttributeError) as exc:
+        raise CheckpointError(f"{path} is damaged: {exc}") from exc
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: step, sequence or a file's hash is not what it should be")
+    return manifest
+
+
+def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
+    """Check that a checkpoint is whole and of this model, before anything in it is read.
+
+    Identity first (nothing to read), then that every file is there with its size, then every hash.
+
+    Args:
+        folder: `global_step_N`.
+        identity: what the model of this run is; every entry must stand in the manifest with the same value.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: a missing, additional, shortened or altered file, or another model; each is named.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if identity:
+        check_identity(folder, manifest, identity)
+    present = {path.relative_to(folder).as_posix(): path for path in walk(folder)[0]}
+    present.pop(MANIFEST, None)
+    faults = [f"{name} is missing" for name in manifest.files if name not in present]
+    faults += [f"{name} is not in the manifest" for name in present if name not in manifest.files]
+    for name, path in present.items():
+        expected = manifest.files.get(name, {}).get("size")
+        if expected is not None and path.stat().st_size != expected:
+            faults.append(f"{name} has {path.stat().st_size} bytes instead of {expected}")
+    if not faults:
+        names = list(manifest.files)
+        found = in_threads(sha256, [folder / name for name in names])
+        for name, digest in zip(names, found, strict=True):
+            if digest != manifest.files[name]["sha256"]:
+                faults.append(f"{name} has other content than was saved (sha256 {digest[:12]}...)")
+    if faults:
+        raise CheckpointError(f"checkpoint {folder} is torn:\n  " + "\n  ".join(faults))
+    return manifest
+
+
+def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, both sides compared, unless every entry of `identity` stands in the manifest alike."""
+    # As JSON would bring it back: a tuple equals the list it was saved as.
+    identity = json.loads(json.dumps(dict(identity)))
+    differences = [
+        f"{key}: checkpoint {manifest.identity.get(key, 'not recorded')!r}, this run {value!r}"
+        for key, value in identity.items()
+        if key not in manifest.identity or manifest.identity[key] != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"checkpoint {folder} is of another model:\n  " + "\n  ".join(differences) + "\nUse the model that it was "
+            "trained from, another trainer.default_local_dir, or trainer.resume_mode=disable to start anew."
+        )

@@ -1,0 +1,279 @@
+"""Validation metrics over several samples a prompt: mean@N, best@n, worst@n, maj@n.
+
+With N samples a prompt, `best@n` is the score one gets by drawing n of them and keeping the best, `worst@n` by keeping
+the worst, `maj@n` by taking the answer that most of the n give. Each is estimated by the bootstrap: n samples are drawn
+with replacement, many times; the mean over the draws is the estimate, their standard deviation its spread. Draws come
+from a generator of their own, seeded alike for every prompt: results are reproducible and global random state is left
+alone.
+
+Legend: U prompts, N samples of a prompt, D bootstrap draws, n samples a draw.
+"""
+
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# Elements of one block of draws (prompts x draws x samples): bounds memory at about 100 MB.
+_BLOCK = 4_000_000
+_VOTE_KEY = "pred"
+_CORE_PREFIXES = ("mean@", "maj@", "best@")
+
+Table = dict[str, dict[str, dict[str, float]]]
+
+
+def _draws(n_data: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
+    """Indices `[D, n]` of the samples in each draw."""
+    return np.random.default_rng(seed).integers(0, n_data, size=(n_bootstrap, subset_size))
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[np.ndarray], float]],
+    n_bootstrap: int = 1000,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each reduction over draws of `subset_size` out of `data`, with replacement.
+
+    Args:
+        data: one entry a sample: numbers, or anything a reduction takes (dicts for `calc_maj_val`).
+        subset_size: n, samples a draw.
+        reduce_fns: each takes the entries of one draw (a NumPy array of numbers; a list where entries are no
+            numbers). `np.max`, `np.min`, `np.mean`, `np.median` and `np.sum` run over all draws at once.
+        n_bootstrap: D, number of draws.
+        seed: of the draws.
+
+    Raises:
+        ValueError: no data, or a size below 1.
+    """
+    if len(data) == 0 or subset_size < 1 or n_bootstrap < 1:
+        raise ValueError(
+            f"bootstrap_metric needs data and sizes of at least 1; found {len(data)} entries, "
+            f"subset_size={subset_size}, n_bootstrap={n_bootstrap}"
+        )
+    index = _draws(len(data), subset_size, n_bootstrap, seed)
+    numeric = all(isinstance(entry, (numbers.Real, np.bool_)) for entry in data)
+    drawn = np.asarray(data, dtype=np.float64)[index] if numeric else None
+    results = []
+    for reduce_fn in reduce_fns:
+        if drawn is not None and reduce_fn in (np.max, np.min, np.mean, np.median, np.sum):
+            values = np.asarray(reduce_fn(drawn, axis=1))
+        elif drawn is not None:
+            values = np.asarray([reduce_fn(row) for row in drawn], dtype=np.float64)
+        else:
+            values = np.asarray([reduce_fn([data[i] for i in row]) for row in index], dtype=np.float64)  # type: ignore[arg-type]
+        results.append((float(values.mean()), float(values.std())))
+    return results
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """The value of the answer that most entries give; of equally frequent answers, the one that comes first.
+
+    Args:
+        data: one mapping a sample.
+        vote_key: where the answer stands, `val_key`: where its value stands. Equal answers have equal values; the
+            first one's is returned.
+
+    Raises:
+        ValueError: no data.
+    """
+    if not data:
+        raise ValueError("calc_maj_val needs at least one sample")
+    counts: dict[Hashable, int] = defaultdict(int)
+    for entry in data:
+        counts[_hashable(entry[vote_key])] += 1
+    most = max(counts.values())
+    return float(next(entry[val_key] for entry in data if counts[_hashable(entry[vote_key])] == most))
+
+
+def _hashable(answer: Any) -> Hashable:
+    """Answers are compared by value; lists and dicts by their text."""
+    return answer if isinstance(answer, Hashable) else repr(answer)
+
+
+def _subset_sizes(n: int) -> list[int]:
+    """2, 4, 8, ... below n, then n itself."""
+    return [2**k for k in range(1, math.ceil(math.log2(n)))] + [n] if n > 1 else []
+
+
+def _best_worst(values: np.ndarray, size: int, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
+    """best@n and worst@n, mean and std over draws, of each prompt. `values [U, N]` -> arrays `[U]`."""
+    index = _draws(values.shape[1], size, n_bootstrap, seed)
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    block = max(1, _BLOCK // index.size)
+    for start in range(0, len(values), block):
+        drawn = values[start : start + block][:, index]
+        for kind, reduced in (("best", drawn.max(axis=2)), ("worst", drawn.min(axis=2))):
+            parts[f"{kind}@{size}/mean"].append(reduced.mean(axis=1))
+            parts[f"{kind}@{size}/std"].append(reduced.std(axis=1))
+    return {name: np.concatenate(blocks) for name, blocks in parts.items()}
+
+
+def _majority(values: np.ndarray, votes: np.ndarray, size: int, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
+    """maj@n of each prompt. `values [U, N]`, `votes [U, N]` (answers as integers below N) -> arrays `[U]`."""
+    n = values.shape[1]
+    index = _draws(n, size, n_bootstrap, seed)
+    means, stds = [], []
+    block = max(1, _BLOCK // (n_bootstrap * max(n, size)))
+    for start in range(0, len(values), block):
+        drawn = votes[start : start + block][:, index]
+        rows = np.arange(drawn.shape[0] * n_bootstrap).reshape(drawn.shape[0], n_bootstrap, 1)
+        cells = rows * n + drawn
+        counts = np.bincount(cells.reshape(-1), minlength=rows.size * n)
+        # argmax finds the first sample whose answer is among the most frequent: ties go to the earliest, as in
+        # calc_maj_val.
+        winner = counts[cells].argmax(axis=2)
+        chosen = np.take_along_axis(np.broadcast_to(index, drawn.shape), winner[..., None], axis=2)[..., 0]
+        won = np.take_along_axis(values[start : start + block], chosen, axis=1)
+        means.append(won.mean(axis=1))
+        stds.append(won.std(axis=1))
+    return {f"maj@{size}/mean": np.concatenate(means), f"maj@{size}/std": np.concatenate(stds)}
+
+
+def _encode(answers: Sequence[Any]) -> list[int]:
+    codes: dict[Hashable, int] = {}
+    return [codes.setdefault(_hashable(answer), len(codes)) for answer in answers]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, np.bool_))
+
+
+class _Missing:
+    """The answer of a sample that failed: equal to no other, so that failures do not vote together."""
+
+
+def _group(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[str],
+    infos_dict: Mapping[str, Sequence[Any]],
+    expected_acc_counts: Mapping[tuple[str, str], int] | None,
+) -> dict[str, dict[str, dict[str, list[Any]]]]:
+    """source -> uid -> variable -> values of the prompt's samples, in the order they came."""
+    grouped: dict[str, dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for i, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
+        prompt = grouped[source][uid]
+        for name, values in infos_dict.items():
+            prompt[name].append(values[i])
+    for (source, uid), expected in (expected_acc_counts or {}).items():
+        prompt = grouped[source][uid]
+        missing = expected - len(prompt["acc"])
+        if missing < 0:
+            raise ValueError(
+                f"prompt {uid!r} of {source!r} has {len(prompt['acc'])} samples, expected_acc_counts says {expected}"
+            )
+        prompt["acc"] += [0.0] * missing
+        if _VOTE_KEY in infos_dict:
+            prompt[_VOTE_KEY] += [_Missing() for _ in range(missing)]
+    return grouped
+
+
+def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
+    """Every metric of one variable, for prompts with equally many samples. `values [U, N]` -> arrays `[U]`."""
+    n = values.shape[1]
+    metrics = {f"mean@{n}": values.mean(axis=1)}
+    if n == 1:
+        return metrics
+    metrics[f"std@{n}"] = values.std(axis=1)
+    for size in _subset_sizes(n):
+        metrics |= _best_worst(values, size, n_bootstrap, seed)
+        if votes is not None:
+            metrics |= _majority(values, votes, size, n_bootstrap, seed)
+    return metrics
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[str],
+    infos_dict: Mapping[str, Sequence[Any]],
+    seed: int = 42,
+    expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
+) -> Table:
+    """mean@N, std@N, best@n, worst@n and maj@n of each variable, averaged over the prompts of each data source.
+
+    Samples belong together when both data source and uid are equal. n runs over 2, 4, 8, ... and N. `maj@n` stands
+    only where `infos_dict` has the answers under `pred`. A variable is averaged over the prompts whose values are all
+    numbers (booleans count as 0 and 1); text stays for the dumps.
+
+    Args:
+        data_sources: one a sample.
+        sample_uids: one a sample, equal for the samples of a prompt.
+        infos_dict: variable -> one value a sample (`reward`, `acc`, `pred`, what the reward function returned).
+        seed: of the bootstrap draws; 1,000 draws are made.
+        expected_acc_counts: (data source, uid) -> number of samples that were asked for. Samples that did not come
+            back count as `acc` 0, also for a prompt of which none did.
+
+    Returns:
+        data source -> variable -> metric -> value, for example `["gsm8k"]["acc"]["best@4/mean"]`.
+
+    Raises:
+        ValueError: lists of different length, or more samples than expected; the variable or prompt is named.
+    """
+    count = len(data_sources)
+    lengths = {"sample_uids": len(sample_uids), **{name: len(values) for name, values in infos_dict.items()}}
+    for name, length in lengths.items():
+        if length != count:
+            raise ValueError(f"{name} has {length} entries for {count} samples; one a sample is needed")
+    table: Table = {}
+    for source, prompts in _group(data_sources, sample_uids, infos_dict, expected_acc_counts).items():
+        names = dict.fromkeys(name for prompt in prompts.values() for name in prompt)
+        for name in names:
+            metrics = _variable_metrics([p for p in prompts.values() if name in p], name, seed)
+            if metrics:
+                table.setdefault(source, {})[name] = metrics
+    return table
+
+
+def _variable_metrics(prompts: list[dict[str, list[Any]]], name: str, seed: int) -> dict[str, float]:
+    """One variable over the prompts of a source; prompts with equally many samples are computed together."""
+    by_size: dict[tuple[int, bool], list[dict[str, list[Any]]]] = defaultdict(list)
+    for prompt in prompts:
+        values = prompt[name]
+        if values and all(map(_is_number, values)):
+            by_size[len(values), len(prompt.get(_VOTE_KEY, ())) == len(values)].append(prompt)
+    collected: dict[str, list[np.ndarray]] = defaultdict(list)
+    for (_, voting), group in by_size.items():
+        values = np.asarray([prompt[name] for prompt in group], dtype=np.float64)
+        votes = np.asarray([_encode(prompt[_VOTE_KEY]) for prompt in group]) if voting else None
+        for metric, per_prompt in _prompt_metrics(values, votes, 1000, seed).items():
+            collected[metric].append(per_prompt)
+    return {metric: float(np.concatenate(parts).mean()) for metric, parts in collected.items()}
+
+
+def validation_metrics(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[str],
+    infos_dict: Mapping[str, Sequence[Any]],
+    num_turns: Sequence[float] | None = None,
+    seed: int = 42,
+    expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
+) -> dict[str, float]:
+    """`process_validation_metrics` under the names that are logged.
+
+    The core of a data source is `acc`, or `reward` where there is no `acc`: its mean@N, best@N and maj@N (N the largest
+    number of samples) are `val-core/<source>/<variable>/<metric>`; everything else is `val-aux/...`. Turns of
+    multi-turn samples are `val-aux/num_turns/{min,max,mean}`.
+    """
+    table = process_validation_metrics(data_sources, sample_uids, infos_dict, seed, expected_acc_counts)
+    logged: dict[str, float] = {}
+    for source, variables in table.items():
+        core = "acc" if "acc" in variables else "reward"
+        for name, metrics in variables.items():
+            largest = max(_samples(metric) for metric in metrics)
+            for metric, value in metrics.items():
+                is_core = name == core and metric.startswith(_CORE_PREFIXES) and _samples(metric) == largest
+                logged[f"{'val-core' if is_core else 'val-aux'}/{source}/{name}/{metric}"] = value
+    if num_turns is not None and len(num_turns):
+        turns = np.asarray(num_turns, dtype=np.float64)
+        for kind, number in (("min", turns.min()), ("max", turns.max()), ("mean", turns.mean())):
+            logged[f"val-aux/num_turns/{kind}"] = float(number)
+    return logged
+
+
+def _samples(metric: str) -> int:
+    """The n of `best@n/mean`."""
+    return int(metric.split("@", 1)[1].split("/", 1)[0])

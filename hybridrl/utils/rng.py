@@ -1,0 +1,70 @@
+"""The state of every random number generator of a process, as plain data that JSON holds exactly."""
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrl.utils import device
+
+FORMAT = 1
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    # bytearray: a tensor over immutable bytes would warn, and set_state wants memory of its own.
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def rng_state() -> dict[str, Any]:
+    """State of the global generators of Python, NumPy, torch on CPU and torch on the current accelerator.
+
+    Returns:
+        Dicts, lists, numbers and strings only, about 20 kB: fit for `json.dump` and for Ray.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    return {
+        "format": FORMAT,
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "keys": [int(key) for key in keys],
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": _encode(torch.get_rng_state()),
+        "accelerator": [_encode(state) for state in device.get_rng_states()],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the generators back into a state taken by `rng_state`: the numbers they give go on from there.
+
+    An accelerator's state is put back where there is an accelerator.
+
+    Raises:
+        ValueError: the state is of another format, or incomplete; nothing was set.
+    """
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"random state has format {found!r}, expected {FORMAT}: it is not one taken by rng_state()")
+    try:
+        python, legacy = state["python"], state["numpy"]
+        python_state = (python["version"], tuple(python["words"]), python["gauss"])
+        keys = np.asarray(legacy["keys"], dtype=np.uint32)
+        numpy_state = (legacy["name"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"])
+        torch_state = _decode(state["torch"])
+        accelerator_states = [_decode(text) for text in state["accelerator"]]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ValueError(f"random state is damaged: {exc!r}") from exc
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    device.set_rng_states(accelerator_states)
