@@ -1,0 +1,40 @@
+"""DataProto: the batch that flows along every arrow between the controller and the workers.
+
+A `DataProto` holds one batch of B rows in three parts: `batch`, a TensorDict of tensors whose first dimension is B;
+`non_tensor_batch`, NumPy arrays of length B (dtype object for Python values); and `meta_info`, a dict that belongs to
+the batch as a whole. `DataProtoFuture` stands for one that workers are still computing.
+
+    data.py       the class and its methods           functions.py  padding, folding, gathering
+    rows.py       choosing and joining rows           merge.py      equality, union, merging of meta_info
+    transport.py  pickling without copies             storage.py    safe files
+    future.py     results that are not there yet
+"""
+
+from hybridrl.protocol.data import DataProto, DataProtoConfig, DataProtoItem
+from hybridrl.protocol.functions import (
+    all_gather_data_proto,
+    collate_fn,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
+from hybridrl.protocol.future import DataProtoFuture
+from hybridrl.protocol.merge import union_numpy_dict, union_tensor_dict
+from hybridrl.protocol.rows import object_array
+
+__all__ = [
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "all_gather_data_proto",
+    "collate_fn",
+    "fold_batch_dim",
+    "object_array",
+    "pad_dataproto_to_divisor",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+]

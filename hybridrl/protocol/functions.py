@@ -1,0 +1,126 @@
+"""Functions on batches: padding to a divisor, folding the batch dimension, collating rows, gathering over ranks."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from hybridrl.protocol.data import DataProto, DataProtoItem
+from hybridrl.protocol.rows import object_array
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append rows, taken again from the first row on, until the number of rows is a multiple of `size_divisor`.
+
+    Returns:
+        The padded batch (`data` itself when nothing is missing) and the number of rows appended; `unpad_dataproto`
+        takes them off again.
+
+    Raises:
+        ValueError: the divisor is not positive, or the batch is empty.
+    """
+    if size_divisor < 1:
+        raise ValueError(f"size_divisor must be at least 1, found {size_divisor}")
+    rows = len(data)
+    pad_size = -rows % size_divisor
+    if rows == 0:
+        raise ValueError(f"an empty batch cannot be padded to a multiple of {size_divisor}: it has no row to repeat")
+    if pad_size == 0:
+        return data, 0
+    return data.select_idxs(np.arange(rows + pad_size) % rows), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Take the last `pad_size` rows off, a view.
+
+    Raises:
+        ValueError: there are fewer rows than that.
+    """
+    if not 0 <= pad_size <= len(data):
+        raise ValueError(f"cannot take {pad_size} padding rows off a batch of {len(data)} rows")
+    return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def collate_fn(x: list[DataProtoItem]) -> DataProto:
+    """Stack rows (as `data[i]` gives them) into a batch; meta_info is that of the first row."""
+    if not x:
+        raise ValueError("collate_fn needs at least one row")
+    batch = None if x[0].batch is None else torch.stack([item.batch for item in x]).contiguous()
+    arrays = {key: object_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
+    return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=dict(x[0].meta_info))
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Turn fields `[B, ...]` into `[new_batch_size, B / new_batch_size, ...]`, so that groups of rows stay together.
+
+    Raises:
+        ValueError: B is not a multiple of `new_batch_size`.
+    """
+    rows = len(data)
+    if new_batch_size < 1 or rows % new_batch_size:
+        raise ValueError(f"a batch of {rows} rows cannot be folded into {new_batch_size} equal groups")
+    group = rows // new_batch_size
+    batch = data.batch
+    if batch is not None:
+        fields = {key: value.reshape(new_batch_size, group, *value.shape[1:]) for key, value in batch.items()}
+        batch = TensorDict(fields, batch_size=[new_batch_size], device=data.batch.device)
+    arrays = {k: v.reshape(new_batch_size, group, *v.shape[1:]) for k, v in data.non_tensor_batch.items()}
+    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=dict(data.meta_info))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Undo `fold_batch_dim`: flatten the first `batch_dims` dimensions of every field into one."""
+    batch = data.batch
+    if batch is not None:
+        fields = {key: value.reshape(-1, *value.shape[batch_dims:]) for key, value in batch.items()}
+        rows = next(iter(fields.values())).shape[0] if fields else len(data)
+        batch = TensorDict(fields, batch_size=[rows], device=data.batch.device)
+    arrays = {key: value.reshape(-1, *value.shape[batch_dims:]) for key, value in data.non_tensor_batch.items()}
+    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=dict(data.meta_info))
+
+
+def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
+    """Replace `data`, in place, by the rows of all ranks of the group, in rank order; counts may differ between ranks.
+
+    Plain tensors travel by `all_gather` on their own device, jagged tensors and objects by `all_gather_object`. meta_info stays
+    that of this rank.
+
+    Raises:
+        ValueError: the ranks have different fields, dtypes or widths.
+    """
+    size = dist.get_world_size(process_group)
+    plain = {} if data.batch is None else {k: v for k, v in data.batch.items() if _gathers_plain(v)}
+    rest = DataProto(non_tensor_batch=data.non_tensor_batch)
+    if data.batch is not None and len(plain) < len(list(data.batch.keys())):
+        rest.batch = data.batch.exclude(*plain)
+    layout = {key: (str(value.dtype), tuple(value.shape[1:])) for key, value in plain.items()}
+    peers: list[Any] = [None] * size
+    dist.all_gather_object(peers, (len(data), layout, rest), group=process_group)
+    for rank, (_, other, _) in enumerate(peers):
+        if other != layout:
+            raise ValueError(f"all_gather: rank {rank} of the group has fields {other}, this rank has {layout}")
+    counts = [count for count, _, _ in peers]
+    fields = {key: _gather_rows(value, counts, process_group) for key, value in plain.items()}
+    whole = DataProto.concat([part for _, _, part in peers])
+    if data.batch is not None:
+        if whole.batch is not None:
+            fields.update(whole.batch.to(data.batch.device).items() if data.batch.device else whole.batch.items())
+        data.batch = TensorDict(fields, batch_size=[sum(counts)], device=data.batch.device)
+    data.non_tensor_batch = whole.non_tensor_batch
+
+
+def _gathers_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.layout is torch.strided
+
+
+def _gather_rows(value: torch.Tensor, counts: list[int], group: Any) -> torch.Tensor:
+    """Gather `[counts[rank], ...]` from every rank; collectives want equal sizes, so short ranks send padding."""
+    longest = max(counts)
+    mine = value.detach().contiguous()
+    if len(mine) < longest:
+        mine = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
+    parts = [torch.empty_like(mine) for _ in counts]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -1,0 +1,91 @@
+"""DataProtoFuture: a batch that workers are still computing, which the controller passes on without looking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.protocol.data import DataProto
+
+if TYPE_CHECKING:
+    import ray
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Takes chunk `index` of `chunks` of a batch."""
+
+    index: int
+    chunks: int
+
+    def __call__(self, data: DataProto) -> DataProto:
+        return data.chunk(self.chunks)[self.index]
+
+
+@dataclass
+class DataProtoFuture:
+    """The output of a worker group that has not been waited for.
+
+    A future goes to another group's method like a DataProto: `chunk` makes one future a worker, and each worker calls `get`
+    itself, so the data never passes through the controller.
+
+    Attributes:
+        collect_fn: joins the list of the futures' values into one DataProto.
+        futures: the object references of the workers that return a part.
+        dispatch_fn: takes this future's share of the joined batch; None takes the whole.
+    """
+
+    collect_fn: Callable[[list[Any]], Any]
+    futures: list[ray.ObjectRef]
+    dispatch_fn: Callable[[Any], Any] | None = None
+
+    @staticmethod
+    def concat(data: list[ray.ObjectRef]) -> DataProtoFuture:
+        """Return the future of the concatenation of the values of `data`, in order."""
+        return DataProtoFuture(collect_fn=DataProto.concat, futures=data)
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """Return one future for each of `chunks` parts, as `DataProto.chunk` would cut the value. Waits for nothing."""
+        if self.dispatch_fn is not None:
+            raise ValueError("this future is a part of a batch already; chunk the future of the whole batch")
+        return [DataProtoFuture(self.collect_fn, self.futures, _Chunk(index, chunks)) for index in range(chunks)]
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Wait for the parts, join them and take this future's share.
+
+        Args:
+            timeout: seconds to wait at most; None waits for ever.
+
+        Raises:
+            ray.exceptions.GetTimeoutError: the parts did not come in time.
+            TypeError: a part is not a DataProto.
+        """
+        import ray
+
+        parts = ray.get(self.futures, timeout=timeout)
+        for position, part in enumerate(parts):
+            if self.collect_fn is DataProto.concat and not isinstance(part, DataProto):
+                raise TypeError(
+                    f"part {position} of a DataProtoFuture is {type(part).__name__}; a worker method whose result is "
+                    "collected as DataProto must return one on every rank that collects"
+                )
+        if self.collect_fn is DataProto.concat and isinstance(self.dispatch_fn, _Chunk):
+            return _chunk_of_parts(parts, self.dispatch_fn)
+        value = self.collect_fn(parts)
+        return value if self.dispatch_fn is None else self.dispatch_fn(value)
+
+
+def _chunk_of_parts(parts: list[DataProto], share: _Chunk) -> DataProto:
+    """Return `share(DataProto.concat(parts))`, but join only the rows that it needs."""
+    padded = any(part.is_padding_enabled() for part in parts)
+    start, stop = DataProto.chunk_bounds(sum(map(len, parts)), share.chunks, padded)[share.index]
+    chosen, first = [], 0
+    for part in parts:
+        low, high = max(start - first, 0), min(stop - first, len(part))
+        chosen.append(part.slice(low, max(low, high)) if (low, high) != (0, len(part)) else part)
+        first += len(part)
+    needed = [part for part in chosen if len(part)] or chosen[:1]
+    joined = DataProto.concat(needed)
+    joined.meta_info = DataProto.merged_meta_info(parts)
+    return joined

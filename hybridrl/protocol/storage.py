@@ -1,0 +1,193 @@
+"""Batches on disk: one safetensors file that holds no code.
+
+Tensors are stored as such; everything else stands as JSON in the tensor `__json__` (UTF-8 bytes). JSON values are None,
+bool, int, float, str and lists; whatever else is allowed (dict, tuple, bytes, NumPy arrays and scalars, tensors inside
+an entry) is an object with one key, "$", that tells its kind. Anything else is refused by name, for nothing but data can be read
+back without running code.
+"""
+
+import base64
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tensordict import TensorDict, TensorDictBase
+
+from hybridrl.protocol.rows import jagged_parts, object_array
+from hybridrl.utils.errors import UserError
+
+FORMAT = "hybridrl.dataproto.1"
+JSON = "__json__"
+
+
+class StorageError(UserError):
+    """A batch cannot be stored, or a file is no stored batch."""
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def tensor(self, value: torch.Tensor, where: str) -> Any:
+        if value.is_nested:
+            if value.layout is not torch.jagged:
+                return {"$": "nested", "rows": [self.tensor(row, where) for row in value.unbind()]}
+            values, offsets, dim = jagged_parts(value)
+            return {"$": "jagged", "values": self.tensor(values, where), "offsets": self.tensor(offsets, where), "dim": dim}
+        if value.layout is not torch.strided or value.is_quantized or type(value).__module__.startswith("torch.dist"):
+            raise StorageError(f"{where}: a tensor of layout {value.layout} ({type(value).__name__}) cannot be stored")
+        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if value.untyped_storage().nbytes() != value.numel() * value.element_size() or self._stored(value):
+            value = value.clone()  # safetensors refuses tensors that share memory
+        name = str(len(self.tensors))
+        self.tensors[name] = value
+        return {"$": "tensor", "name": name}
+
+    def _stored(self, value: torch.Tensor) -> bool:
+        return any(value.data_ptr() == other.data_ptr() for other in self.tensors.values())
+
+    def tensordict(self, value: TensorDictBase, where: str) -> Any:
+        fields = {key: self.value(value.get(key), f"{where}[{key!r}]") for key in value.keys()}
+        return {"$": "tensordict", "fields": fields, "batch_size": list(value.batch_size)}
+
+    def array(self, value: np.ndarray, where: str) -> Any:
+        if value.dtype == object:
+            entries = [self.value(entry, f"{where}[{row}]") for row, entry in enumerate(value.ravel().tolist())]
+            return {"$": "objects", "shape": list(value.shape), "values": entries}
+        if value.dtype.kind == "U":
+            return {"$": "strings", "dtype": value.dtype.str, "shape": list(value.shape), "values": value.ravel().tolist()}
+        if value.dtype.kind not in "biufc" or value.dtype.itemsize > 16 or value.dtype == np.longdouble:
+            raise StorageError(f"{where}: a NumPy array of dtype {value.dtype} cannot be stored; convert it to object")
+        data = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=False))
+        return {"$": "array", "tensor": self.tensor(torch.from_numpy(data.copy()).reshape(value.shape), where)}
+
+    def value(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is list:
+            return [self.value(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+        if kind is tuple:
+            return {"$": "tuple", "values": [self.value(entry, f"{where}[{i}]") for i, entry in enumerate(value)]}
+        if kind is dict:
+            keys = [self.value(key, f"{where} (key {key!r})") for key in value]
+            return {"$": "dict", "keys": keys, "values": [self.value(v, f"{where}[{k!r}]") for k, v in value.items()]}
+        if kind is bytes:
+            return {"$": "bytes", "base64": base64.b64encode(value).decode()}
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, where)
+        if isinstance(value, np.ndarray):
+            return self.array(value, where)
+        if isinstance(value, np.generic):
+            return {"$": "scalar", "array": self.array(np.asarray(value), where)}
+        if kind is TensorDict:
+            return self.tensordict(value, where)
+        raise StorageError(
+            f"{where}: an object of type {kind.__module__}.{kind.__qualname__} cannot be stored, because reading it back "
+            "would run code. Stored are None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and tensors: "
+            "convert it to one of these or drop the field with pop() before saving"
+        )
+
+
+class _Reader:
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.value(entry) for entry in value]
+        if not isinstance(value, dict):
+            return value
+        return getattr(self, "_" + value["$"])(value)
+
+    def _tensor(self, value: dict[str, Any]) -> torch.Tensor:
+        return self.tensors.get_tensor(value["name"])
+
+    def _jagged(self, value: dict[str, Any]) -> torch.Tensor:
+        values, offsets = self._tensor(value["values"]), self._tensor(value["offsets"])
+        return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=value["dim"])
+
+    def _nested(self, value: dict[str, Any]) -> torch.Tensor:
+        return torch.nested.nested_tensor([self._tensor(row) for row in value["rows"]])
+
+    def _tensordict(self, value: dict[str, Any]) -> TensorDict:
+        return TensorDict({k: self.value(v) for k, v in value["fields"].items()}, batch_size=value["batch_size"])
+
+    def _objects(self, value: dict[str, Any]) -> np.ndarray:
+        return object_array(self.value(value["values"])).reshape(value["shape"])
+
+    def _strings(self, value: dict[str, Any]) -> np.ndarray:
+        return np.array(value["values"], dtype=value["dtype"]).reshape(value["shape"])
+
+    def _array(self, value: dict[str, Any]) -> np.ndarray:
+        return self._tensor(value["tensor"]).numpy()
+
+    def _scalar(self, value: dict[str, Any]) -> Any:
+        return self.value(value["array"])[()]
+
+    def _tuple(self, value: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(self.value(value["values"]))
+
+    def _dict(self, value: dict[str, Any]) -> dict[Any, Any]:
+        return dict(zip(self.value(value["keys"]), self.value(value["values"]), strict=True))
+
+    def _bytes(self, value: dict[str, Any]) -> bytes:
+        return base64.b64decode(value["base64"])
+
+
+def save(path: str | os.PathLike[str], batch: TensorDictBase | None, non_tensors: dict[str, Any], meta: dict) -> None:
+    """Write the three parts of a batch to `path`: first to a file beside it, which then takes its name.
+
+    Raises:
+        StorageError: naming field and row of a value that cannot be stored; no file is written.
+    """
+    writer = _Writer()
+    document = {
+        "format": FORMAT,
+        "batch": None if batch is None else writer.tensordict(batch, "batch"),
+        "non_tensor_batch": {key: writer.array(value, f"non_tensor_batch[{key!r}]") for key, value in non_tensors.items()},
+        "meta_info": writer.value(dict(meta), "meta_info"),
+    }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    writer.tensors[JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(prefix=target.name + ".", suffix=".writing", dir=target.parent)
+    os.close(handle)
+    try:
+        save_file(writer.tensors, beside, metadata={"format": FORMAT})
+        os.replace(beside, target)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def load(path: str | os.PathLike[str]) -> tuple[TensorDict | None, dict[str, np.ndarray], dict[str, Any]]:
+    """Read what `save` wrote. No code of the file is run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        StorageError: the file is not a stored batch, or it is damaged.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no stored batch at {path}")
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            if JSON not in tensors.keys() or (tensors.metadata() or {}).get("format") != FORMAT:
+                raise StorageError(f"{path}: a safetensors file, but not one that DataProto.save_to_disk wrote")
+            document = json.loads(tensors.get_tensor(JSON).numpy().tobytes())
+            reader = _Reader(tensors)
+            batch = None if document["batch"] is None else reader.value(document["batch"])
+            non_tensors = {key: reader.value(value) for key, value in document["non_tensor_batch"].items()}
+            return batch, non_tensors, reader.value(document["meta_info"])
+    except (SafetensorError, KeyError, ValueError, AttributeError) as error:
+        raise StorageError(
+            f"{path}: not a batch stored by DataProto.save_to_disk, or damaged ({error}). Pickled files are not read: "
+            "they could run code"
+        ) from error
