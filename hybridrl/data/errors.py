@@ -1,0 +1,7 @@
+"""The error of this room."""
+
+from hybridrl.utils.errors import UserError
+
+
+class DataError(UserError):
+    """A data file, row, dataset class or sampler cannot be used; the message names the file and row and says what to change."""

@@ -1,0 +1,333 @@
+"""Batches, in an order that a resumed run repeats exactly."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hybridrl.data.errors import DataError
+from hybridrl.data.sampler import EpochSampler
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset, Sampler
+
+    from hybridrl.protocol import DataProto
+
+Collated = tuple[dict[str, torch.Tensor], dict[str, list[Any]]]
+
+
+class StatefulLoader:
+    """Iterates batches of one epoch at a time and knows its place for ever.
+
+    ``for batch in loader`` yields what is left of the current epoch: all of it at first, the rest after ``load_state_dict`` or after
+    a ``break``. While the last batch of an epoch is in hand the place is already the start of the next epoch, so a run that is
+    saved there and resumed goes on with the next epoch and does not find an exhausted one.
+
+    Args:
+        dataset: a map-style dataset.
+        batch_size: rows a batch.
+        sampler: default: ``EpochSampler`` in file order. One with ``set_epoch`` is told the epoch before each; one with
+            ``state_dict`` and ``load_state_dict`` is saved and restored; any other is replayed to its place.
+        drop_last: leave out an incomplete last batch.
+        num_workers: processes that read ahead; 0 reads in this process.
+        collate: rows -> (tensors, lists of objects); runs in the reading process.
+        seed: of the reading processes' random state, together with the epoch.
+        key: the configuration key of the batch size, for messages.
+
+    Raises:
+        DataError: not one batch fits into an epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        sampler: Sampler | None = None,
+        drop_last: bool = True,
+        *,
+        collate: Callable[[Sequence[dict[str, Any]]], Collated],
+        num_workers: int = 0,
+        seed: int = 0,
+        key: str = "data.train_batch_size",
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.sampler = EpochSampler(len(dataset), shuffle=False, seed=seed) if sampler is None else sampler  # type: ignore[arg-type]
+        self.seed = seed
+        self._generator = torch.Generator()  # its own, so that reading data draws nothing from the global one
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates; nothing that a user could change.
+            warnings.filterwarnings("ignore", message=".*set_vital.*", category=UserWarning)
+            self._loader = StatefulDataLoader(
+                dataset,
+                batch_size=batch_size,
+                sampler=self.sampler,
+                drop_last=drop_last,
+                num_workers=num_workers,
+                collate_fn=collate,
+                generator=self._generator,
+            )
+        if len(self) == 0:
+            raise DataError(
+                f"{key}={batch_size} is larger than the data set of {len(self.sampler)} rows, so an epoch has no full batch. "  # type: ignore[arg-type]
+                f"Lower {key} to at most {len(self.sampler)}, or supply more rows."  # type: ignore[arg-type]
+            )
+        self._epoch = 0
+        self._batches = 0
+        self._pending: dict[str, Any] | None = None  # state of the inner loader to go on from
+        self._resumed_at_boundary = False
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self._loader)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._epoch
+
+    @property
+    def batches_done(self) -> int:
+        """How many batches of that epoch have been handed out."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[DataProto]:
+        epoch = self._epoch
+        for collated in self._inner_batches():
+            self._batches += 1
+            if self._batches == len(self):
+                self._epoch, self._batches = epoch + 1, 0
+            yield self.finish(collated, epoch)
+
+    def _inner_batches(self) -> Iterator[Collated]:
+        """The rest of the current epoch."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self._epoch)
+        self._generator.manual_seed(self.seed * 1_000_003 + self._epoch)
+        if self._batches:
+            self._loader.load_state_dict(self._pending or self._loader.state_dict())
+            self._pending = None
+        any_batch = False
+        for collated in self._loader:
+            any_batch = True
+            yield collated
+        if not any_batch and self._resumed_at_boundary:
+            # A sampler that was saved at the end of its epoch may first have to run out, as it did in the run that saved it.
+            yield from self._loader
+        self._resumed_at_boundary = False
+
+    def finish(self, collated: Collated, epoch: int) -> DataProto:
+        """Make the batch, in the controller's process."""
+        from hybridrl.protocol import DataProto
+
+        tensors, objects = collated
+        return DataProto.from_dict(tensors=tensors, non_tensors={name: object_array(v) for name, v in objects.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next batch, as JSON-serialisable objects.
+
+        Raises:
+            DataError: a custom sampler's or dataset's state is not JSON-serialisable.
+        """
+        inner = None
+        if self._batches:
+            inner = self._pending or self._loader.state_dict()
+        state = {
+            "epoch": self._epoch,
+            "batches": self._batches,
+            "loader": inner,
+            "sampler": self.sampler.state_dict() if self._batches == 0 and _is_stateful(self.sampler) else None,
+            "made_with": self._made_with(),
+        }
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"the state of the data loader cannot be written as JSON ({error}). state_dict() of the sampler {type(self.sampler).__name__} "
+                f"and of the data set {type(self.dataset).__name__} must return numbers, strings, lists and dicts only."
+            ) from error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place.
+
+        Raises:
+            DataError: it lies in the middle of an epoch of other data, another batch size or another order.
+        """
+        changed = {
+            name: (old, self._made_with()[name])
+            for name, old in state["made_with"].items()
+            if old != self._made_with()[name]
+        }
+        if changed and state["batches"]:
+            differences = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in changed.items())
+            raise DataError(
+                f"the saved place in the data (epoch {state['epoch']}, batch {state['batches']}) does not fit this run: {differences}. "
+                "Resume with the settings of the saved run, or from a checkpoint at the end of an epoch."
+            )
+        self._epoch = state["epoch"]
+        self._batches = state["batches"]
+        self._pending = state["loader"]
+        self._resumed_at_boundary = self._batches == 0 and state["sampler"] is not None
+        if self._resumed_at_boundary:
+            self.sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
+
+    def _made_with(self) -> dict[str, Any]:
+        sampler = self.sampler
+        return {
+            "rows": len(self.dataset),  # type: ignore[arg-type]
+            "batch_size": self.batch_size,
+            "sampler": type(sampler).__name__,
+            "shuffle": getattr(sampler, "shuffle", None),
+            "seed": getattr(sampler, "seed", None),
+            "workers": self._loader.num_workers > 0,
+        }
+
+
+class PromptLoader(StatefulLoader):
+    """Batches of prompts for reinforcement learning.
+
+    A batch holds ``input_ids, attention_mask, position_ids`` ``[B, P]`` (int64), left-padded to the longest prompt of the batch, and
+    as non-tensors ``uid, raw_prompt, index`` and the other columns of the rows. ``uid`` is ``"{epoch}-{index}"``: the same in
+    every run of the same data, different for every prompt of a run.
+
+    Args: those of ``StatefulLoader``, and
+
+        pad_token_id: default: that of ``dataset.pad_token_id``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        sampler: Sampler | None = None,
+        drop_last: bool = True,
+        *,
+        pad_token_id: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        key: str = "data.train_batch_size",
+    ) -> None:
+        collate = PromptCollator(_pad_id(dataset, pad_token_id), getattr(dataset, "locate", None))
+        super().__init__(
+            dataset, batch_size, sampler, drop_last, collate=collate, num_workers=num_workers, seed=seed, key=key
+        )
+
+    def finish(self, collated: Collated, epoch: int) -> DataProto:
+        tensors, objects = collated
+        seen: dict[str, int] = {}
+        uids = []
+        for index in objects["index"]:
+            uid = f"{epoch}-{index}"
+            again = seen[uid] = seen.get(uid, -1) + 1
+            uids.append(f"{uid}-{again}" if again else uid)  # a sampler may draw a row twice: two prompts, two groups
+        return super().finish((tensors, {**objects, "uid": uids}), epoch)
+
+
+class SFTLoader(StatefulLoader):
+    """Batches of whole conversations for supervised training.
+
+    A batch holds ``input_ids, attention_mask, position_ids, loss_mask`` ``[B, S]`` (int64), right-padded to the longest of the batch,
+    and as non-tensor ``index``. ``loss_mask[b, t]`` is 1 where token t is to be learnt (from the tokens before it).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        sampler: Sampler | None = None,
+        drop_last: bool = True,
+        *,
+        pad_token_id: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        key: str = "data.train_batch_size",
+    ) -> None:
+        collate = SFTCollator(_pad_id(dataset, pad_token_id))
+        super().__init__(
+            dataset, batch_size, sampler, drop_last, collate=collate, num_workers=num_workers, seed=seed, key=key
+        )
+
+
+class PromptCollator:
+    """Rows with ``input_ids`` -> left-padded tensors and lists."""
+
+    def __init__(self, pad_token_id: int, locate: Callable[[int], str] | None = None) -> None:
+        self.pad_token_id = pad_token_id
+        self.locate = locate
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
+        for row in rows:
+            if not isinstance(row, dict) or "input_ids" not in row or "index" not in row:
+                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise DataError(
+                    f"the data set class must return dicts with 'input_ids' (unpadded token ids) and 'index' (row number); found: {found}. "
+                    "Derive it from hybridrl.data.RLHFDataset, or add them in its __getitem__."
+                )
+        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=True)
+        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask)}
+        names = dict.fromkeys(name for row in rows for name in row if name != "input_ids")
+        return tensors, {name: [row.get(name) for row in rows] for name in names}
+
+
+class SFTCollator:
+    """Rows with ``input_ids`` and ``loss_mask`` -> right-padded tensors."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
+        for row in rows:
+            if not isinstance(row, dict) or not {"input_ids", "loss_mask", "index"} <= row.keys():
+                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise DataError(
+                    "the data set class must return dicts with 'input_ids', 'loss_mask' (as long as input_ids) and 'index' (row number); "
+                    f"found: {found}. Derive it from hybridrl.data.SFTDataset, or add them in its __getitem__."
+                )
+        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=False)
+        loss_mask, _ = pad([row["loss_mask"] for row in rows], 0, left=False)
+        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask), "loss_mask": loss_mask}
+        return tensors, {"index": [row["index"] for row in rows]}
+
+
+def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ragged ids to an int64 matrix as wide as the longest, and the mask of what is no padding."""
+    width = max(len(ids) for ids in sequences)
+    ids = np.full((len(sequences), width), value, dtype=np.int64)
+    mask = np.zeros((len(sequences), width), dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+        ids[row, place] = np.asarray(sequence, dtype=np.int64)
+        mask[row, place] = 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, ... over the tokens that the mask keeps; 0 on the padding before them. ``[B, S]`` -> ``[B, S]``."""
+    return (mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """A 1-D array of objects, also of lists that all have one length."""
+    array = np.empty(len(values), dtype=object)
+    for number, value in enumerate(values):
+        array[number] = value
+    return array
+
+
+def _is_stateful(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _pad_id(dataset: Dataset, given: int | None) -> int:
+    value = getattr(dataset, "pad_token_id", None) if given is None else given
+    if value is None:
+        raise DataError(
+            f"the data set {type(dataset).__name__} has no pad_token_id. Give it one, or pass pad_token_id to the loader."
+        )
+    return int(value)

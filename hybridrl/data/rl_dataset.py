@@ -1,0 +1,256 @@
+"""Prompts for reinforcement learning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hybridrl.data.chat import (
+    Message,
+    check_chat_template,
+    clean_messages,
+    encode,
+    fault_in_messages,
+    render,
+    truncate,
+)
+from hybridrl.data.errors import DataError
+from hybridrl.data.files import Table, read_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.config import DataConfig, SFTDataConfig
+
+logger = logging.getLogger(__name__)
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+_MEDIA_COLUMNS = ("images", "videos", "audios")
+_CHUNK = 2048  # rows rendered and tokenised at a time
+_CACHED_TOKENS = (
+    50_000_000  # token ids kept in memory (int32: 200 MB); beyond it a prompt is tokenised again when it is drawn
+)
+
+
+class TokenCache:
+    """Ragged token ids in one flat array; nothing is kept once they are more than ``limit``."""
+
+    def __init__(self, limit: int = _CACHED_TOKENS) -> None:
+        self.limit = limit
+        self.lengths: list[int] = []
+        self._chunks: list[np.ndarray] = []
+        self._total = 0
+        self._flat: np.ndarray | None = None
+        self._starts: np.ndarray | None = None
+
+    def add(self, sequences: Sequence[list[int]]) -> None:
+        """Append sequences."""
+        self.lengths.extend(map(len, sequences))
+        self._total += sum(map(len, sequences))
+        if self._total > self.limit:
+            self._chunks = []
+        else:
+            self._chunks.extend(np.asarray(ids, dtype=np.int32) for ids in sequences)
+
+    def freeze(self) -> None:
+        """Called once, after the last ``add``."""
+        if self._total <= self.limit:
+            self._flat = np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int32)
+            self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        self._chunks = []
+
+    def get(self, index: int) -> list[int] | None:
+        """The ids of one sequence, or None if they were too many to keep."""
+        if self._flat is None or self._starts is None:
+            return None
+        return self._flat[self._starts[index] : self._starts[index + 1]].tolist()
+
+
+class RLHFDataset(Dataset):
+    """Prompts as token ids, with the columns that rewards need.
+
+    A row holds ``config.prompt_key`` (a list of messages) and whatever else the reward function reads: usually ``data_source``,
+    ``reward_model`` (``{"style", "ground_truth"}``), ``extra_info``. Every row is checked when the dataset is made. Where a length
+    decides something at once (``filter_overlong_prompts``, or ``truncation=error``) all prompts are tokenised then too, and kept.
+
+    An item is ``{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}``; ``index`` counts the rows of all
+    files from 0, before any filter, so that it names the same row whatever is filtered.
+
+    Args:
+        data_files: one path or several.
+        tokenizer: with a chat template.
+        config: ``DataConfig``.
+        processor: accepted for the sake of subclasses written for verl; must be None.
+        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``. -1: all.
+        key: the configuration key that named the files, for messages.
+
+    Raises:
+        DataError: unreadable files, missing columns, a bad or overlong row (each named), no row left.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        processor: None = None,
+        max_samples: int = -1,
+        key: str = "data.train_files",
+    ) -> None:
+        if processor is not None:
+            raise DataError("processor: images, audio and video are not supported; use a text-only data set and model.")
+        if config.truncation not in TRUNCATIONS:
+            raise DataError(f"data.truncation={config.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
+        self.tokenizer = tokenizer
+        self.config = config
+        self.key = key
+        check_chat_template(tokenizer)
+        self.table: Table = read_table(data_files, key)
+        self.table.require(config.prompt_key, "data.prompt_key")
+        self._refuse_media()
+        self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
+        prompts = self._checked_prompts()
+        self._tokens: TokenCache | None = None
+        if config.filter_overlong_prompts or config.truncation == "error":
+            self._tokenize(prompts)
+        if not len(self._rows):
+            raise DataError(
+                f"{key}: no row is left; all {len(self.table)} prompts are longer than data.max_prompt_length="
+                f"{config.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with data.truncation=left."
+            )
+
+    # What a subclass may want to change
+
+    def build_messages(self, row: dict[str, Any]) -> list[Message]:
+        """The chat messages of a row."""
+        return clean_messages(row[self.config.prompt_key])
+
+    def encode_prompts(self, conversations: list[list[Message]], indices: Sequence[int]) -> list[list[int]]:
+        """Token ids of rendered conversations, generation prompt included; ``indices`` are their row numbers."""
+        texts = render(
+            self.tokenizer,
+            conversations,
+            lambda number: self.table.locate(indices[number]),
+            add_generation_prompt=True,
+            template_kwargs=self.config.apply_chat_template_kwargs or {},
+        )
+        return encode(self.tokenizer, texts)
+
+    # The dataset
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        index = int(self._rows[item])
+        row = self.table[index]
+        messages = self.build_messages(row)
+        ids = self._tokens.get(item) if self._tokens is not None else None
+        if ids is None:
+            ids = self.encode_prompts([messages], [index])[0]
+        if self.config.truncation != "error":
+            ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
+        del row[self.config.prompt_key]
+        return {**row, "input_ids": ids, "raw_prompt": messages, "index": index}
+
+    @property
+    def pad_token_id(self) -> int:
+        """What shorter prompts are padded with; the mask, not this id, says what is padding."""
+        return pad_token_id(self.tokenizer)
+
+    def locate(self, item: int) -> str:
+        """File and row of an item, for messages."""
+        return self.table.locate(int(self._rows[item]))
+
+    def column(self, name: str) -> list[Any]:
+        """One column of all items, None where a file lacks it."""
+        values = self.table.column(name)
+        return [values[int(index)] for index in self._rows]
+
+    # Making it
+
+    def _refuse_media(self) -> None:
+        for name in _MEDIA_COLUMNS:
+            if name in self.table.columns and any(self.table.column(name)):
+                raise DataError(
+                    f"{self.key}: column {name!r} holds media, which is not supported. Use a text-only data set and model."
+                )
+
+    def _checked_prompts(self) -> list[Any]:
+        """The prompt column of the chosen rows, each a list of messages."""
+        column = self.table.column(self.config.prompt_key)
+        prompts = [column[int(index)] for index in self._rows]
+        for index, prompt in zip(self._rows, prompts, strict=True):
+            fault = fault_in_messages(prompt)
+            if fault:
+                raise DataError(
+                    f"{self.table.locate(int(index))}: column {self.config.prompt_key!r} cannot be used as a prompt: {fault}."
+                )
+        return prompts
+
+    def _tokenize(self, prompts: list[Any]) -> None:
+        """Tokenise every prompt; drop or refuse those that are too long."""
+        limit = self.config.max_prompt_length
+        cache, kept, overlong = TokenCache(), [], []
+        for start in range(0, len(prompts), _CHUNK):
+            indices = [int(index) for index in self._rows[start : start + _CHUNK]]
+            chunk = prompts[start : start + _CHUNK]
+            messages = [self.build_messages({self.config.prompt_key: prompt}) for prompt in chunk]
+            sequences = self.encode_prompts(messages, indices)
+            fitting = [number for number, ids in enumerate(sequences) if len(ids) <= limit]
+            overlong += [(indices[n], len(ids)) for n, ids in enumerate(sequences) if len(ids) > limit]
+            if not self.config.filter_overlong_prompts:
+                fitting = list(range(len(sequences)))
+            cache.add([sequences[number] for number in fitting])
+            kept += [indices[number] for number in fitting]
+        if overlong and self.config.filter_overlong_prompts:
+            logger.warning(
+                "%s: %d of %d prompts are longer than data.max_prompt_length=%d tokens and were left out",
+                self.key,
+                len(overlong),
+                len(prompts),
+                limit,
+            )
+        elif overlong and self.config.truncation == "error":
+            index, length = overlong[0]
+            raise DataError(
+                f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length={limit} "
+                f"({len(overlong)} such rows of {len(prompts)}, the longest with {max(n for _, n in overlong)}). Raise data.max_prompt_length, "
+                "or set data.filter_overlong_prompts=True, or data.truncation to left, right or middle."
+            )
+        cache.freeze()
+        self._tokens = cache
+        self._rows = np.asarray(kept, dtype=np.int64)
+
+
+def seed_of(config: DataConfig | SFTDataConfig) -> int:
+    """``data.seed``; null means 1, never a random one: a resumed run must see the same order."""
+    return 1 if config.seed is None else config.seed
+
+
+def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int) -> np.ndarray:
+    """The numbers of the rows to use, ascending."""
+    if max_samples < 0 or max_samples >= total:
+        return np.arange(total)
+    if shuffle:
+        return np.sort(np.random.default_rng(seed).choice(total, size=max_samples, replace=False))
+    return np.arange(max_samples)
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The pad id, or the EOS id of a tokenizer that has none.
+
+    Raises:
+        DataError: the tokenizer has neither.
+    """
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if value is not None:
+            return int(value)
+    raise DataError(
+        f"the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an EOS token; set one in its tokenizer_config.json."
+    )
