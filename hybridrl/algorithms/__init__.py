@@ -1,0 +1,91 @@
+"""RL mathematics: each function is its formula, with the paper in the docstring. Pure torch.
+
+Names and signatures are those of verl's ``core_algos`` and ``rollout_corr_helper``; docs/algorithms.md lists every one
+with its formula, key and paper, and where the numbers depart from verl's. Nothing else of the package is imported
+here: no Ray, no distributed, no config tree. A ``config`` argument is any object with attributes.
+"""
+
+from hybridrl.algorithms.advantages import *  # noqa: F403 - the package's own __all__
+from hybridrl.algorithms.advantages import __all__ as _advantages
+from hybridrl.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, global_counts
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.functional import (
+    entropy_from_logits,
+    logprobs_from_logits,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    sum_pi_squared_from_logits,
+    token_statistics,
+)
+from hybridrl.algorithms.groups import check_group_sizes
+from hybridrl.algorithms.kl import (
+    KL_PENALTIES,
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    compute_rewards,
+    get_kl_controller,
+    kl_penalty,
+    kl_penalty_forward,
+    penalise_rewards,
+)
+from hybridrl.algorithms.policy_losses import *  # noqa: F403 - the package's own __all__
+from hybridrl.algorithms.policy_losses import __all__ as _policy_losses
+from hybridrl.algorithms.registry import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
+    check_adv_inputs,
+    estimate_advantages,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    get_policy_loss_prepare_fn,
+    register_adv_est,
+    register_policy_loss,
+    required_inputs,
+)
+from hybridrl.algorithms.settings import with_global_batch_info
+from hybridrl.algorithms.value import compute_value_loss
+
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "KL_PENALTIES",
+    "LOSS_AGG_MODES",
+    "POLICY_LOSS_REGISTRY",
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "AlgorithmError",
+    "FixedKLController",
+    "KLController",
+    "agg_loss",
+    "check_adv_inputs",
+    "check_group_sizes",
+    "compute_entropy_loss",
+    "compute_rewards",
+    "compute_value_loss",
+    "entropy_from_logits",
+    "estimate_advantages",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "get_policy_loss_prepare_fn",
+    "global_counts",
+    "kl_penalty",
+    "kl_penalty_forward",
+    "logprobs_from_logits",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "penalise_rewards",
+    "register_adv_est",
+    "register_policy_loss",
+    "required_inputs",
+    "sum_pi_squared_from_logits",
+    "token_statistics",
+    "with_global_batch_info",
+    *_advantages,
+    *_policy_losses,
+]

@@ -1,0 +1,257 @@
+"""Masked statistics and the token log-probabilities and entropies of a softmax.
+
+Legend: B sequences, T response tokens, V vocabulary, N = all leading dimensions together.
+
+Masks may be bool, integer or float; a token counts where its mask is not zero. Values under a zero mask are never
+multiplied in, so NaN or inf there does not spread, neither in the value nor in the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.errors import AlgorithmError
+
+EPS = 1e-8
+# Elements of one float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+# Below this many elements the log-probabilities are kept for the backward pass instead of being computed again.
+_SMALL = 1 << 21
+
+
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` where the mask is set, exactly zero elsewhere (also where they are NaN)."""
+    return torch.where(mask.bool(), values, 0.0)
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Sum of the values whose mask is set, over ``axis`` (all of them by default)."""
+    kept = keep(values, mask)
+    return kept.sum() if axis is None else kept.sum(dim=axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Mean of the values whose mask is set: sum(x m) / (sum m + 1e-8), so 0 where nothing is set."""
+    count = mask.bool().sum() if axis is None else mask.bool().sum(dim=axis)
+    return masked_sum(values, mask, axis) / (count + EPS)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of the values whose mask is set; with Bessel's correction n / (n - 1) when ``unbiased``.
+
+    Raises:
+        AlgorithmError: nothing is set, or a single value is and ``unbiased`` asks to divide by zero.
+    """
+    count = int(mask.bool().sum())
+    if count == 0:
+        raise AlgorithmError("variance over an empty mask: no token of the batch is a response token.")
+    if unbiased and count == 1:
+        raise AlgorithmError("unbiased variance of one token is undefined: the batch has a single response token.")
+    var = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
+    return var * (count / (count - 1)) if unbiased else var
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the masked values, zero elsewhere.
+
+    With ``shift_mean=False`` the mean is added back, so that only the scale changes.
+
+    Raises:
+        AlgorithmError: fewer than two values are set.
+    """
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + EPS)
+    if not shift_mean:
+        whitened = whitened + mean
+    return keep(whitened, mask)
+
+
+def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
+    """How many rows of the flattened ``logits [N, V]`` are worked on at a time."""
+    if chunk_size is not None:
+        if chunk_size < 1:
+            raise AlgorithmError(f"chunk_size is {chunk_size}; it must be a positive number of tokens.")
+        return chunk_size
+    return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 24) // logits.shape[-1])
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _log_softmax(x: Tensor, scale: float) -> Tensor:
+    """log softmax of ``x * scale`` in at least float32; the scaling is skipped when it does nothing."""
+    if scale != 1.0:
+        x = x.to(_work_dtype(x.dtype)) * scale
+    return torch.log_softmax(x, dim=-1, dtype=_work_dtype(x.dtype))
+
+
+class _Options(NamedTuple):
+    """What to compute, how many rows at a time, and whether the backward pass may overwrite the logits."""
+
+    entropy: bool
+    sum_pi_squared: bool
+    rows: int
+    inplace_backward: bool
+
+
+def _softmax_gradient(
+    logp: Tensor, labels: Tensor | None, entropy: Tensor | None, g_lp: Tensor | None, g_entropy: Tensor | None
+) -> Tensor:
+    """Gradient in the scaled logits, [n, V], of sum(g_lp lp + g_entropy H); a new tensor."""
+    p = logp.exp()
+    if g_entropy is not None and entropy is not None:
+        # -p (g_lp + g_H (log p + H)), with log p kept finite where p is zero.
+        step = logp.clamp(min=torch.finfo(logp.dtype).min).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
+        if g_lp is not None:
+            step.add_(g_lp.unsqueeze(-1))
+        step.mul_(p).neg_()
+    elif g_lp is not None:
+        step = p.mul_(-g_lp.unsqueeze(-1))
+    else:
+        step = p.zero_()
+    if g_lp is not None and labels is not None:
+        step.scatter_add_(-1, labels.unsqueeze(-1), g_lp.unsqueeze(-1).to(step.dtype))
+    return step
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """log p(label), entropy and sum of squared probabilities of softmax(logits * scale), a chunk of tokens at a time.
+
+    With z = scale * logits, lp = z_y - logsumexp z, p = softmax z, H = -sum_j p_j log p_j:
+
+        d lp / d z_j = [j = y] - p_j          d H / d z_j = -p_j (log p_j + H)
+
+    Only the logits themselves are kept for the backward pass, which recomputes p chunk by chunk and writes the
+    gradient straight into one buffer of the logits' dtype. Small inputs keep their log-probabilities instead.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor | None, scale: float, options: _Options
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        n, rows = logits.shape[0], options.rows
+        small = rows >= n and logits.numel() <= _SMALL and ctx.needs_input_grad[0]
+        log_probs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        squares: list[Tensor] = []
+        logp = logits
+        for start in range(0, n, rows):
+            logp = _log_softmax(logits[start : start + rows], scale)
+            if labels is not None:
+                log_probs.append(logp.gather(-1, labels[start : start + rows].unsqueeze(-1)).squeeze(-1))
+            if options.entropy or options.sum_pi_squared:
+                p = logp.exp()
+                if options.sum_pi_squared:
+                    squares.append((p * p).sum(-1))
+                if options.entropy:
+                    # A token ruled out by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
+                    entropies.append(-p.mul_(logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1))
+        lp, entropy, square = (
+            (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
+            for parts in (log_probs, entropies, squares)
+        )
+        ctx.save_for_backward(logp if small else logits, labels, entropy)
+        ctx.scale, ctx.options, ctx.small, ctx.dtype = scale, options, small, logits.dtype
+        if square is not None:
+            ctx.mark_non_differentiable(square)
+        return lp, entropy, square
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, labels, entropy = ctx.saved_tensors
+        rows = ctx.options.rows
+        g_lp, g_entropy = (grads[0] if labels is not None else None), (grads[1] if entropy is not None else None)
+        if ctx.small:
+            step = _softmax_gradient(saved, labels, entropy, g_lp, g_entropy)
+            return (step.mul_(ctx.scale) if ctx.scale != 1.0 else step).to(ctx.dtype), None, None, None
+        source = saved.detach()
+        grad = source if ctx.options.inplace_backward else torch.empty_like(source)
+        for start in range(0, source.shape[0], rows):
+            part = slice(start, start + rows)
+            pieces = (None if x is None else x[part] for x in (labels, entropy, g_lp, g_entropy))
+            step = _softmax_gradient(_log_softmax(source[part], ctx.scale), *pieces)
+            grad[part].copy_(step.mul_(ctx.scale) if ctx.scale != 1.0 else step)
+        return grad, None, None, None
+
+
+def token_statistics(
+    logits: Tensor,
+    labels: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+    chunk_size: int | None = None,
+    inplace_backward: bool = False,
+) -> dict[str, Tensor]:
+    """What training needs of softmax(logits / temperature), in one pass over the logits.
+
+    Args:
+        logits: [..., V], any float dtype; the work and the results are float32 (float64 for float64 logits).
+        labels: [...] int64 token ids, to get ``log_probs``.
+        temperature: of the sampler; applied chunk by chunk, so no scaled copy of the logits exists.
+        entropy: also return ``entropy`` = -sum_v p_v log p_v, differentiable.
+        sum_pi_squared: also return ``sum_pi_squared`` = sum_v p_v^2, without gradient (a weight of the OTB baseline).
+        chunk_size: tokens worked on at a time; by default as many as keep a working buffer small.
+        inplace_backward: let the backward pass overwrite the logits with their gradient. Saves one buffer of their
+            size; only for logits that nothing else reads afterwards.
+
+    Returns:
+        ``log_probs``, ``entropy`` and ``sum_pi_squared`` as asked for, each [...].
+
+    Raises:
+        AlgorithmError: shapes do not match, or the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise AlgorithmError(f"temperature is {temperature}; the training distribution needs one above 0.")
+    if labels is not None and labels.shape != logits.shape[:-1]:
+        raise AlgorithmError(
+            f"labels have shape {tuple(labels.shape)}; logits of shape {tuple(logits.shape)} need "
+            f"{tuple(logits.shape[:-1])}."
+        )
+    shape = logits.shape[:-1]
+    flat = logits.reshape(-1, logits.shape[-1])
+    if flat.shape[0] == 0:
+        empty = flat.sum(-1).to(_work_dtype(logits.dtype)).reshape(shape)
+        found: list[Tensor | None] = [empty, empty, empty]
+    else:
+        flat_labels = None if labels is None else labels.reshape(-1)
+        options = _Options(entropy, sum_pi_squared, _chunk_rows(logits, chunk_size), inplace_backward)
+        found = list(_TokenStatistics.apply(flat, flat_labels, 1.0 / temperature, options))
+    wanted = {"log_probs": labels is not None, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
+    return {
+        name: value.reshape(shape)
+        for (name, want), value in zip(wanted.items(), found, strict=True)
+        if want and value is not None
+    }
+
+
+def logprobs_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    inplace_backward: bool = False,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """log softmax(logits / temperature)[label]: [..., V] and [...] -> [...] in float32.
+
+    See `token_statistics`. ``inplace_backward`` destroys the logits in the backward pass: off unless asked for.
+    """
+    return token_statistics(logits, labels, temperature, chunk_size=chunk_size, inplace_backward=inplace_backward)[
+        "log_probs"
+    ]
+
+
+def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
+    """-sum_v p_v log p_v with p = softmax(logits / temperature): [..., V] -> [...] in float32, differentiable."""
+    return token_statistics(logits, None, temperature, entropy=True, chunk_size=chunk_size)["entropy"]
+
+
+def sum_pi_squared_from_logits(logits: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
+    """sum_v p_v^2 with p = softmax(logits / temperature): [..., V] -> [...] in float32, without gradient."""
+    return token_statistics(logits, None, temperature, sum_pi_squared=True, chunk_size=chunk_size)["sum_pi_squared"]

@@ -1,0 +1,110 @@
+"""Statistics over groups of samples of one prompt, without a loop over rows.
+
+Legend: B samples, T response tokens, g(i) the group of sample i, n_g its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.functional import keep
+
+
+class Groups:
+    """Which samples belong together: groups of any size, in any order.
+
+    Attributes:
+        ids: [B] int64, number of each sample's group.
+        count: how many groups there are.
+        sizes: [count] float64, n_g.
+    """
+
+    def __init__(self, index: np.ndarray | Tensor | Sequence[object], device: torch.device) -> None:
+        if isinstance(index, Tensor):
+            _, ids = torch.unique(index, return_inverse=True)
+            self.ids = ids.to(device)
+        else:
+            keys = index.tolist() if isinstance(index, np.ndarray) else list(index)
+            unique = list(dict.fromkeys(keys))
+            number_of = dict(zip(unique, range(len(unique)), strict=True))
+            self.ids = torch.from_numpy(np.fromiter(map(number_of.__getitem__, keys), np.int64, len(keys))).to(device)
+        self.count = int(self.ids.max()) + 1 if len(self.ids) else 0
+        self.sizes = self.sum(torch.ones(len(self.ids), dtype=torch.float64, device=device))
+
+    @property
+    def size(self) -> Tensor:
+        """[B] float64: the size of each sample's own group."""
+        return self.sizes[self.ids]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over each group: [B, ...] -> [count, ...]."""
+        zeros = values.new_zeros((self.count, *values.shape[1:]))
+        return zeros.index_add_(0, self.ids, values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of each sample's own group: [B] -> [B]."""
+        return (self.sum(values) / self.sizes)[self.ids]
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased standard deviation of each sample's own group, [B] -> [B]; 1 for a group of one."""
+        squares = self.sum((values - self.mean(values)) ** 2)
+        std = torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
+        return torch.where(self.sizes > 1, std, 1.0)[self.ids]
+
+
+def group_samples(index: np.ndarray | Tensor | Sequence[object], rewards: Tensor) -> Groups:
+    """Groups of a batch, checked against its number of rows."""
+    if index is None:
+        raise AlgorithmError("index is None: a group estimator needs the prompts' uid, one a row (the batch's 'uid').")
+    if len(index) != rewards.shape[0]:
+        raise AlgorithmError(f"index has {len(index)} entries for {rewards.shape[0]} rows; it needs one uid a row.")
+    return Groups(index, rewards.device)
+
+
+def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Sum of the rewards on response tokens, [B, T] -> [B] in float64.
+
+    A reward counts where its token is a response token; whatever stands in padding is ignored.
+
+    Raises:
+        AlgorithmError: a reward is NaN or infinite, naming the rows; or the shapes differ.
+    """
+    if token_level_rewards.shape != response_mask.shape:
+        raise AlgorithmError(
+            f"token_level_rewards have shape {tuple(token_level_rewards.shape)} and response_mask "
+            f"{tuple(response_mask.shape)}; both must be [B, T]."
+        )
+    scores = keep(token_level_rewards, response_mask).sum(dim=-1, dtype=torch.float64)
+    finite = torch.isfinite(scores)
+    if not bool(finite.all()):
+        rows = (~finite).nonzero().squeeze(-1)[:8].tolist()
+        raise AlgorithmError(
+            f"token_level_rewards are NaN or infinite in rows {rows}: look at what the reward function gave for them."
+        )
+    return scores
+
+
+def spread(scores: Tensor, like: Tensor, response_mask: Tensor) -> Tensor:
+    """One number a sequence on all its response tokens: [B] -> [B, T] in the dtype of ``like``, zero elsewhere."""
+    return scores.to(like.dtype).unsqueeze(-1) * response_mask.to(like.dtype)
+
+
+def check_group_sizes(index: np.ndarray | Sequence[object], size: int) -> None:
+    """Refuse a batch in which a group is not whole.
+
+    Raises:
+        AlgorithmError: names groups that do not have ``size`` samples: the batch was cut within a prompt.
+    """
+    keys, counts = np.unique(np.asarray(index, dtype=str), return_counts=True)
+    wrong = {str(k): int(c) for k, c in zip(keys[counts != size], counts[counts != size], strict=True)}
+    if wrong:
+        shown = dict(list(wrong.items())[:5])
+        raise AlgorithmError(
+            f"{len(wrong)} groups do not have rollout.n={size} samples, for example {shown}: the samples of a prompt "
+            "were split over batches. Cut batches at multiples of rollout.n."
+        )

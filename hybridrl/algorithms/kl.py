@@ -1,0 +1,184 @@
+"""Divergence from the reference policy: per-token estimates, the penalty in the reward, and its coefficient.
+
+Legend: B sequences, T response tokens, V vocabulary; d = log pi(a|s) - log pi_ref(a|s).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.functional import keep, masked_mean
+from hybridrl.algorithms.settings import number, setting
+
+KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Per-token estimate of KL(pi || pi_ref) from log-probabilities of the sampled tokens (Schulman 2020, joschu.net).
+
+    | name            | value                                                            |
+    |-----------------|------------------------------------------------------------------|
+    | kl, k1          | d                                                                |
+    | abs             | |d|                                                              |
+    | mse, k2         | d^2 / 2                                                          |
+    | low_var_kl, k3  | exp(-d) - 1 + d, with d clamped to [-20, 20] and k3 to [-10, 10]  |
+    | full            | sum_v pi_v (log pi_v - log pi_ref_v), over the vocabulary         |
+
+    Args:
+        logprob, ref_logprob: [B, T]; for ``full`` the logits or log-probabilities of every token, [B, T, V].
+        kl_penalty: a name of the table.
+
+    Returns:
+        [B, T], differentiable by the plain derivative of the value.
+
+    Raises:
+        AlgorithmError: an unknown name, or ``full`` without a vocabulary dimension.
+    """
+    if kl_penalty in ("kl", "k1"):
+        return logprob - ref_logprob
+    if kl_penalty == "abs":
+        return (logprob - ref_logprob).abs()
+    if kl_penalty in ("mse", "k2"):
+        return 0.5 * (logprob - ref_logprob).square()
+    if kl_penalty in ("low_var_kl", "k3"):
+        minus_d = (ref_logprob - logprob).clamp(-20.0, 20.0)
+        return (minus_d.exp() - minus_d - 1.0).clamp(-10.0, 10.0)
+    if kl_penalty == "full":
+        if logprob.dim() < 3 or logprob.shape != ref_logprob.shape:
+            raise AlgorithmError(
+                "KL form 'full' needs logits of both policies over the vocabulary, [B, T, V]; found shapes "
+                f"{tuple(logprob.shape)} and {tuple(ref_logprob.shape)}. With the sampled tokens' "
+                "log-probabilities alone use k1, k2 or k3."
+            )
+        log_p, log_q = logprob.float().log_softmax(-1), ref_logprob.float().log_softmax(-1)
+        # A token the policy rules out (p = 0) adds nothing; 0 * (-inf - x) would be NaN.
+        return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
+    names = ", ".join(KL_PENALTIES)
+    raise AlgorithmError(
+        f"KL form is {kl_penalty!r}; known are {names}, and each with a '+' behind it for the "
+        "straight-through gradient of k2 (algorithm.kl_penalty, actor.kl_loss_type)."
+    )
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """`kl_penalty_forward`, or with a ``+`` behind the name its value with the gradient of k2 (straight-through).
+
+    The gradient of k1 has expectation zero and that of k3 is biased; d/dtheta of k2, d * grad log pi, is the unbiased
+    gradient of the KL when samples come from pi. ``k3+`` therefore reports k3 and descends k2. ``full+`` is ``full``:
+    its own gradient is exact.
+    """
+    form = kl_penalty.removesuffix("+")
+    value = kl_penalty_forward(logprob, ref_logprob, form)
+    if form == kl_penalty or form in ("mse", "k2", "full"):
+        return value
+    descended = 0.5 * (logprob - ref_logprob).square()
+    return descended - descended.detach() + value.detach()
+
+
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
+    """score_t - kl_ratio * (log pi_old - log pi_ref)_t, [B, T]: InstructGPT's reward (arXiv 2203.02155, eq. 2)."""
+    return token_level_scores - (old_log_prob - ref_log_prob) * kl_ratio
+
+
+def penalise_rewards(
+    token_level_scores: Tensor,
+    old_log_prob: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    kl_coef: float,
+    form: str = "kl",
+) -> tuple[Tensor, Tensor]:
+    """KL penalty in the reward: r_t = score_t - beta * kl_t on response tokens.
+
+    Args:
+        token_level_scores, old_log_prob, ref_log_prob, response_mask: [B, T].
+        kl_coef: beta, from the controller.
+        form: ``algorithm.kl_penalty``, see `kl_penalty_forward`.
+
+    Returns:
+        (token_level_rewards [B, T], current_kl scalar): current_kl is the mean over sequences of each one's token mean,
+        which the adaptive controller is fed with and ``actor/reward_kl_penalty`` reports.
+    """
+    kl = keep(kl_penalty(keep(old_log_prob, response_mask), keep(ref_log_prob, response_mask), form), response_mask)
+    return token_level_scores - kl_coef * kl, masked_mean(kl, response_mask, axis=-1).mean()
+
+
+class KLController(Protocol):
+    """The coefficient of the KL penalty; its state belongs in the checkpoint."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Tell the controller the KL that was measured over ``n_steps`` samples."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+
+
+class FixedKLController:
+    """beta never changes."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = float(kl_coef)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to learn."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """A fixed coefficient is what the configuration says, also after a resume that changed it."""
+
+
+class AdaptiveKLController:
+    """beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) (Ziegler et al. 2019, arXiv 1909.08593)."""
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if not target_kl > 0 or not horizon > 0:
+            raise AlgorithmError(
+                f"algorithm.kl_ctrl has target_kl={target_kl} and horizon={horizon}; the adaptive "
+                "controller needs both greater than 0."
+            )
+        self.value = float(init_kl_coef)
+        self.target = float(target_kl)
+        self.horizon = float(horizon)
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move beta by the error measured over ``n_steps`` samples; AlgorithmError on a KL that is not finite."""
+        kl = float(current_kl)
+        if kl != kl or kl in (float("inf"), float("-inf")):
+            raise AlgorithmError(f"the measured KL is {kl}; the log-probabilities of this batch are broken.")
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
+    """The controller of ``algorithm.kl_ctrl`` (``type`` fixed or adaptive, ``kl_coef``, ``target_kl``, ``horizon``).
+
+    Raises:
+        AlgorithmError: an unknown type, or a target or horizon that is not positive.
+    """
+    who, root = "the KL controller", "algorithm.kl_ctrl"
+    kind = setting(kl_ctrl, "type", who=who, root=root)
+    coef = number(kl_ctrl, "kl_coef", who=who, root=root)
+    if kind == "fixed":
+        return FixedKLController(coef)
+    if kind == "adaptive":
+        return AdaptiveKLController(
+            coef, number(kl_ctrl, "target_kl", who=who, root=root), number(kl_ctrl, "horizon", who=who, root=root)
+        )
+    raise AlgorithmError(f"algorithm.kl_ctrl.type is {kind!r}; known are fixed and adaptive.")
