@@ -1,53 +1,17 @@
-"""Files that are whole or not there: atomic writes, fsync, streamed hashes."""
+"""JSON state, streamed hashes, and what a folder holds."""
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridrl.checkpoint.errors import CheckpointError
+from hybridrl.utils.files import write_text
 
 _T = TypeVar("_T")
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable (a rename is on disk only when its folder is)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write in place of `path`: yields a path beside it, which takes its name on success.
-
-    A reader, or a process that is killed, sees the old content or the new, never a part. The content is durable when
-    the block is left; on an exception the old file stays and nothing is left beside it.
-    """
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        yield beside
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        sync_folder(path.parent)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically and durably (UTF-8)."""
-    with replacing(path) as beside:
-        beside.write_text(text, encoding="utf-8")
 
 
 def save_json(path: Path, state: Any) -> None:
@@ -98,15 +62,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_file(path: Path) -> None:
-    """Make a file's content durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def in_threads(function: Callable[[Path], _T], paths: Iterable[Path]) -> list[_T]:
     """`function` of each path, several at a time: hashing and fsync leave the interpreter's lock."""
     paths = list(paths)
@@ -122,7 +77,8 @@ def walk(folder: Path) -> tuple[list[Path], list[Path]]:
     Raises:
         CheckpointError: a symbolic link or special file, whose content a hash of this folder would not hold.
     """
-    files, folders = [], []
+    files: list[Path] = []
+    folders: list[Path] = []
     for path in sorted(Path(folder).rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path} is a link or a special file; a checkpoint holds plain files only: copy it")

@@ -18,8 +18,8 @@ from typing import Any
 
 from hybridrl.checkpoint import lock
 from hybridrl.checkpoint.errors import CheckpointError, disk_failure, is_full
-from hybridrl.checkpoint.files import sync_folder, write_text
 from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
+from hybridrl.utils.files import sync_folder, write_text
 
 LATEST = "latest_checkpointed_iteration.txt"
 RESUME_MODES = ("auto", "disable", "resume_path")

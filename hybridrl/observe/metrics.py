@@ -21,6 +21,8 @@ from hybridrl.observe.validation import (
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from hybridrl.protocol import DataProto
 
 __all__ = [
@@ -97,10 +99,17 @@ def _length_summary(prefix: str, lengths: Tensor, limit: int) -> dict[str, float
     return {**_summary(prefix, lengths), f"{prefix}/clip_ratio": clipped}
 
 
+def _fields(batch: "DataProto") -> "TensorDict":
+    if batch.batch is None:
+        raise ValueError("the batch has no tensors; metrics need attention_mask and responses at least")
+    return batch.batch
+
+
 def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
     """Prompt and response lengths `[B]` in tokens (float32), from the attention mask."""
-    mask = batch.batch["attention_mask"]
-    width = batch.batch["responses"].shape[-1]
+    fields = _fields(batch)
+    mask = fields["attention_mask"]
+    width = fields["responses"].shape[-1]
     response = mask[:, mask.shape[1] - width :].sum(-1).float()
     return mask.sum(-1).float() - response, response
 
@@ -126,7 +135,7 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
         `response_length/*`, `response_length_non_aborted/*`, `response/aborted_ratio`, `prompt_length/*`
         (`mean, max, min, clip_ratio`), `num_turns/*`, `tool_call_counts/*`. NaN where no sequence or token is left.
     """
-    fields = batch.batch
+    fields = _fields(batch)
     prompt_length, response_length = _lengths(batch)
     answered = response_length > 0
     all_answered = bool(answered.all())
@@ -177,7 +186,7 @@ def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) 
         `timing_s/<phase>` for every phase, `timing_per_token_ms/<phase>` for those six.
     """
     metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_raw.items()}
-    whole = int(batch.batch["attention_mask"].sum())
+    whole = int(_fields(batch)["attention_mask"].sum())
     generated = int(_lengths(batch)[1].sum())
     for names, count in ((_RESPONSE_PHASES, generated), (_WHOLE_PHASES, whole)):
         for name in names:
@@ -205,7 +214,7 @@ def compute_throughout_metrics(batch: "DataProto", timing_raw: Mapping[str, floa
     if n_gpus < 1:
         raise ValueError(f"n_gpus is {n_gpus}; the number of devices is at least 1")
     counts = batch.meta_info.get("global_token_num")
-    total = int(np.sum(counts)) if counts is not None else int(batch.batch["attention_mask"].sum())
+    total = int(np.sum(counts)) if counts is not None else int(_fields(batch)["attention_mask"].sum())
     seconds = float(timing_raw["step"])
     throughput = total / (seconds * n_gpus) if seconds > 0 else float("nan")
     return {"perf/total_num_tokens": total, "perf/time_per_step": seconds, "perf/throughput": throughput}

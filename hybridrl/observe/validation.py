@@ -232,9 +232,9 @@ def _variable_metrics(prompts: list[dict[str, list[Any]]], name: str, seed: int)
     """One variable over the prompts of a source; prompts with equally many samples are computed together."""
     by_size: dict[tuple[int, bool], list[dict[str, list[Any]]]] = defaultdict(list)
     for prompt in prompts:
-        values = prompt[name]
-        if values and all(map(_is_number, values)):
-            by_size[len(values), len(prompt.get(_VOTE_KEY, ())) == len(values)].append(prompt)
+        samples = prompt[name]
+        if samples and all(map(_is_number, samples)):
+            by_size[len(samples), len(prompt.get(_VOTE_KEY, ())) == len(samples)].append(prompt)
     collected: dict[str, list[np.ndarray]] = defaultdict(list)
     for (_, voting), group in by_size.items():
         values = np.asarray([prompt[name] for prompt in group], dtype=np.float64)

@@ -28,7 +28,7 @@ def rng_state() -> dict[str, Any]:
         Dicts, lists, numbers and strings only, about 20 kB: fit for `json.dump` and for Ray.
     """
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "format": FORMAT,
         "python": {"version": version, "words": list(words), "gauss": gauss},

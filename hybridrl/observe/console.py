@@ -1,0 +1,135 @@
+"""The run on the user's screen: a progress bar where there is a terminal, one plain line a step in any case."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+# Metric, label, format: what a step's line shows of what the step has, in this order.
+IMPORTANT = (
+    ("critic/score/mean", "score", ".3f"),
+    ("critic/rewards/mean", "reward", ".3f"),
+    ("train/loss", "loss", ".4f"),
+    ("actor/pg_loss", "pg_loss", "+.4f"),
+    ("critic/vf_loss", "vf_loss", ".4f"),
+    ("actor/ppo_kl", "kl", ".1e"),
+    ("actor/entropy", "entropy", ".3f"),
+    ("actor/grad_norm", "grad", ".2f"),
+    ("train/grad_norm", "grad", ".2f"),
+    ("response_length/mean", "length", ".1f"),
+    ("actor/lr", "lr", ".1e"),
+    ("train/lr", "lr", ".1e"),
+    ("perf/throughput", "tok/s", ".0f"),
+    ("timing_s/step", "time", ".2f"),
+)
+_VALIDATION = ("val-core/", "val/loss")
+
+
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether cursor movements make sense on this stream."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def _format(value: float, spec: str) -> str:
+    return format(value, spec) if math.isfinite(value) else str(value)
+
+
+def step_line(metrics: Mapping[str, float], step: int, total: int | None) -> str:
+    """The important metrics of a step; empty where it has none of them.
+
+    The reward is shown only where it differs from the score (where a KL penalty is part of it).
+    """
+    width = len(str(total)) if total else 1
+    parts = []
+    for name, label, spec in IMPORTANT:
+        if name not in metrics:
+            continue
+        if name == "critic/rewards/mean" and metrics.get("critic/score/mean") == metrics[name]:
+            continue
+        unit = "s" if label == "time" else ""
+        parts.append(f"{label} {_format(float(metrics[name]), spec)}{unit}")
+    if not parts:
+        return ""
+    return f"step {step:>{width}}{f'/{total}' if total else ''}  " + "  ".join(parts)
+
+
+def validation_line(metrics: Mapping[str, float], step: int, total: int | None) -> str:
+    """The core validation metrics of a step; empty where there are none."""
+    width = len(str(total)) if total else 1
+    parts = []
+    for name, value in metrics.items():
+        if name.startswith(_VALIDATION) and not name.endswith("/std"):
+            parts.append(f"{name.removeprefix('val-core/')} {_format(float(value), '.4f')}")
+    return f"step {step:>{width}}{f'/{total}' if total else ''}  validation  " + "  ".join(parts) if parts else ""
+
+
+class ConsoleLogger:
+    """Prints the lines; on a terminal a progress bar stays below them.
+
+    Without a terminal (a pipe, a log file, a batch job) every line goes out at once and plain, without control
+    characters.
+
+    Args:
+        total: steps of the run, for the bar and `step 3/150`; None where unknown.
+        stream: where to print; by default whatever stdout is when a line is printed.
+    """
+
+    can_cut = True
+
+    def __init__(self, total: int | None = None, stream: IO[str] | None = None) -> None:
+        self._total = total
+        self._stream = stream
+        self._progress: Progress | None = None
+        if is_terminal(stream or sys.stdout):
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=Console(file=stream),
+                refresh_per_second=2,
+                expand=True,
+            )
+            self._task = self._progress.add_task("train", total=total)
+            self._progress.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Print a step's line, and its validation's."""
+        line, validation = step_line(metrics, step, self._total), validation_line(metrics, step, self._total)
+        for text, style in ((line, ""), (validation, "bold green")):
+            if text:
+                self._print(text, style)
+        if self._progress is not None and line:
+            self._progress.update(self._task, completed=step)
+
+    def status(self, text: str) -> None:
+        """What the run is doing now, left of the bar; without a terminal nothing."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=text)
+
+    def log_generations(self, rows: Any, step: int) -> None:
+        """Samples are not for the screen; the dumps have them."""
+
+    def cut_after(self, step: int) -> None:
+        """Go on from a step: the bar starts there."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=max(0, step))
+
+    def _print(self, text: str, style: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(Text(text, style=style))
+        else:
+            print(text, file=self._stream or sys.stdout, flush=True)
+
+    def finish(self, failed: bool) -> None:
+        """Leave the bar as it stands."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

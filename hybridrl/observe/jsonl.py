@@ -1,0 +1,123 @@
+"""JSON lines: one complete, strictly valid JSON object a line, whatever happens to the process.
+
+Numbers that JSON does not have are written as the strings "NaN", "Infinity" and "-Infinity"; every JSON reader takes
+such a file, and equal values compare equal.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridrl.utils.errors import UserError
+from hybridrl.utils.files import replacing
+
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON data: NumPy and torch numbers and arrays as numbers and lists, unknown objects as their text."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (np.generic, np.ndarray)):
+        return plain(value.tolist())
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "detach") and hasattr(value, "tolist"):
+        return plain(value.detach().tolist())
+    return str(value)
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line, without the line's end."""
+    return json.dumps(plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def number(value: Any) -> float | None:
+    """A number read back from a line, special ones included; None for what is none."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return _SPECIAL.get(value) if isinstance(value, str) else None
+
+
+class JsonLines:
+    """Appends records to a file. What a killed process left of a last line is removed first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_end(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record; the line has left the process when this returns."""
+        self._file.write(encode(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+
+def _drop_torn_end(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            block = file.read(end - start)
+            newline = block.rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every record of a file; a last line without its end is not counted.
+
+    Raises:
+        UserError: a line that is no JSON object; file and line are named.
+    """
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    records = []
+    for i, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as exc:
+            raise UserError(f"{path}, line {i} is no JSON ({exc}): remove the line, or the file") from exc
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {i} holds {type(record).__name__} instead of an object: remove the line")
+        records.append(record)
+    return records
+
+
+def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file with those records for which `keep` holds, atomically; lines are kept byte for byte."""
+    if not Path(path).exists():
+        return
+    records = read(path)
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    with replacing(path) as beside:
+        beside.write_text(
+            "".join(line + "\n" for line, record in zip(lines, records, strict=False) if keep(record)),
+            encoding="utf-8",
+        )

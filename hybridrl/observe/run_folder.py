@@ -1,0 +1,94 @@
+"""What makes a run reproducible, written into its folder before it starts: settings, versions, machine."""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridrl import __version__
+from hybridrl.observe.jsonl import plain
+from hybridrl.utils.files import write_text
+
+CONFIG = "config.yaml"
+VERSIONS = "versions.json"
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A configuration (dataclass, OmegaConf node or mapping) as nested plain data."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return as_dict(dataclasses.asdict(config))
+    if type(config).__module__.startswith("omegaconf"):
+        from omegaconf import OmegaConf
+
+        return as_dict(OmegaConf.to_container(config, resolve=True))
+    if not isinstance(config, Mapping):
+        raise TypeError(f"a configuration is a dataclass, an OmegaConf node or a mapping, not {type(config).__name__}")
+    return plain(config)
+
+
+def write_run_info(folder: str | Path, config: Any) -> None:
+    """Write `config.yaml` (resolved settings) and `versions.json` (see `versions`) into the run's folder.
+
+    Files of an earlier start of the same run are replaced; a resumed run thus tells what it runs with now.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True, width=120))
+    write_text(folder / VERSIONS, json.dumps(versions(), indent=1, ensure_ascii=False) + "\n")
+
+
+def versions() -> dict[str, Any]:
+    """hybridrl, Python, platform, devices, the git commit of the source tree if there is one, every package."""
+    packages = {
+        distribution.metadata["Name"]: distribution.version
+        for distribution in metadata.distributions()
+        if distribution.metadata["Name"]
+    }
+    return {
+        "hybridrl": __version__,
+        "git_commit": _git_commit(),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "device": _device(),
+        "cpus": os.cpu_count(),
+        "host": platform.node(),
+        "command": sys.argv,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+    }
+
+
+def _device() -> dict[str, Any]:
+    import torch
+
+    from hybridrl.utils import device
+
+    kind, count = device.get_device_name(), device.device_count()
+    return {"kind": kind, "count": count, "names": device.device_names(), "torch_cuda": torch.version.cuda}
+
+
+def _git_commit() -> str | None:
+    """Commit of the tree that this package lies in, `+changes` if files differ from it; None outside of one."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        # An installed package inside somebody else's repository is not that repository.
+        if not git("ls-files", "--", str(Path(__file__).resolve())):
+            return None
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

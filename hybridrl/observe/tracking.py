@@ -1,0 +1,256 @@
+"""Where a run's metrics go: always `metrics.jsonl`, and the services of `trainer.logger`."""
+
+import difflib
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hybridrl.observe import backends
+from hybridrl.observe.backends import Backend, Rows
+from hybridrl.observe.console import ConsoleLogger
+from hybridrl.observe.dump import cut_dumps_after
+from hybridrl.observe.jsonl import JsonLines, keep_records, number, plain, read
+from hybridrl.utils.errors import UserError
+from hybridrl.utils.files import write_text
+
+METRICS = "metrics.jsonl"
+MEMORY = "tracking.json"
+_TRACKING = "pip install 'hybridrl[tracking]'"
+_MAX_FAILURES = 3
+
+# Name -> (class, package to import, how to get it).
+_SERVICES: dict[str, tuple[Callable[..., Backend], str, str]] = {
+    "tensorboard": (backends.TensorboardBackend, "tensorboard", _TRACKING),
+    "wandb": (backends.WandbBackend, "wandb", _TRACKING),
+    "mlflow": (backends.MlflowBackend, "mlflow", _TRACKING),
+    "swanlab": (backends.SwanlabBackend, "swanlab", _TRACKING),
+    "trackio": (backends.TrackioBackend, "trackio", _TRACKING),
+    "clearml": (backends.ClearmlBackend, "clearml", "pip install clearml"),
+}
+KNOWN = ("console", "file", *_SERVICES)
+_NOT_HERE = {
+    "vemlp_wandb": "use wandb, with WANDB_BASE_URL set to the service",
+    "rl_insight": "use tensorboard or wandb; `report.html` in the run's folder has the curves",
+}
+
+
+class TrackingError(UserError):
+    """A tracking service that is unknown, not installed, or could not be opened."""
+
+
+def as_names(loggers: str | Iterable[str] | None) -> list[str]:
+    """`trainer.logger` as a list without repetitions: one name, a list, or nothing."""
+    if loggers is None:
+        return []
+    return list(dict.fromkeys([loggers] if isinstance(loggers, str) else loggers))
+
+
+def check_loggers(names: str | Iterable[str] | None) -> None:
+    """Refuse, before the work starts, services that cannot be used.
+
+    Raises:
+        TrackingError: names that are unknown (the nearest known one is proposed) and packages that are missing (with
+            the command that installs them), all at once.
+    """
+    faults = []
+    for name in as_names(names):
+        if name in _NOT_HERE:
+            faults.append(f"{name!r} is not supported: {_NOT_HERE[name]}")
+        elif name not in KNOWN:
+            near = difflib.get_close_matches(str(name), KNOWN, n=1)
+            guess = f" Did you mean {near[0]!r}?" if near else ""
+            faults.append(f"{name!r} is unknown; known are {', '.join(KNOWN)}.{guess}")
+        elif name in _SERVICES and not _installed(_SERVICES[name][1]):
+            faults.append(
+                f"{name!r} needs the package {_SERVICES[name][1]}, which is not installed: {_SERVICES[name][2]}"
+            )
+    if faults:
+        raise TrackingError("trainer.logger: " + "\n  ".join(faults))
+
+
+def _installed(package: str) -> bool:
+    """Whether the package is there; a folder `wandb/` that runs left in the working directory is no package."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+class Tracking:
+    """Takes the metrics of each step and hands them to the run's file and to every service asked for.
+
+    `metrics.jsonl` is written first and always: a line `{"step": N, "<metric>": value, ...}`, complete before `log`
+    returns. If a service fails while the run goes on (a network that is gone), a notice names it and the step, and
+    after three failures in a row it is left out; the file has everything.
+
+    Args:
+        loggers: `trainer.logger`: a name or a list of names out of `KNOWN`.
+        project, experiment: `trainer.project_name`, `trainer.experiment_name`.
+        folder: the run's folder; made where it is missing.
+        config: the resolved settings as nested dicts, for services that keep them.
+        total_steps: for the progress bar.
+        dump_folders: where samples are dumped by step, to be cut with the metrics; by default `rollouts/` and
+            `validation/` in the run's folder.
+        notice: called with each message for the user; by default it is printed to stderr.
+
+    Raises:
+        TrackingError: see `check_loggers`; or a service that could not be opened.
+    """
+
+    def __init__(
+        self,
+        loggers: str | Iterable[str] | None,
+        project: str,
+        experiment: str,
+        folder: str | Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        total_steps: int | None = None,
+        dump_folders: Sequence[str | Path] | None = None,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        names = as_names(loggers)
+        check_loggers(names)
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        default = (self.folder / "rollouts", self.folder / "validation")
+        self._dump_folders = [Path(path) for path in (default if dump_folders is None else dump_folders)]
+        self._notice = notice or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._file = JsonLines(self.folder / METRICS)
+        self._memory = self._read_memory()
+        self._failures: dict[str, int] = {}
+        self._console: ConsoleLogger | None = None
+        self._backends: dict[str, Backend] = {}
+        self._open(names, project, experiment, plain(config or {}), total_steps)
+
+    def _read_memory(self) -> dict[str, Any]:
+        path = self.folder / MEMORY
+        if not path.exists():
+            return {}
+        try:
+            memory = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise TrackingError(f"{path} cannot be read ({exc}): remove it to start new online runs") from exc
+        if not isinstance(memory, dict):
+            raise TrackingError(f"{path} is not what was saved there: remove it to start new online runs")
+        return memory
+
+    def _open(self, names: list[str], project: str, experiment: str, config: dict[str, Any], total: int | None) -> None:
+        for name in names:
+            if name not in _SERVICES:
+                continue
+            memory = self._memory.setdefault(name, {})
+            try:
+                self._backends[name] = _SERVICES[name][0](project, experiment, self.folder, config, memory)
+            except Exception as exc:
+                self.finish(failed=True)
+                raise TrackingError(
+                    f"trainer.logger: {name} could not be opened ({type(exc).__name__}: {exc}). Mend it, or take "
+                    f"{name} out of trainer.logger; {METRICS} in the run's folder is written in any case."
+                ) from exc
+        if any(self._memory.values()):
+            write_text(self.folder / MEMORY, json.dumps(self._memory, indent=1))
+        if "console" in names:
+            self._console = self._backends["console"] = ConsoleLogger(total)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Hand on the metrics of a step.
+
+        Args:
+            metrics: name -> number (Python, NumPy or one-element tensor).
+
+        Raises:
+            ValueError: a value that is no single number, or a metric called `step`; it is named.
+        """
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        self._file.write({"step": step, **numbers})
+        self._each(step, lambda backend: backend.log(numbers, step))
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        """Hand samples (`input`, `output`, `score`, ...) to the services that show tables; dumps are another matter."""
+        if rows:
+            self._each(step, lambda backend: backend.log_generations(rows, step))
+
+    def status(self, text: str) -> None:
+        """Say on the screen what the run is doing (a phase's name)."""
+        if self._console is not None:
+            self._console.status(text)
+
+    def _each(self, step: int, send: Callable[[Backend], None]) -> None:
+        for name, backend in list(self._backends.items()):
+            if not backend.can_cut and step <= self._memory.get("sent_up_to", -1):
+                continue
+            if name == "console":
+                send(backend)
+                continue
+            try:
+                send(backend)
+                self._failures[name] = 0
+            except Exception as exc:  # a service that is down must not end a run; the file has the numbers
+                self._failures[name] = self._failures.get(name, 0) + 1
+                gone = self._failures[name] >= _MAX_FAILURES
+                if gone:
+                    del self._backends[name]
+                end = "it is left out from here on" if gone else "it is tried again at the next step"
+                self._notice(f"{name} did not take step {step} ({type(exc).__name__}: {exc}); {end}, {METRICS} has it")
+
+    def cut_after(self, step: int) -> None:
+        """Forget every metric and dump past `step`, because the run goes on from there (-1: forget all).
+
+        The file, the dumps and tensorboard lose the later steps. Services that keep what they got are not sent them
+        again until the run is past what they have.
+        """
+        self._file.close()
+        path = self.folder / METRICS
+        last = max((int(record["step"]) for record in read(path)), default=-1)
+        if last > step:
+            if any(not backend.can_cut for backend in self._backends.values()):
+                self._memory["sent_up_to"] = max(last, self._memory.get("sent_up_to", -1))
+                write_text(self.folder / MEMORY, json.dumps(self._memory, indent=1))
+            keep_records(path, lambda record: int(record["step"]) <= step)
+        self._file = JsonLines(path)
+        for folder in self._dump_folders:
+            cut_dumps_after(folder, step)
+        for backend in self._backends.values():
+            if backend.can_cut:
+                backend.cut_after(step)
+
+    def finish(self, failed: bool = False) -> None:
+        """Close everything; a second call does nothing."""
+        self._file.close()
+        for name, backend in list(self._backends.items()):
+            try:
+                backend.finish(failed)
+            except Exception as exc:  # as in _each: the run's end is not the service's
+                self._notice(f"{name} could not be closed ({type(exc).__name__}: {exc}); {METRICS} has everything")
+        self._backends.clear()
+        self._console = None
+
+    def __enter__(self) -> "Tracking":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finish(failed=kind is not None)
+
+
+def _number(name: str, value: Any) -> float | int:
+    if name == "step":
+        raise ValueError("a metric is called 'step', which is the line's own key: give it another name")
+    plain_value = plain(value)
+    if isinstance(plain_value, list) and len(plain_value) == 1:
+        plain_value = plain_value[0]
+    if isinstance(plain_value, bool):
+        return int(plain_value)
+    if isinstance(plain_value, (int, float)):
+        return plain_value
+    special = number(plain_value) if not isinstance(value, str) else None
+    if special is None or math.isfinite(special):
+        raise ValueError(f"metric {name!r} is {value!r} ({type(value).__name__}); a metric is one number")
+    return special
