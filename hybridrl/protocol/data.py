@@ -1,8 +1,8 @@
 """DataProto, the batch, and DataProtoItem, one row of it.
 
-Methods that choose, join or repeat rows return a new batch; slices share the memory of the tensors they were cut from.
-`to`, `pop`, `rename`, `union`, `reorder` and `padding` change the batch itself. meta_info dicts are never shared between batches
-(their values are).
+Methods that choose, join or repeat rows return a new batch; slices share the memory of the tensors they come from.
+`to`, `pop`, `rename`, `union`, `reorder` and `padding` change the batch itself. A meta_info dict is never shared
+between batches (its values are).
 
 Legend: B rows of the batch.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
-from hybridrl.protocol import merge, rows, storage, transport
+from hybridrl.protocol import convert, merge, rows, storage, transport
 
 
 class DataProtoConfig:
@@ -48,8 +48,8 @@ class DataProtoItem:
         return _load_row, (type(self), *transport.dumps(state, int(protocol)))
 
     def __repr__(self) -> str:
-        fields = sorted(self.batch.keys()) if self.batch is not None else []
-        return f"{type(self).__name__}(batch={fields}, non_tensor_batch={sorted(self.non_tensor_batch)})"
+        fields, values = sorted(rows.fields_of(self.batch)), sorted(self.non_tensor_batch)
+        return f"{type(self).__name__}(batch={fields}, non_tensor_batch={values})"
 
 
 @dataclass(eq=False, repr=False)
@@ -93,7 +93,7 @@ class DataProto:
             elif isinstance(value, (np.ndarray, list, tuple)):
                 non_tensors[key] = value
             else:
-                raise TypeError(f"field '{key}' must be a tensor, a NumPy array or a list, found {type(value).__name__}")
+                raise TypeError(f"field '{key}' must be a tensor, an array or a list, found {type(value).__name__}")
         return cls.from_dict(tensors, non_tensors, meta_info=meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -108,7 +108,8 @@ class DataProto:
         """Make a batch from tensors and from arrays or lists (a list becomes an object array with one entry a row).
 
         Args:
-            num_batch_dims: how many leading dimensions of the tensors belong to the batch; above 1 only without non-tensors.
+            num_batch_dims: how many leading dimensions of the tensors belong to the batch; above 1 only without
+                non-tensors.
             auto_padding: the batch may be cut into uneven chunks and is padded where even ones are needed.
 
         Raises:
@@ -118,11 +119,11 @@ class DataProto:
             raise ValueError(f"num_batch_dims must be at least 1, found {num_batch_dims}")
         if non_tensors and num_batch_dims != 1:
             raise ValueError(f"non-tensors have one batch dimension, found num_batch_dims={num_batch_dims}")
-        batch = _tensordict(tensors, num_batch_dims) if tensors else None
+        batch = convert.tensordict_of(tensors, num_batch_dims) if tensors else None
         arrays = {}
         for key, value in (non_tensors or {}).items():
             if not isinstance(value, (np.ndarray, list, tuple)):
-                raise TypeError(f"non-tensor field '{key}' must be a NumPy array or a list, found {type(value).__name__}")
+                raise TypeError(f"non-tensor field '{key}' must be an array or a list, found {type(value).__name__}")
             arrays[key] = rows.as_array(value)
         meta = dict(meta_info or {})
         if auto_padding:
@@ -133,19 +134,11 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """Make a batch from a TensorDict: stacks of non-tensor data become arrays, single non-tensor data goes to meta_info."""
-        tensors, arrays, meta = {}, {}, dict(meta_info or {})
-        for key in tensor_dict.keys():
-            value = tensor_dict.get(key)
-            if isinstance(value, NonTensorData):
-                meta[key] = value.data
-            elif isinstance(value, NonTensorStack):
-                arrays[key] = rows.object_array(value.tolist())
-            else:
-                tensors[key] = value
+        """Make a batch from a TensorDict: stacks of non-tensor data become arrays, single ones go to meta_info."""
+        tensors, arrays, single = convert.split_tensordict(tensor_dict)
         batch_size = tensor_dict.batch_size[:num_batch_dims]
         batch = TensorDict(tensors, batch_size=batch_size, device=tensor_dict.device) if tensors else None
-        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info={**single, **(meta_info or {})})
 
     def to_tensordict(self) -> TensorDict:
         """Return all three parts as one TensorDict; the inverse of `from_tensordict`.
@@ -153,18 +146,7 @@ class DataProto:
         Raises:
             ValueError: a name stands in more than one part.
         """
-        names = [*(self.batch.keys() if self.batch is not None else ()), *self.non_tensor_batch, *self.meta_info]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"to_tensordict: {twice} stand in more than one of batch, non_tensor_batch and meta_info")
-        device = None if self.batch is None else self.batch.device
-        batch_size = [len(self)] if self.batch is None else self.batch.batch_size
-        result = TensorDict({} if self.batch is None else dict(self.batch.items()), batch_size=batch_size, device=device)
-        for key, array in self.non_tensor_batch.items():
-            result.set(key, NonTensorStack(*(NonTensorData(value) for value in array)))
-        for key, value in self.meta_info.items():
-            result.set(key, NonTensorData(value, batch_size=batch_size))
-        return result
+        return convert.joined_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
 
     # ---- looking at it ----------------------------------------------------------------------------------------------
 
@@ -178,7 +160,7 @@ class DataProto:
         length = None
         if self.batch is not None:
             if not isinstance(self.batch, TensorDictBase):
-                raise TypeError(f"batch must be a TensorDict, found {type(self.batch).__name__}; use DataProto.from_dict")
+                raise TypeError(f"batch must be a TensorDict, found {type(self.batch).__name__}; see from_dict")
             if not self.batch.batch_size:
                 raise ValueError("batch must have at least one batch dimension")
             length = self.batch.batch_size[0]
@@ -200,21 +182,17 @@ class DataProto:
         return 0
 
     def __repr__(self) -> str:
-        fields = sorted(self.batch.keys()) if self.batch is not None else []
         return (
-            f"{type(self).__name__}(rows={len(self)}, batch={fields}, non_tensor_batch={sorted(self.non_tensor_batch)}, "
-            f"meta_info={sorted(map(str, self.meta_info))})"
+            f"{type(self).__name__}(rows={len(self)}, batch={sorted(rows.fields_of(self.batch))}, "
+            f"non_tensor_batch={sorted(self.non_tensor_batch)}, meta_info={sorted(map(str, self.meta_info))})"
         )
 
     def get_data_info(self) -> str:
         """Return one line a field: its type, dtype and shape."""
         lines = [f"{type(self).__name__} of {len(self)} rows"]
-        for key, value in self.batch.items() if self.batch is not None else ():
-            lines.append(f"  batch.{key}: {_describe(value)}")
-        for key, array in self.non_tensor_batch.items():
-            entry = f" of {type(array.flat[0]).__name__}" if array.dtype == object and array.size else ""
-            lines.append(f"  non_tensor_batch.{key}: ndarray {array.dtype}{list(array.shape)}{entry}")
-        lines += [f"  meta_info.{key}: {type(value).__name__}" for key, value in self.meta_info.items()]
+        for name in ("batch", "non_tensor_batch", "meta_info"):
+            part = rows.fields_of(self.batch) if name == "batch" else getattr(self, name)
+            lines += [f"  {name}.{key}: {convert.describe(value)}" for key, value in part.items()]
         return "\n".join(lines)
 
     def print_size(self, prefix: str = "") -> None:
@@ -241,10 +219,12 @@ class DataProto:
         values = {key: value[index] for key, value in self.non_tensor_batch.items()}
         return DataProtoItem(batch=batch, non_tensor_batch=values, meta_info=dict(self.meta_info))
 
-    def _rows(self, of_tensor: Callable[[Any], Any], of_array: Callable[[np.ndarray], np.ndarray], count: int) -> DataProto:
+    def _rows(
+        self, of_tensor: Callable[[Any], Any], of_array: Callable[[np.ndarray], np.ndarray], count: int
+    ) -> DataProto:
         batch = self.batch
         if batch is not None:
-            fields = {key: of_tensor(batch.get(key)) for key in batch.keys()}
+            fields = {key: of_tensor(value) for key, value in rows.fields_of(batch).items()}
             batch = TensorDict(fields, batch_size=[count, *batch.batch_size[1:]], device=batch.device)
         arrays = {key: of_array(value) for key, value in self.non_tensor_batch.items()}
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=dict(self.meta_info))
@@ -269,7 +249,7 @@ class DataProto:
 
     @staticmethod
     def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[tuple[int, int]]:
-        """Return `(start, stop)` of each of `chunks` parts of `length` rows; the first ones are longer by one if uneven.
+        """Return `(start, stop)` of each of `chunks` parts of `length` rows; uneven ones differ by one row at most.
 
         Raises:
             ValueError: `chunks` is below 1, or the rows do not divide evenly and `uneven` is not allowed.
@@ -311,15 +291,12 @@ class DataProto:
         """
         if not data:
             raise ValueError("concat needs at least one DataProto")
-        _check_same_keys([set() if d.batch is None else set(d.batch.keys()) for d in data], "batch")
+        parts = [rows.fields_of(d.batch) for d in data]
+        _check_same_keys([set(part) for part in parts], "batch")
         _check_same_keys([set(d.non_tensor_batch) for d in data], "non_tensor_batch")
         first, batch, memo = data[0], None, rows.Memo()
         if first.batch is not None:
-            fields = {}
-            for key in first.batch.keys():
-                tensors = [d.batch.get(key) for d in data if d.batch is not None]
-                rows.check_alike(key, tensors)
-                fields[key] = rows.cat_tensors(tensors, memo)
+            fields = {key: rows.cat_fields(key, [part[key] for part in parts], memo) for key in parts[0]}
             count = sum(map(len, data))
             batch = TensorDict(fields, batch_size=[count, *first.batch.batch_size[1:]], device=first.batch.device)
         arrays = {key: rows.cat_arrays([d.non_tensor_batch[key] for d in data]) for key in first.non_tensor_batch}
@@ -350,27 +327,27 @@ class DataProto:
         """
         counts = repeat_times.cpu().numpy() if isinstance(repeat_times, torch.Tensor) else np.asarray(repeat_times)
         if counts.shape != (len(self),):
-            raise ValueError(f"repeat_times must have one count for each of {len(self)} rows, found shape {counts.shape}")
+            raise ValueError(f"repeat_times must have one count a row ({len(self)}), found shape {counts.shape}")
         return self.select_idxs(np.repeat(np.arange(len(self)), counts.astype(np.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
-        """Cut the second dimension of the fields `split_keys` into `n_split` parts and put them below each other as rows.
+        """Cut the second dimension of the fields `split_keys` into `n_split` parts, each of which becomes a row.
 
-        A field `[B, C, ...]` becomes `[B * n_split, C / n_split, ...]`; fields not named are repeated `n_split` times a row.
+        A field `[B, C, ...]` becomes `[B * n_split, C / n_split, ...]`; of the other fields each row is repeated
+        `n_split` times.
 
         Raises:
             KeyError: a key that the batch lacks.
             ValueError: C is not a multiple of `n_split`.
         """
         wanted = list(split_keys or [])
-        self._require(wanted, [*(self.batch.keys() if self.batch is not None else ()), *self.non_tensor_batch], "field")
+        self._require(wanted, self._names(), "field")
         repeated = self.repeat(n_split)
         for key in wanted:
-            part: Any = self.batch if self.batch is not None and key in self.batch else self.non_tensor_batch
-            value = part[key]
+            value, target = self._part(key)[key], repeated._part(key)
             if value.ndim < 2 or value.shape[1] % n_split:
-                raise ValueError(f"field '{key}' of shape {tuple(value.shape)} has no second dimension of {n_split} parts")
-            target: Any = repeated.batch if part is self.batch else repeated.non_tensor_batch
+                shape = tuple(value.shape)
+                raise ValueError(f"the second dimension of field '{key}' {shape} does not divide into {n_split} parts")
             target[key] = value.reshape(len(self) * n_split, value.shape[1] // n_split, *value.shape[2:])
         return repeated
 
@@ -382,12 +359,20 @@ class DataProto:
         if missing:
             raise KeyError(f"{what} {missing} not in the batch; it has {sorted(map(str, present))}")
 
+    def _names(self) -> list[str]:
+        return [*rows.fields_of(self.batch), *self.non_tensor_batch]
+
+    def _part(self, key: str) -> Any:
+        return self.batch if key in rows.fields_of(self.batch) else self.non_tensor_batch
+
     def _keys(self, batch_keys: Any, non_tensor_keys: Any, meta_keys: Any, everything: bool) -> list[list[str]]:
-        present = [list(self.batch.keys()) if self.batch is not None else [], self.non_tensor_batch, self.meta_info]
+        present = [list(rows.fields_of(self.batch)), self.non_tensor_batch, self.meta_info]
         names = ["batch keys", "non_tensor_batch keys", "meta_info keys"]
         chosen = []
         for keys, there, name in zip([batch_keys, non_tensor_keys, meta_keys], present, names, strict=True):
-            keys = (list(there) if everything else []) if keys is None else [keys] if isinstance(keys, str) else list(keys)
+            if keys is None:
+                keys = there if everything else []
+            keys = [keys] if isinstance(keys, str) else list(keys)
             self._require(keys, there, name)
             chosen.append(keys)
         return chosen
@@ -442,27 +427,24 @@ class DataProto:
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
         if len(old) != len(new):
             raise ValueError(f"rename: {len(old)} old names {old} but {len(new)} new names {new}")
-        names = [*(self.batch.keys() if self.batch is not None else ()), *self.non_tensor_batch]
+        names = self._names()
         self._require(old, names, "field")
         left = [name for name in names if name not in old] + new
         taken = sorted({name for name in new if left.count(name) > 1})
         if taken:
             raise ValueError(f"rename: the new names {taken} are taken; pop those fields first")
         # All old names are taken out before new ones are set, so that names can be exchanged.
-        values = [self._take(key) for key in old]
-        for key, (part, value) in zip(new, values, strict=True):
+        parts = [self._part(key) for key in old]
+        values = [part.pop(key) for key, part in zip(old, parts, strict=True)]
+        for key, part, value in zip(new, parts, values, strict=True):
             part[key] = value
         return self
-
-    def _take(self, key: str) -> tuple[Any, Any]:
-        part: Any = self.batch if self.batch is not None and key in self.batch.keys() else self.non_tensor_batch
-        return part, part.pop(key)
 
     def union(self, other: DataProto) -> DataProto:
         """Add the fields and meta_info of `other`, in place, and return this batch.
 
         Raises:
-            ValueError: different numbers of rows, or a key that both have with different values; nothing is changed then.
+            ValueError: different numbers of rows, or different values under one key. Nothing is changed then.
         """
         if self.batch is not None and other.batch is not None:
             merge.check_tensor_union(self.batch, other.batch)
@@ -474,9 +456,10 @@ class DataProto:
         if other.batch is not None:
             if self.batch is None:
                 self.batch = TensorDict({}, batch_size=other.batch.batch_size, device=other.batch.device)
-            for key in other.batch.keys():
-                if key not in self.batch.keys():
-                    self.batch[key] = other.batch.get(key)
+            present = rows.fields_of(self.batch)
+            for key, value in rows.fields_of(other.batch).items():
+                if key not in present:
+                    self.batch.set(key, value)
         self.non_tensor_batch = {**other.non_tensor_batch, **self.non_tensor_batch}
         self.meta_info = {**other.meta_info, **self.meta_info}
         return self
@@ -578,28 +561,6 @@ class DataProto:
 
 def _load_row(kind: type, stream: Any, buffers: list[Any], foreign: list[Any]) -> Any:
     return kind(*transport.loads(stream, buffers, foreign))
-
-
-def _tensordict(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
-    batch_size, first = None, ""
-    for key, value in tensors.items():
-        if not isinstance(value, (torch.Tensor, TensorDictBase)):
-            raise TypeError(f"field '{key}' must be a tensor, found {type(value).__name__}; lists belong to non_tensors")
-        if value.ndim < num_batch_dims:
-            raise ValueError(f"field '{key}' has {value.ndim} dimensions, fewer than num_batch_dims={num_batch_dims}")
-        size = tuple(value.shape[:num_batch_dims])
-        if batch_size is None:
-            batch_size, first = size, key
-        elif size != batch_size:
-            raise ValueError(f"field '{key}' has batch size {size}, but field '{first}' has {batch_size}")
-    return TensorDict(dict(tensors), batch_size=batch_size)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        layout = " jagged" if value.is_nested else ""
-        return f"Tensor{layout} {str(value.dtype).removeprefix('torch.')}{[str(s) for s in value.shape]} {value.device}"
-    return f"{type(value).__name__} {list(getattr(value, 'batch_size', []))}"
 
 
 def _check_same_keys(keys: list[set[str]], part: str) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from hybridrl.protocol.data import DataProto, DataProtoItem
-from hybridrl.protocol.rows import object_array
+from hybridrl.protocol.rows import fields_of, object_array
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -47,9 +47,19 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     """Stack rows (as `data[i]` gives them) into a batch; meta_info is that of the first row."""
     if not x:
         raise ValueError("collate_fn needs at least one row")
-    batch = None if x[0].batch is None else torch.stack([item.batch for item in x]).contiguous()
+    batch = None
+    if x[0].batch is not None:
+        items = [fields_of(item.batch) for item in x]
+        batch = TensorDict({key: _stack([item[key] for item in items]) for key in items[0]}, batch_size=[len(x)])
     arrays = {key: object_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
     return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=dict(x[0].meta_info))
+
+
+def _stack(values: list[Any]) -> Any:
+    """Stack values of one shape; tensors of several lengths become a jagged tensor again."""
+    if isinstance(values[0], torch.Tensor) and len({value.shape for value in values}) > 1:
+        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+    return torch.stack(values)
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
@@ -64,8 +74,8 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     group = rows // new_batch_size
     batch = data.batch
     if batch is not None:
-        fields = {key: value.reshape(new_batch_size, group, *value.shape[1:]) for key, value in batch.items()}
-        batch = TensorDict(fields, batch_size=[new_batch_size], device=data.batch.device)
+        fields = {k: v.reshape(new_batch_size, group, *v.shape[1:]) for k, v in fields_of(batch).items()}
+        batch = TensorDict(fields, batch_size=[new_batch_size], device=batch.device)
     arrays = {k: v.reshape(new_batch_size, group, *v.shape[1:]) for k, v in data.non_tensor_batch.items()}
     return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=dict(data.meta_info))
 
@@ -74,9 +84,9 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Undo `fold_batch_dim`: flatten the first `batch_dims` dimensions of every field into one."""
     batch = data.batch
     if batch is not None:
-        fields = {key: value.reshape(-1, *value.shape[batch_dims:]) for key, value in batch.items()}
+        fields = {key: value.reshape(-1, *value.shape[batch_dims:]) for key, value in fields_of(batch).items()}
         rows = next(iter(fields.values())).shape[0] if fields else len(data)
-        batch = TensorDict(fields, batch_size=[rows], device=data.batch.device)
+        batch = TensorDict(fields, batch_size=[rows], device=batch.device)
     arrays = {key: value.reshape(-1, *value.shape[batch_dims:]) for key, value in data.non_tensor_batch.items()}
     return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=dict(data.meta_info))
 
@@ -84,16 +94,17 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     """Replace `data`, in place, by the rows of all ranks of the group, in rank order; counts may differ between ranks.
 
-    Plain tensors travel by `all_gather` on their own device, jagged tensors and objects by `all_gather_object`. meta_info stays
-    that of this rank.
+    Plain tensors travel by `all_gather` on their own device, jagged tensors and objects by `all_gather_object`.
+    meta_info stays that of this rank.
 
     Raises:
         ValueError: the ranks have different fields, dtypes or widths.
     """
     size = dist.get_world_size(process_group)
-    plain = {} if data.batch is None else {k: v for k, v in data.batch.items() if _gathers_plain(v)}
+    own = fields_of(data.batch)
+    plain = {key: value for key, value in own.items() if _gathers_plain(value)}
     rest = DataProto(non_tensor_batch=data.non_tensor_batch)
-    if data.batch is not None and len(plain) < len(list(data.batch.keys())):
+    if data.batch is not None and len(plain) < len(own):
         rest.batch = data.batch.exclude(*plain)
     layout = {key: (str(value.dtype), tuple(value.shape[1:])) for key, value in plain.items()}
     peers: list[Any] = [None] * size
@@ -105,8 +116,8 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     fields = {key: _gather_rows(value, counts, process_group) for key, value in plain.items()}
     whole = DataProto.concat([part for _, _, part in peers])
     if data.batch is not None:
-        if whole.batch is not None:
-            fields.update(whole.batch.to(data.batch.device).items() if data.batch.device else whole.batch.items())
+        for key, value in fields_of(whole.batch).items():
+            fields[key] = value.to(own[key].device)
         data.batch = TensorDict(fields, batch_size=[sum(counts)], device=data.batch.device)
     data.non_tensor_batch = whole.non_tensor_batch
 

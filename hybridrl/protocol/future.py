@@ -27,8 +27,8 @@ class _Chunk:
 class DataProtoFuture:
     """The output of a worker group that has not been waited for.
 
-    A future goes to another group's method like a DataProto: `chunk` makes one future a worker, and each worker calls `get`
-    itself, so the data never passes through the controller.
+    A future goes to another group's method like a DataProto: `chunk` makes one future a worker, and each worker calls
+    `get` itself, so the data never passes through the controller.
 
     Attributes:
         collect_fn: joins the list of the futures' values into one DataProto.

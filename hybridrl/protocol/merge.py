@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from hybridrl.protocol.rows import jagged_parts
+from hybridrl.protocol.rows import fields_of, jagged_parts
 
 METRICS = "metrics"
 
@@ -21,8 +21,9 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and same_array(a, b)
     if isinstance(a, TensorDictBase) or isinstance(b, TensorDictBase):
-        alike = isinstance(a, TensorDictBase) and isinstance(b, TensorDictBase) and set(a.keys()) == set(b.keys())
-        return alike and a.batch_size == b.batch_size and all(same(a.get(key), b.get(key)) for key in a.keys())
+        if not isinstance(a, TensorDictBase) or not isinstance(b, TensorDictBase) or a.batch_size != b.batch_size:
+            return False
+        return same(fields_of(a), fields_of(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):
@@ -87,7 +88,7 @@ def check_tensor_union(first: TensorDictBase, second: TensorDictBase) -> None:
         raise ValueError(
             f"union: batches of {tuple(first.batch_size)} and {tuple(second.batch_size)} rows cannot be joined by field"
         )
-    refuse_differing("batch", [k for k in second.keys() if k in first and not same(first.get(k), second.get(k))])
+    refuse_differing("batch", differing_keys(fields_of(first), fields_of(second)))
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
@@ -97,15 +98,14 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
         ValueError: the batch sizes differ, or both have a field under one key with different values.
     """
     check_tensor_union(tensor_dict1, tensor_dict2)
-    for key in tensor_dict2.keys():
-        if key not in tensor_dict1:
-            tensor_dict1[key] = tensor_dict2.get(key)
+    present = fields_of(tensor_dict1)
+    for key, value in fields_of(tensor_dict2).items():
+        if key not in present:
+            tensor_dict1.set(key, value)
     return tensor_dict1
 
 
-def union_numpy_dict(
-    tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Add the arrays of the second to the first, in place, and return the first.
 
     Raises:
@@ -120,8 +120,8 @@ def union_numpy_dict(
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the meta_info of the parts of one batch.
 
-    `metrics` (a dict, or a list of dicts, a part) becomes one dict of lists, in the order of the parts; a value that is a
-    list already is appended entry by entry. Every other key must have the same value in all parts that have it.
+    `metrics` (a dict, or a list of dicts, a part) becomes one dict of lists, in the order of the parts; a value that is
+    a list already is appended entry by entry. Every other key must have the same value in all parts that have it.
 
     Raises:
         ValueError: naming the key whose values conflict.

@@ -1,8 +1,8 @@
 """Choosing and joining rows of tensors (plain, jagged, nested TensorDicts) and of NumPy arrays.
 
 Legend: B rows of the batch, N rows chosen. A jagged tensor keeps its rows end to end in `values`, row b between
-`offsets[b]` and `offsets[b + 1]`. Two jagged tensors can only be combined by torch when they share one `offsets` object, so
-every function here takes a `memo` (old offsets -> new offsets) that keeps the sharing over a whole batch.
+`offsets[b]` and `offsets[b + 1]`. Torch combines two jagged tensors only when they share one `offsets` object, so the
+functions here take a `memo` (old offsets -> new offsets) that keeps the sharing over a whole batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+# By the id of the old offsets: the new ones, and the old ones too, since an id is only good while its object lives.
 Memo = dict[Any, Any]
 
 
@@ -27,6 +28,11 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
 def as_array(values: Any) -> np.ndarray:
     """Return a NumPy array as it is and anything else as a one-dimensional object array."""
     return values if isinstance(values, np.ndarray) else object_array(values)
+
+
+def fields_of(batch: TensorDictBase | None) -> dict[str, Any]:
+    """Return the fields of a TensorDict by name, as they are stored; none of None."""
+    return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118 (iterates rows)
 
 
 def row_indices(idxs: Any, length: int) -> np.ndarray:
@@ -60,9 +66,10 @@ def jagged_dim(tensor: torch.Tensor) -> int:
 
 def jagged_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return `(values, offsets [B + 1], ragged dimension)` of a jagged tensor, without holes between its rows."""
-    if tensor.lengths() is not None:
-        tensor = tensor.contiguous()
-    return tensor.values(), tensor.offsets(), jagged_dim(tensor)
+    nested: Any = tensor  # torch does not declare the methods of jagged tensors
+    if nested.lengths() is not None:
+        nested = nested.contiguous()
+    return nested.values(), nested.offsets(), jagged_dim(nested)
 
 
 def _from_jagged(values: torch.Tensor, offsets: torch.Tensor, dim: int) -> torch.Tensor:
@@ -82,8 +89,8 @@ def slice_tensor(tensor: Any, start: int, stop: int, memo: Memo) -> Any:
     values, offsets, dim = jagged_parts(tensor)
     first, last = int(offsets[start]), int(offsets[stop])
     if id(offsets) not in memo:
-        memo[id(offsets)] = offsets[start : stop + 1] - first
-    return _from_jagged(values.narrow(dim - 1, first, last - first), memo[id(offsets)], dim)
+        memo[id(offsets)] = offsets[start : stop + 1] - first, offsets
+    return _from_jagged(values.narrow(dim - 1, first, last - first), memo[id(offsets)][0], dim)
 
 
 def index_tensor(tensor: Any, idxs: torch.Tensor, memo: Memo) -> Any:
@@ -102,13 +109,18 @@ def index_tensor(tensor: Any, idxs: torch.Tensor, memo: Memo) -> Any:
         chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
         # Entry j of chosen row n stands at offsets[idxs[n]] + (j - chosen[n]) in the old values.
         shift = torch.repeat_interleave(offsets[idxs] - chosen[:-1], lengths)
-        memo[id(offsets)] = (chosen, torch.arange(int(chosen[-1]), device=offsets.device) + shift)
-    chosen, where = memo[id(offsets)]
+        memo[id(offsets)] = chosen, torch.arange(int(chosen[-1]), device=offsets.device) + shift, offsets
+    chosen, where, _ = memo[id(offsets)]
     return _from_jagged(values.index_select(dim - 1, where), chosen, dim)
 
 
-def cat_tensors(tensors: Sequence[Any], memo: Memo) -> Any:
-    """Join tensors (all of the same kind) along the rows into new memory."""
+def cat_fields(key: str, tensors: Sequence[Any], memo: Memo) -> Any:
+    """Join the tensors of field `key` along the rows into new memory.
+
+    Raises:
+        ValueError: naming the field, where they do not fit (see `check_alike`).
+    """
+    check_alike(key, tensors)
     first = tensors[0]
     if not isinstance(first, torch.Tensor):
         return torch.cat(list(tensors), dim=0)
@@ -118,11 +130,11 @@ def cat_tensors(tensors: Sequence[Any], memo: Memo) -> Any:
         return _renest([row for tensor in tensors for row in tensor.unbind()], first)
     parts = [jagged_parts(tensor) for tensor in tensors]
     dim = parts[0][2]
-    key = tuple(id(offsets) for _, offsets, _ in parts)
-    if key not in memo:
+    origin = tuple(id(offsets) for _, offsets, _ in parts)
+    if origin not in memo:
         lengths = torch.cat([offsets.diff() for _, offsets, _ in parts])
-        memo[key] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(parts[0][1].dtype)
-    return _from_jagged(torch.cat([values for values, _, _ in parts], dim=dim - 1), memo[key], dim)
+        memo[origin] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(parts[0][1].dtype), parts
+    return _from_jagged(torch.cat([values for values, _, _ in parts], dim=dim - 1), memo[origin][0], dim)
 
 
 def _cat_plain(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -160,12 +172,13 @@ def check_alike(key: str, tensors: Sequence[Any]) -> None:
 def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Join arrays along the rows; entries keep their type.
 
-    Numbers meet as NumPy promotes them and strings as strings; anything else meets as dtype object. Arrays of objects whose
-    rows differ in shape (one made of lists that had equal lengths by chance) become one-dimensional, each row a list.
+    Numbers meet as NumPy promotes them and strings as strings; anything else meets as dtype object. Arrays of objects
+    whose rows differ in shape (one made of lists that had equal lengths by chance) become one-dimensional, each row a
+    list.
     """
     if len({array.shape[1:] for array in arrays}) > 1:
         return object_array([row.tolist() if isinstance(row, np.ndarray) else row for array in arrays for row in array])
-    kinds = {"number" if array.dtype.kind in "biufc" else array.dtype.kind for array in arrays}
+    kinds = {"i" if array.dtype.kind in "biufc" else array.dtype.kind for array in arrays}
     if len(kinds) > 1:
         arrays = [array.astype(object) for array in arrays]
     return np.concatenate(list(arrays), axis=0)

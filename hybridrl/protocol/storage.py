@@ -1,9 +1,9 @@
 """Batches on disk: one safetensors file that holds no code.
 
 Tensors are stored as such; everything else stands as JSON in the tensor `__json__` (UTF-8 bytes). JSON values are None,
-bool, int, float, str and lists; whatever else is allowed (dict, tuple, bytes, NumPy arrays and scalars, tensors inside
-an entry) is an object with one key, "$", that tells its kind. Anything else is refused by name, for nothing but data can be read
-back without running code.
+bool, int, float, str and lists; whatever else is allowed (dict, tuple, bytes, NumPy arrays and scalars, tensors in an
+entry) is an object whose key "$" tells its kind. Anything else is refused by name: only data can be read back
+without running code.
 """
 
 import base64
@@ -19,11 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict, TensorDictBase
 
-from hybridrl.protocol.rows import jagged_parts, object_array
+from hybridrl.protocol.rows import fields_of, jagged_parts, object_array
 from hybridrl.utils.errors import UserError
 
 FORMAT = "hybridrl.dataproto.1"
 JSON = "__json__"
+
+# Kinds of numbers that the safetensors format does not have.
+_UNKNOWN = frozenset({torch.complex32, torch.complex128})
 
 
 class StorageError(UserError):
@@ -33,27 +36,34 @@ class StorageError(UserError):
 class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[Any, str] = {}
+        self.alive: list[torch.Tensor] = []
+        self.storages: set[int] = set()
 
     def tensor(self, value: torch.Tensor, where: str) -> Any:
         if value.is_nested:
             if value.layout is not torch.jagged:
                 return {"$": "nested", "rows": [self.tensor(row, where) for row in value.unbind()]}
             values, offsets, dim = jagged_parts(value)
-            return {"$": "jagged", "values": self.tensor(values, where), "offsets": self.tensor(offsets, where), "dim": dim}
-        if value.layout is not torch.strided or value.is_quantized or type(value).__module__.startswith("torch.dist"):
-            raise StorageError(f"{where}: a tensor of layout {value.layout} ({type(value).__name__}) cannot be stored")
+            parts = {"values": self.tensor(values, where), "offsets": self.tensor(offsets, where)}
+            return {"$": "jagged", "dim": dim, **parts}
+        spread = type(value).__module__.startswith("torch.distributed")
+        if value.layout is not torch.strided or value.dtype in _UNKNOWN or value.is_quantized or spread:
+            raise StorageError(f"{where}: a {type(value).__name__} of {value.layout}, {value.dtype} cannot be stored")
         value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if value.untyped_storage().nbytes() != value.numel() * value.element_size() or self._stored(value):
-            value = value.clone()  # safetensors refuses tensors that share memory
-        name = str(len(self.tensors))
-        self.tensors[name] = value
+        same_memory = (value.data_ptr(), value.shape, value.dtype) if value.numel() else object()
+        self.alive.append(value)  # an address names its tensor only as long as that one lives
+        name = self.names.setdefault(same_memory, str(len(self.tensors)))
+        if name not in self.tensors:
+            storage = value.untyped_storage()
+            if storage.nbytes() != value.numel() * value.element_size() or storage.data_ptr() in self.storages:
+                value = value.clone()  # safetensors refuses tensors that are parts of one storage
+            self.storages.add(value.untyped_storage().data_ptr())
+            self.tensors[name] = value
         return {"$": "tensor", "name": name}
 
-    def _stored(self, value: torch.Tensor) -> bool:
-        return any(value.data_ptr() == other.data_ptr() for other in self.tensors.values())
-
     def tensordict(self, value: TensorDictBase, where: str) -> Any:
-        fields = {key: self.value(value.get(key), f"{where}[{key!r}]") for key in value.keys()}
+        fields = {key: self.value(field, f"{where}[{key!r}]") for key, field in fields_of(value).items()}
         return {"$": "tensordict", "fields": fields, "batch_size": list(value.batch_size)}
 
     def array(self, value: np.ndarray, where: str) -> Any:
@@ -61,7 +71,8 @@ class _Writer:
             entries = [self.value(entry, f"{where}[{row}]") for row, entry in enumerate(value.ravel().tolist())]
             return {"$": "objects", "shape": list(value.shape), "values": entries}
         if value.dtype.kind == "U":
-            return {"$": "strings", "dtype": value.dtype.str, "shape": list(value.shape), "values": value.ravel().tolist()}
+            entries = value.ravel().tolist()
+            return {"$": "strings", "dtype": value.dtype.str, "shape": list(value.shape), "values": entries}
         if value.dtype.kind not in "biufc" or value.dtype.itemsize > 16 or value.dtype == np.longdouble:
             raise StorageError(f"{where}: a NumPy array of dtype {value.dtype} cannot be stored; convert it to object")
         data = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=False))
@@ -89,15 +100,16 @@ class _Writer:
         if kind is TensorDict:
             return self.tensordict(value, where)
         raise StorageError(
-            f"{where}: an object of type {kind.__module__}.{kind.__qualname__} cannot be stored, because reading it back "
-            "would run code. Stored are None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and tensors: "
-            "convert it to one of these or drop the field with pop() before saving"
+            f"{where}: an object of type {kind.__module__}.{kind.__qualname__} cannot be stored, because reading it "
+            "back would run code. Stored are None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and "
+            "tensors: convert it to one of these, or drop the field with pop() before saving"
         )
 
 
 class _Reader:
     def __init__(self, tensors: Any) -> None:
         self.tensors = tensors
+        self.offsets: dict[str, torch.Tensor] = {}
 
     def value(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -110,7 +122,9 @@ class _Reader:
         return self.tensors.get_tensor(value["name"])
 
     def _jagged(self, value: dict[str, Any]) -> torch.Tensor:
-        values, offsets = self._tensor(value["values"]), self._tensor(value["offsets"])
+        # Tensors that shared their offsets share them again: torch combines jagged tensors only then.
+        name, values = value["offsets"]["name"], self._tensor(value["values"])
+        offsets = self.offsets.setdefault(name, self._tensor(value["offsets"]))
         return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=value["dim"])
 
     def _nested(self, value: dict[str, Any]) -> torch.Tensor:
@@ -151,7 +165,7 @@ def save(path: str | os.PathLike[str], batch: TensorDictBase | None, non_tensors
     document = {
         "format": FORMAT,
         "batch": None if batch is None else writer.tensordict(batch, "batch"),
-        "non_tensor_batch": {key: writer.array(value, f"non_tensor_batch[{key!r}]") for key, value in non_tensors.items()},
+        "non_tensor_batch": {k: writer.array(v, f"non_tensor_batch[{k!r}]") for k, v in non_tensors.items()},
         "meta_info": writer.value(dict(meta), "meta_info"),
     }
     text = json.dumps(document, separators=(",", ":")).encode()
@@ -179,7 +193,7 @@ def load(path: str | os.PathLike[str]) -> tuple[TensorDict | None, dict[str, np.
         raise FileNotFoundError(f"no stored batch at {path}")
     try:
         with safe_open(path, framework="pt") as tensors:
-            if JSON not in tensors.keys() or (tensors.metadata() or {}).get("format") != FORMAT:
+            if (tensors.metadata() or {}).get("format") != FORMAT:
                 raise StorageError(f"{path}: a safetensors file, but not one that DataProto.save_to_disk wrote")
             document = json.loads(tensors.get_tensor(JSON).numpy().tobytes())
             reader = _Reader(tensors)

@@ -1,12 +1,12 @@
 """Pickling of batches without copies.
 
 Ray pickles with protocol 5 and lets large buffers travel out of band: it copies them once into shared memory and the
-receiver reads them there. It does so for NumPy arrays but not for torch tensors. Here a tensor is pickled as the NumPy view
-of its own rows, so a shard that is a slice of a bigger tensor along the first dimension costs no copy of its own.
+receiver reads them there. It does so for NumPy arrays but not for torch tensors. Here a tensor is pickled as the NumPy
+view of its own rows, so a shard that is a slice of a bigger tensor along the first dimension costs no copy of its own.
 
 Rules:
- - tensors arrive as CPU tensors without gradient: a CUDA tensor is moved to the CPU first, and the receiver moves it where it
-   wants it with `DataProto.to`;
+ - tensors arrive as CPU tensors without gradient: a CUDA tensor is moved to the CPU first, and the receiver moves it
+   where it wants it with `DataProto.to`;
  - dtypes that NumPy lacks (bfloat16, float8) travel as integers of the same width;
  - non-contiguous tensors are made contiguous first;
  - what arrives out of band is read-only shared memory: never write into it in place.
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from hybridrl.protocol.rows import jagged_dim
+from hybridrl.protocol.rows import fields_of, jagged_dim
 
 # Smaller buffers are copied into the stream: that costs less than Ray's bookkeeping of a buffer of its own.
 IN_BAND_BYTES = 4096
@@ -34,8 +34,8 @@ IN_BAND_BYTES = 4096
 _KNOWN_PACKAGES = frozenset({"builtins", "numpy", "torch", "tensordict", "hybridrl", "_operator", "collections"})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _NUMPY_DTYPES = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
-    | {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
+    | {torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
 
 
@@ -92,8 +92,8 @@ def _load_objects(values: list[Any], shape: tuple[int, ...]) -> np.ndarray:
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.is_nested:
         if tensor.layout is torch.jagged:
-            parts = (tensor.values().detach(), tensor.offsets(), tensor.lengths(), jagged_dim(tensor))
-            return _load_jagged, parts
+            nested: Any = tensor  # torch does not declare the methods of jagged tensors
+            return _load_jagged, (nested.values().detach(), nested.offsets(), nested.lengths(), jagged_dim(nested))
         return _load_nested, ([row.detach() for row in tensor.unbind()], tensor.dtype)
     if type(tensor).__module__.startswith("torch.distributed"):
         raise TypeError(
@@ -124,8 +124,7 @@ class _Pickler(pickle.Pickler):
         if kind is np.ndarray:
             return (_load_objects, (obj.ravel().tolist(), obj.shape)) if obj.dtype == object else NotImplemented
         if kind is TensorDict:
-            fields = {key: obj.get(key) for key in obj.keys()}
-            return _load_tensordict, (fields, tuple(obj.batch_size), obj.device is not None)
+            return _load_tensordict, (fields_of(obj), tuple(obj.batch_size), obj.device is not None)
         by_name = isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType))
         module = (obj if by_name else kind).__module__ or ""
         if module.partition(".")[0] in _KNOWN_PACKAGES and not (by_name and "<" in obj.__qualname__):
@@ -149,8 +148,8 @@ def dumps(state: Any, protocol: int) -> tuple[Any, list[Any], list[Any]]:
     """Pickle `state`.
 
     Returns:
-        `(stream, buffers, foreign)`: what the outer pickler has to carry. With protocol 5 the stream and the large buffers
-        are PickleBuffers, which it may send out of band; with an older one all is in the stream.
+        `(stream, buffers, foreign)`: what the outer pickler has to carry. With protocol 5 the stream and the large
+        buffers are PickleBuffers, which it may send out of band; with an older one all is in the stream.
     """
     buffers: list[pickle.PickleBuffer] = []
 
@@ -178,7 +177,7 @@ def check_fields(batch: TensorDictBase | None) -> None:
     Raises:
         TypeError: a field is spread over several ranks (DTensor).
     """
-    for key, value in batch.items() if batch is not None else ():
+    for key, value in fields_of(batch).items():
         if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torch.distributed"):
             raise TypeError(
                 f"field '{key}' is a {type(value).__name__}: it lives on several ranks and cannot travel; "
