@@ -1,0 +1,186 @@
+"""An engine's state on disk, readable on any number of ranks and without unpickling anything.
+
+    model/      float32 master weights: every rank's shards as safetensors, written and resharded by torch.distributed.checkpoint
+    optimizer/  the optimizer's tensors, the same way, named ``<parameter>/<state>``
+    extra/      schedule.json, and rng_<rank>.json of every rank
+    hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+
+from hybridrl.engine.base import SAVE_CONTENTS
+from hybridrl.models import loading, value
+from hybridrl.models.errors import ModelError
+from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.utils import distributed
+from hybridrl.utils.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from hybridrl.engine.fsdp.engine import FSDPEngine
+
+SEPARATOR = "/"
+
+
+def save(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
+    """Write the parts named in `contents` below `folder`; all ranks call it with the same arguments."""
+    _check(contents)
+    folder.mkdir(parents=True, exist_ok=True)
+    if "model" in contents:
+        _write({name: parameter.detach() for name, parameter in engine._parameters.items()}, folder / "model")
+    if "optimizer" in contents and engine.optimizer is not None:
+        _write(_optimizer_tensors(engine), folder / "optimizer")
+    if "extra" in contents:
+        _save_extra(engine, folder / "extra")
+    if "hf_model" in contents:
+        _save_hf(engine, folder / "hf_model")
+    distributed.barrier()
+
+
+def load(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
+    """Read the parts named in `contents`. ``hf_model`` is for other programs and is never read back.
+
+    Raises:
+        ModelError: a part is missing, or it is of another model or optimizer.
+    """
+    _check(contents)
+    if "model" in contents:
+        _read({name: parameter.detach() for name, parameter in engine._parameters.items()}, _part(folder, "model"))
+    if "optimizer" in contents and engine.optimizer is not None:
+        _load_optimizer(engine, _part(folder, "optimizer"))
+    if "extra" in contents:
+        _load_extra(engine, _part(folder, "extra"))
+
+
+def _check(contents: Sequence[str]) -> None:
+    unknown = sorted(set(contents) - set(SAVE_CONTENTS))
+    if unknown:
+        raise ModelError(f"checkpoint contents {', '.join(unknown)} are not known; there are {', '.join(SAVE_CONTENTS)}")
+
+
+def _part(folder: Path, name: str) -> Path:
+    part = folder / name
+    if not part.is_dir():
+        raise ModelError(
+            f"checkpoint {folder} holds no {name}/ (it was saved without {name!r} in checkpoint.save_contents); "
+            f"take {name!r} out of checkpoint.load_contents or resume from another checkpoint"
+        )
+    return part
+
+
+def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = not distributed.is_distributed()
+    dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), no_dist=alone)
+
+
+def _read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fill `tensors` in place from `folder`, whatever number of ranks wrote it."""
+    reader = HuggingFaceStorageReader(str(folder))
+    _compare(tensors, reader.read_metadata().state_dict_metadata, folder)
+    dcp.load(dict(tensors), storage_reader=reader, no_dist=not distributed.is_distributed())
+
+
+def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: Path) -> None:
+    missing, surplus = sorted(tensors.keys() - stored.keys()), sorted(stored.keys() - tensors.keys())
+    reshaped = [n for n in sorted(tensors.keys() & stored.keys()) if tuple(tensors[n].shape) != tuple(stored[n].size)]
+    if not (missing or surplus or reshaped):
+        return
+    parts = [f"{len(names)} {what} (first: {names[0]})" for what, names in (("are missing", missing), ("are too many", surplus)) if names]
+    if reshaped:
+        name = reshaped[0]
+        parts.append(f"{name} has shape {list(stored[name].size)} in the checkpoint and {list(tensors[name].shape)} in the model")
+    raise ModelError(
+        f"checkpoint {folder} is of another model: of its tensors {'; '.join(parts)}. Set model.path to the model that this run was "
+        "started with, or trainer.resume_mode=disable to start anew"
+    )
+
+
+def _optimizer_tensors(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    assert engine.optimizer is not None
+    tensors = {}
+    for name, parameter in engine._trainable.items():
+        for key, item in engine.optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}{SEPARATOR}{key}"] = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+    return tensors
+
+
+def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
+    assert engine.optimizer is not None
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    engine.optimizer.state.clear()
+    wanted: dict[str, torch.Tensor] = {}
+    for full_name, entry in stored.items():
+        name, _, key = full_name.rpartition(SEPARATOR)
+        parameter = engine._trainable.get(name)
+        if parameter is None:
+            raise ModelError(
+                f"checkpoint {folder} is of another model: it holds optimizer state of {name!r}, which this model does not train"
+            )
+        if tuple(entry.size) == tuple(parameter.shape) and entry.size:
+            state = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
+        else:
+            on_device = any(group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups)
+            where = _local_device(parameter) if on_device else torch.device("cpu")
+            state = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device=where)
+        engine.optimizer.state[parameter][key] = state
+        wanted[full_name] = state
+    _read(wanted, folder)
+
+
+def _local_device(parameter: torch.Tensor) -> torch.device:
+    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+
+
+def _save_extra(engine: FSDPEngine, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rng_{distributed.get_rank()}.json").write_text(json.dumps(rng_state()), encoding="utf-8")
+    if distributed.get_rank() == 0 and engine.schedule is not None:
+        (folder / "schedule.json").write_text(json.dumps({"step": engine.schedule.last_epoch}), encoding="utf-8")
+
+
+def _load_extra(engine: FSDPEngine, folder: Path) -> None:
+    schedule_file = folder / "schedule.json"
+    if engine.schedule is not None:
+        try:
+            step = int(json.loads(schedule_file.read_text(encoding="utf-8"))["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{schedule_file} cannot be read: {error}") from error
+        # The rate follows from the step alone, so settings changed since then take effect.
+        engine.schedule.last_epoch = step
+        for group, base, factor in zip(
+            engine.schedule.optimizer.param_groups, engine.schedule.base_lrs, engine.schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(step)
+        engine.schedule._last_lr = [group["lr"] for group in engine.schedule.optimizer.param_groups]
+    rng_file = folder / f"rng_{distributed.get_rank()}.json"
+    if rng_file.is_file():
+        set_rng_state(json.loads(rng_file.read_text(encoding="utf-8")))
+
+
+def _save_hf(engine: FSDPEngine, folder: Path) -> None:
+    """Gather the weights on rank 0, in the dtype of the checkpoint that training started from, and write them as Hugging Face does."""
+    dtype = getattr(engine.config, "dtype", None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else None
+    state = {}
+    for name, tensor in engine.export_weights(dtype):
+        if distributed.get_rank() == 0:
+            state[name] = tensor.cpu().contiguous()
+    if distributed.get_rank() != 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if engine.model_type == "value_model":
+        value.save_value_model(state, engine.config, folder)
+    else:
+        loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)
+    model = engine.model_config
+    load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template).save_pretrained(folder)

@@ -1,0 +1,74 @@
+"""The forward pass of one micro-batch: from its layout to numbers for its response tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrl.algorithms.functional import token_statistics
+from hybridrl.engine.microbatch import Layout
+from hybridrl.models.errors import ModelError
+
+LANGUAGE_OUTPUTS = ("log_probs", "entropy")
+VALUE_OUTPUTS = ("values",)
+
+
+class SelectingHead:
+    """Lets the model's own head see only the positions that are wanted.
+
+    Logits are the largest tensor of a forward pass, and most positions (prompts, padding) need none. A hook in front of the head
+    picks the wanted hidden states; whatever the model does with the logits afterwards (soft caps, scales) stays in place.
+    Without a selection the head works as ever, so generation can use the same module.
+    """
+
+    def __init__(self, module: nn.Module):
+        head = module.get_output_embeddings()  # type: ignore[operator]
+        if head is None:
+            raise ModelError(f"{type(module).__name__} has no output layer (get_output_embeddings() is None), so it cannot be trained here")
+        self._selected: torch.Tensor | None = None
+        self._used = False
+        head.register_forward_pre_hook(self._select)
+
+    @contextlib.contextmanager
+    def selecting(self, positions: torch.Tensor) -> Iterator[None]:
+        """Within, the head gets ``[N, H]``: the hidden states at these positions of the flattened ``[b * W]``."""
+        self._selected, self._used = positions, False
+        try:
+            yield
+            if not self._used:
+                raise ModelError("the model computed its output without calling its output layer, so its positions cannot be selected")
+        finally:
+            self._selected = None
+
+    def _select(self, head: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._selected is None:
+            return None
+        self._used = True
+        hidden = arguments[0]
+        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._selected), *arguments[1:])
+
+
+def compute_outputs(
+    module: nn.Module, head: SelectingHead, layout: Layout, temperature: float, outputs: Collection[str], flash_attention: bool
+) -> dict[str, torch.Tensor]:
+    """``log_probs``, ``entropy`` or ``values`` of the layout's N response tokens, each float32 ``[N]``."""
+    options: dict[str, Any] = {}
+    if layout.lengths is not None and flash_attention:
+        # Told to the kernel, these need not be found again in every layer by waiting for the device.
+        longest = max(layout.lengths)
+        ends = torch.tensor([0, *layout.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(layout.input_ids.device)
+        options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    with head.selecting(layout.selected):
+        logits = module(
+            input_ids=layout.input_ids, position_ids=layout.position_ids, attention_mask=None, use_cache=False, **options
+        ).logits
+    if "values" in outputs:
+        return {"values": logits.reshape(-1).float()}
+    logits = logits.reshape(-1, logits.shape[-1])
+    labels = layout.labels if "log_probs" in outputs else None
+    # The logits are read by nothing else, so their gradient may take their place.
+    return token_statistics(logits, labels, temperature, entropy="entropy" in outputs, inplace_backward=True)

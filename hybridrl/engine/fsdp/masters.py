@@ -1,0 +1,57 @@
+"""Mixed precision on one rank, with the meaning it has under FSDP2 on several.
+
+The module holds its parameters in the compute dtype; float32 masters stand beside it. Each backward pass adds the low-precision
+gradients to the masters' float32 ones, the optimizer works on the masters, and their values are copied back after a step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hybridrl.models.value import ValueHead
+
+
+class MasterWeights:
+    """Masters of a module whose parameters it converts to `compute_dtype`. A value head stays in float32 and is its own master."""
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype):
+        self.module = module
+        kept = {id(p) for m in module.modules() if isinstance(m, ValueHead) for p in m.parameters()}
+        self.named: dict[str, nn.Parameter] = {}
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for name, parameter in module.named_parameters():
+            if id(parameter) in kept:
+                self.named[name] = parameter
+                continue
+            master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            parameter.data = parameter.detach().to(compute_dtype)
+            self.named[name] = master
+            self._pairs.append((parameter, master))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._collector(master))
+
+    def copy_to_module(self) -> None:
+        """Give the module the masters' present values."""
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+
+    def move(self, target: torch.device) -> None:
+        """Move the masters; the module moves by itself."""
+        for _, master in self._pairs:
+            master.data = master.data.to(target)
+            if master.grad is not None:
+                master.grad = master.grad.to(target)
+
+    @staticmethod
+    def _collector(master: nn.Parameter):  # type: ignore[no-untyped-def]
+        def collect(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+        return collect

@@ -1,0 +1,209 @@
+"""Cutting a batch into micro-batches and laying each one out for the model.
+
+Two layouts, chosen by what the attention implementation does well:
+
+* *aligned* ``[b, W]``: each sequence's real tokens moved to the left, padding only at the right end. Causal attention then never
+  looks at padding, so no attention mask is needed, and W is the longest real length, not longest prompt plus longest response.
+* *packed* ``[1, L]``: all real tokens one after the other with position ids that restart, for flash attention.
+
+In both, the outputs of the model are wanted only where a response token is predicted: `Layout.selected` indexes these positions
+in the flattened layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridrl.engine.base import MicroBatching
+
+
+@dataclass(slots=True)
+class Layout:
+    """One micro-batch as the model reads it. N response tokens."""
+
+    input_ids: torch.Tensor  # [b, W] or [1, L]
+    position_ids: torch.Tensor  # the same shape
+    selected: torch.Tensor  # [N] positions that predict a response token, in the flattened layout
+    labels: torch.Tensor  # [N] those tokens
+    lengths: list[int] | None  # of the packed sequences; None in the aligned layout
+
+    def to(self, target: torch.device) -> Layout:
+        if target.type == "cpu":
+            return self
+        tensors = (t.to(target, non_blocking=True) for t in (self.input_ids, self.position_ids, self.selected, self.labels))
+        return Layout(*tensors, self.lengths)
+
+
+class BatchPlan:
+    """How one batch is computed: which rows form which micro-batch, and the tensors that say where a row's tokens are.
+
+    Rows without a single response token (padding of the batch) are in no micro-batch.
+
+    Args:
+        tensors: The batch's tensors, in main memory.
+        packed: Which layout, see the module's text.
+
+    Raises:
+        ValueError: a field is missing, or a response token has no attention or no token before it.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching, packed: bool):
+        self.tensors = tensors
+        self.packed = packed
+        self.input_ids = _required(tensors, "input_ids")
+        attention = _required(tensors, "attention_mask")
+        if attention.shape != self.input_ids.shape:
+            raise ValueError(
+                f"attention_mask {list(attention.shape)} and input_ids {list(self.input_ids.shape)} differ in shape; both are [B, S]"
+            )
+        self.batch_size, self.width = self.input_ids.shape
+        self.attention = attention.bool()
+        self.response_mask = self._find_response_mask()
+        self.response_width = self.response_mask.shape[1]
+        # Index of each token among its row's real tokens.
+        self.ranks = self.attention.long().cumsum(1) - 1
+        self._check()
+        self.lengths: list[int] = self.attention.sum(1).tolist()
+        self.token_counts: list[int] = self.response_mask.sum(1).tolist()
+        rows = [row for row, count in enumerate(self.token_counts) if count]
+        rows.sort(key=lambda row: -self.lengths[row])
+        self.groups = _group(rows, self.lengths, micro, packed)
+
+    def layout(self, rows: Sequence[int]) -> Layout:
+        """The micro-batch of these rows, in main memory."""
+        index = torch.tensor(rows)
+        ids, attention, ranks = self.input_ids[index], self.attention[index], self.ranks[index]
+        mask = self.response_mask[index]
+        lengths = [self.lengths[row] for row in rows]
+        start = self.width - self.response_width
+        before = ranks[:, start:] - 1  # the token before a response token predicts it
+        labels = ids[:, start:][mask]
+        if self.packed:
+            offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+            selected = (before + offsets[:, None])[mask]
+            return Layout(ids[attention][None], ranks[attention][None], selected, labels, lengths)
+        width = max(lengths)
+        # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
+        order = torch.argsort((~attention).to(torch.uint8), dim=1, stable=True)[:, :width]
+        selected = (before + torch.arange(len(rows))[:, None] * width)[mask]
+        return Layout(ids.gather(1, order), torch.arange(width).expand(len(rows), width), selected, labels, None)
+
+    def response_columns(self, rows: Sequence[int]) -> int:
+        """How many leading response columns hold a token in any of the rows."""
+        columns = self.response_mask[torch.tensor(rows)].any(0).nonzero()
+        return int(columns[-1]) + 1
+
+    def slice_tensors(self, rows: Sequence[int], columns: int, target: torch.device) -> dict[str, torch.Tensor]:
+        """The batch's fields for these rows, on the device, without the columns that are padding in all of them.
+
+        Response-wide fields keep their first `columns`; sequence-wide ones lose the same columns at the right, and at the left the
+        ones before the first real token; ``prompts`` loses these too; other fields stay as they are.
+        """
+        index = torch.tensor(rows)
+        prompt_width = self.width - self.response_width
+        first = min(int(self.attention[index].any(0).to(torch.uint8).argmax()), prompt_width)
+        last = prompt_width + columns
+        sliced = {}
+        for name, tensor in self.tensors.items():
+            part = tensor[index]
+            if part.ndim > 1 and name == "prompts":
+                part = part[:, first:]
+            elif part.ndim > 1 and part.shape[-1] == self.width:
+                part = part[..., first:last]
+            elif part.ndim > 1 and part.shape[1] == self.response_width:
+                part = part[:, :columns]
+            sliced[name] = part if target.type == "cpu" else part.to(target, non_blocking=True)
+        return sliced
+
+    def token_positions(self, rows: Sequence[int]) -> torch.Tensor:
+        """Where the rows' response tokens, in the order of `Layout.selected`, stand in the flattened ``[B, T]``."""
+        index = torch.tensor(rows)
+        grid = index[:, None] * self.response_width + torch.arange(self.response_width)
+        return grid[self.response_mask[index]]
+
+    def _find_response_mask(self) -> torch.Tensor:
+        mask = self.tensors.get("response_mask")
+        if mask is None:
+            responses = self.tensors.get("responses")
+            if responses is None:
+                raise ValueError("the batch has neither response_mask nor responses; one of them says which columns are the response")
+            return self.attention[:, self.width - responses.shape[1] :]
+        if mask.ndim != 2 or mask.shape[0] != self.batch_size or mask.shape[1] >= self.width:
+            raise ValueError(
+                f"response_mask {list(mask.shape)} does not fit input_ids {[self.batch_size, self.width]}: it is [B, T] with T < S, "
+                "the last T columns of a sequence"
+            )
+        return mask.bool()
+
+    def _check(self) -> None:
+        start = self.width - self.response_width
+        wrong = self.response_mask & ~(self.attention[:, start:] & (self.ranks[:, start:] > 0))
+        if wrong.any():
+            row, column = (int(i) for i in wrong.nonzero()[0])
+            raise ValueError(
+                f"sequence {row}: response column {column} is in response_mask but has attention_mask 0 or no token before it; "
+                "a response token is attended to and follows at least one prompt token"
+            )
+
+
+def dummy_layout() -> Layout:
+    """The least micro-batch that takes part in every collective of forward and backward."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None)
+
+
+def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in tensors.keys():  # noqa: SIM118  a TensorDict's own `in` does not look at keys
+        raise ValueError(f"the batch has no {name}; it has {', '.join(sorted(str(key) for key in tensors.keys()))}")  # noqa: SIM118
+    return tensors[name]
+
+
+def _group(rows: Sequence[int], lengths: Sequence[int], micro: MicroBatching, packed: bool) -> list[list[int]]:
+    """Cut rows, longest first, into micro-batches within both limits."""
+    if not rows:
+        return []
+    size = micro.size or len(rows)
+    if packed:
+        return _first_fit(rows, lengths, size, micro.max_tokens or sum(lengths[row] for row in rows))
+    return _fewest_cells(rows, lengths, size, micro.max_tokens)
+
+
+def _first_fit(rows: Sequence[int], lengths: Sequence[int], size: int, budget: int) -> list[list[int]]:
+    """First-fit decreasing by real tokens."""
+    groups: list[list[int]] = []
+    loads: list[int] = []
+    for row in rows:
+        for number, group in enumerate(groups):
+            if len(group) < size and loads[number] + lengths[row] <= budget:
+                group.append(row)
+                loads[number] += lengths[row]
+                break
+        else:
+            groups.append([row])
+            loads.append(lengths[row])
+    return groups
+
+
+def _fewest_cells(rows: Sequence[int], lengths: Sequence[int], size: int, budget: int | None) -> list[list[int]]:
+    """Consecutive runs of the sorted rows within the limits."""
+    groups: list[list[int]] = []
+    for row in rows:
+        group = groups[-1] if groups else None
+        if group and len(group) < size and (budget is None or lengths[group[0]] * (len(group) + 1) <= budget):
+            group.append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def fields(batch: Any) -> Mapping[str, torch.Tensor]:
+    """The tensors of a `DataProto` as a plain mapping, so that each is looked up once."""
+    if batch.batch is None:
+        raise ValueError("the batch holds no tensors")
+    return {str(name): tensor for name, tensor in batch.batch.items()}
+
+

@@ -1,0 +1,111 @@
+"""Optimizers and learning-rate schedules by configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from hybridrl.models.errors import ModelError
+from hybridrl.utils import device
+
+# Share of the steps after warm-up that the "wsd" schedule stays at its peak.
+STABLE_SHARE = 0.9
+
+
+def build_optimizer(parameters: Iterable[torch.Tensor], optim: Any) -> torch.optim.Optimizer:
+    """The optimizer class ``optim.optimizer`` of module ``optim.optimizer_impl`` over `parameters`.
+
+    ``betas`` is passed to classes that take it; ``override_optimizer_config`` is passed last and wins. Where the class has a fused
+    kernel (one pass over memory) and nothing else is asked for, that is used: it is several times faster, also on a CPU.
+
+    Raises:
+        ModelError: there is no such module or class, or it does not take an argument.
+    """
+    try:
+        kind: Any = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"optim.optimizer={optim.optimizer!r} of optim.optimizer_impl={optim.optimizer_impl!r} cannot be imported: {error}"
+        ) from error
+    takes = inspect.signature(kind).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    arguments: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    if "betas" in takes:
+        arguments["betas"] = tuple(optim.betas)
+    arguments.update(optim.override_optimizer_config or {})
+    parameters = list(parameters)
+    if "fused" in takes and not {"fused", "foreach", "capturable", "differentiable"} & arguments.keys():
+        arguments["fused"] = all(parameter.is_floating_point() for parameter in parameters)
+    unknown = [] if anything else sorted(arguments.keys() - takes.keys())
+    if unknown:
+        raise ModelError(
+            f"optimizer {optim.optimizer_impl}.{optim.optimizer} takes no argument {', '.join(unknown)} "
+            "(see optim.override_optimizer_config); it takes " + ", ".join(name for name in takes if name != "params")
+        )
+    return kind(parameters, **arguments)  # type: ignore[no-any-return]
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, optim: Any) -> LambdaLR:
+    """The schedule ``optim.lr_scheduler_type``; call its ``step()`` after each optimizer step."""
+    return LambdaLR(optimizer, lr_factor(optim))
+
+
+def lr_factor(optim: Any) -> Callable[[int], float]:
+    """Learning rate of step 0, 1, 2, ... as a share of ``optim.lr``.
+
+    With w warm-up steps, n steps in all, m = ``min_lr_ratio``, q = (step - w) / (n - w) within [0, 1]:
+
+        step < w   step / w
+        constant   1
+        linear     m + (1 - m) (1 - q)
+        cosine     max(m, (1 + m) / 2 + (1 - m) / 2 cos(2 pi num_cycles q))
+        wsd        1 while q < 0.9, then the cosine from 1 to m over the rest
+
+    w is ``lr_warmup_steps``, or, where that is negative, ``lr_warmup_steps_ratio`` of n.
+
+    Raises:
+        ModelError: the type is unknown, or it needs ``total_training_steps`` and has none.
+    """
+    kind, total = optim.lr_scheduler_type, optim.total_training_steps
+    if kind not in ("constant", "linear", "cosine", "wsd"):
+        raise ModelError(f"optim.lr_scheduler_type={kind!r} is not known; use constant, linear, cosine or wsd")
+    needs_total = kind != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
+    if needs_total and total <= 0:
+        raise ModelError(
+            f"optim.total_training_steps={total}: lr_scheduler_type={kind} with lr_warmup_steps={optim.lr_warmup_steps} and "
+            f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio} has to know how long training is"
+        )
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * max(total, 0))
+    floor, cycles = optim.min_lr_ratio, optim.num_cycles
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        if kind == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        if kind == "linear":
+            return floor + (1 - floor) * (1 - progress)
+        if kind == "wsd":
+            progress = max(0.0, (progress - STABLE_SHARE) / (1 - STABLE_SHARE))
+            return (1 + floor) / 2 + (1 - floor) / 2 * math.cos(math.pi * progress)
+        return max(floor, (1 + floor) / 2 + (1 - floor) / 2 * math.cos(2 * math.pi * cycles * progress))
+
+    return factor
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, target: torch.device) -> None:
+    """Move the optimizer's state tensors. A fused step counter moves along; a plain one stays in main memory, where it belongs."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and (value.ndim > 0 or group.get("fused") or group.get("capturable")):
+                    state[name] = value.to(target, non_blocking=True)
+    device.synchronize()

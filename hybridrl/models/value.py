@@ -1,0 +1,125 @@
+"""A value model: any Hugging Face backbone with a scalar head.
+
+Its parameters carry the names of the architecture's own ``...ForTokenClassification`` with one label (``model.layers...``,
+``score.weight``), so that a saved critic opens with ``AutoModelForTokenClassification`` and a saved reward model of that kind opens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig
+
+from hybridrl.models.loading import load_pretrained
+
+HEAD_NAME = "score"
+
+
+class ValueHead(nn.Linear):
+    """A linear map to one number, computed in float32: in bfloat16 a value would keep 8 bits of precision."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+class ValueModel(nn.Module):
+    """Backbone and head. ``model(...)`` gives an object whose ``logits [..., 1]`` are the values in float32."""
+
+    def __init__(self, backbone: nn.Module, config: PreTrainedConfig):
+        super().__init__()
+        self.config = config
+        self.base_model_prefix: str = getattr(backbone, "base_model_prefix", None) or "model"
+        setattr(self, self.base_model_prefix, backbone)
+        weight = next(backbone.parameters())
+        self.score = ValueHead(config.get_text_config().hidden_size, 1, bias=True, device=weight.device, dtype=torch.float32)
+        if weight.device.type != "meta":
+            # Values start at exactly 0: no arbitrary noise in the first advantages.
+            nn.init.zeros_(self.score.weight)
+            nn.init.zeros_(self.score.bias)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return getattr(self, self.base_model_prefix)
+
+    @property
+    def _no_split_modules(self) -> Any:
+        return getattr(self.backbone, "_no_split_modules", None)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.score
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        self.backbone.gradient_checkpointing_enable(**options)  # type: ignore[operator]
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
+        """`options` go to the backbone: attention_mask, position_ids, use_cache."""
+        hidden = self.backbone(input_ids=input_ids, **options).last_hidden_state
+        return SimpleNamespace(logits=self.score(hidden))
+
+
+def build_value_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> ValueModel:
+    """A value model without weights, on the meta device."""
+    with torch.device("meta"):
+        backbone = AutoModel.from_config(config, dtype=dtype, **({"trust_remote_code": True} if trust_remote_code else {}))
+    return ValueModel(backbone, config)
+
+
+def load_value_model(
+    path: str | Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+) -> ValueModel:
+    """A value model on the weights at `path`: of a language model (the head starts at 0) or of a saved value or reward model.
+
+    Raises:
+        ModelError: no weights, or weights that do not fit the configuration.
+    """
+    backbone = load_pretrained(AutoModel, path, config, dtype, trust_remote_code)
+    model = ValueModel(backbone, config)
+    head = _read_head(Path(path).expanduser())
+    for name, tensor in head.items():
+        getattr(model.score, name).data.copy_(tensor.reshape(getattr(model.score, name).shape))
+    return model
+
+
+def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration to save beside a value model's weights: that of a token classifier with one label."""
+    saved = type(config).from_dict(config.to_dict())
+    saved.num_labels = 1
+    name = type(config)
+    classes: Any = AutoModelForTokenClassification._model_mapping
+    saved.architectures = [classes[name].__name__] if name in classes else None
+    return saved
+
+
+def _read_head(folder: Path) -> dict[str, torch.Tensor]:
+    """The head's tensors in a directory's safetensors files, by ``weight`` and ``bias``; empty where there are none."""
+    from safetensors import safe_open
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in set(tensors.keys()) & {f"{HEAD_NAME}.weight", f"{HEAD_NAME}.bias"}:
+                tensor = tensors.get_tensor(name)
+                if tensor.shape[0] == 1:
+                    found[name.removeprefix(f"{HEAD_NAME}.")] = tensor
+    return found
+
+
+def save_value_model(state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path) -> None:
+    """Write whole weights and configuration as ``AutoModelForTokenClassification`` (and `load_value_model`) reads them."""
+    from safetensors.torch import save_file
+
+    saved = value_config(config)
+    dtypes = {tensor.dtype for name, tensor in state.items() if tensor.is_floating_point() and not name.startswith(HEAD_NAME)}
+    if len(dtypes) == 1:
+        saved.dtype = dtypes.pop()
+    saved.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,84 @@
+"""Small helpers over ``torch.distributed`` that also work in a process without a process group (a world of one)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.utils import device
+
+
+def is_distributed() -> bool:
+    """Whether this process is in an initialised process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """Rank in the world; 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def get_world_size() -> int:
+    """Number of processes in the world; 1 without a process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def init_process_group(
+    rank: int, world_size: int, master_address: str, master_port: int, timeout_seconds: float = 1800.0
+) -> None:
+    """Join the process group of a worker group, with the device's own back end. Does nothing when one is joined already.
+
+    Args:
+        timeout_seconds: How long any collective may wait for a peer before it raises.
+
+    Raises:
+        RuntimeError: the group did not come together; the message names the address and this rank.
+    """
+    if is_distributed():
+        return
+    address = f"tcp://[{master_address}]:{master_port}" if ":" in master_address else f"tcp://{master_address}:{master_port}"
+    try:
+        dist.init_process_group(
+            backend=device.backend_name(),
+            init_method=address,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except Exception as error:
+        raise RuntimeError(
+            f"rank {rank} of {world_size} could not join the process group at {address} within {timeout_seconds:.0f} s: {error}"
+        ) from error
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if is_distributed():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for every rank. Goes through main memory, so it does not wait for work queued on a GPU."""
+    if get_world_size() > 1:
+        dist.all_reduce(torch.zeros(1))
+
+
+def all_reduce_max(value: int, group: dist.ProcessGroup | None = None) -> int:
+    """The largest of the ranks' integers. The tensor lies in main memory, so no GPU is waited for."""
+    if not is_distributed() or dist.get_world_size(group) == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return int(tensor.item())
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """Every rank's object, in rank order."""
+    if get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

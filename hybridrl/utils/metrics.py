@@ -1,0 +1,106 @@
+"""Numbers that merge exactly over micro-batches, mini-batches and ranks.
+
+A mean of means is wrong as soon as the parts differ in size. A `Metric` therefore carries its weight along, and merging two of
+them gives what one computation over all the data would have given, in whatever order they are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["mean", "sum", "max", "min"]
+KINDS = ("mean", "sum", "max", "min")
+
+
+@dataclass(slots=True)
+class Metric:
+    """One number and how it merges with others of the same name.
+
+    Attributes:
+        value: A float, or a tensor with one element while the computation runs (reading it would wait for the device).
+        weight: What a mean is weighted with: tokens, sequences, steps. The other kinds do not use it.
+        kind: ``mean`` (weighted), ``sum``, ``max`` or ``min``.
+    """
+
+    value: float | torch.Tensor
+    weight: float | torch.Tensor = 1.0
+    kind: Kind = "mean"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"a Metric is one of {', '.join(KINDS)}; kind={self.kind!r} is none of them")
+
+
+def to_floats(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The same metrics with plain floats: every tensor is read in one transfer from its device."""
+    tensors = [
+        part.detach().reshape(()).to(torch.float64)
+        for metric in metrics.values()
+        for part in (metric.value, metric.weight)
+        if isinstance(part, torch.Tensor)
+    ]
+    if not tensors:
+        return dict(metrics)
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        tensors = [tensor.cpu() for tensor in tensors]
+    numbers = iter(torch.stack(tensors).tolist())
+
+    def read(part: float | torch.Tensor) -> float:
+        return next(numbers) if isinstance(part, torch.Tensor) else float(part)
+
+    return {name: Metric(read(metric.value), read(metric.weight), metric.kind) for name, metric in metrics.items()}
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge dictionaries of metrics by name; a name may be missing in some of them. Values come out as floats.
+
+    A mean becomes ``sum(w_i v_i) / sum(w_i)``. Parts of weight 0 do not count; where all weights are 0 the value is 0.
+
+    Raises:
+        ValueError: a name occurs with two kinds.
+    """
+    gathered: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in to_floats(part).items():
+            gathered.setdefault(name, []).append(metric)
+    return {name: _merge(name, metrics) for name, metrics in gathered.items()}
+
+
+def _merge(name: str, metrics: list[Metric]) -> Metric:
+    kinds = {metric.kind for metric in metrics}
+    if len(kinds) > 1:
+        raise ValueError(f"metric {name!r} comes with several kinds: {', '.join(sorted(kinds))}; give it one")
+    kind = metrics[0].kind
+    values = [float(metric.value) for metric in metrics]
+    weights = [float(metric.weight) for metric in metrics]
+    if kind == "sum":
+        return Metric(sum(values), sum(weights), kind)
+    if kind in ("max", "min"):
+        return Metric(max(values) if kind == "max" else min(values), sum(weights), kind)
+    if len(values) == 1 and weights[0]:
+        return metrics[0]
+    total = sum(weights)
+    # A part without weight may hold anything, also NaN (the mean over no tokens).
+    value = sum(v * w for v, w in zip(values, weights, strict=True) if w) / total if total else 0.0
+    return Metric(value, total, kind)
+
+
+def as_metrics(values: Mapping[str, Any], weight: float | torch.Tensor) -> dict[str, Metric]:
+    """Wrap plain numbers and tensors as means of the given weight; a `Metric` stays as it is."""
+    return {
+        name: value if isinstance(value, Metric) else Metric(_detached(value), weight) for name, value in values.items()
+    }
+
+
+def _detached(value: Any) -> float | torch.Tensor:
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+
+
+def reduce_to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Name to plain number, for a tracker."""
+    return {name: float(metric.value) for name, metric in to_floats(metrics).items()}
