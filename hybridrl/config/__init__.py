@@ -1,0 +1,58 @@
+"""The typed schema of every setting, the only place where a default is written; composing it and checking it.
+
+    from hybridrl.config import load_config, validate
+
+    config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=MODEL"])
+    validate(config)
+    config.actor_rollout_ref.actor.optim.lr
+"""
+
+from hybridrl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
+from hybridrl.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from hybridrl.config.compose import load_config
+from hybridrl.config.critic import CriticConfig
+from hybridrl.config.data import CustomClassConfig, DataConfig, SamplerConfig, SFTDataConfig
+from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.model import ModelConfig
+from hybridrl.config.output import as_dict, to_yaml
+from hybridrl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig, RewardModuleConfig
+from hybridrl.config.rollout import RolloutConfig, SamplingConfig
+from hybridrl.config.root import ActorRolloutRefConfig, PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "CriticConfig",
+    "CustomClassConfig",
+    "CustomRewardConfig",
+    "DataConfig",
+    "FSDPConfig",
+    "KLControlConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PPOTrainerConfig",
+    "PlacementConfig",
+    "PolicyLossConfig",
+    "RayConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RewardManagerConfig",
+    "RewardModuleConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "RunConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "SamplerConfig",
+    "SamplingConfig",
+    "TrainerConfig",
+    "WrapPolicyConfig",
+    "as_dict",
+    "load_config",
+    "to_yaml",
+]

@@ -1,0 +1,291 @@
+"""From command-line words and YAML files to one typed configuration.
+
+The order is: read the overrides and the user's file, check and rewrite their names, let Hydra compose the groups in
+`configs/` with the user's file over them, put the overrides on top, resolve interpolations, convert to typed groups.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.config.convert import build, nearest
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import Assignment, KeyBook
+from hybridrl.config.node import ConfigNode, default_tree
+from hybridrl.config.root import ROOTS, PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.userfile import UserFile, read_user_file
+
+_USER_CONFIG = "hybridrl_user_config"
+_notices_printed: set[str] = set()
+
+
+@dataclass
+class Composed:
+    """A composed configuration: typed, and as the unresolved tree that `--cfg job` prints."""
+
+    config: ConfigNode
+    tree: dict[str, Any]
+    notices: list[str]
+
+
+@dataclass
+class Overrides:
+    """Command-line words sorted by who acts on them: Hydra's group choices, and assignments to keys."""
+
+    choices: list[str] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
+
+
+def configs_folder() -> Path:
+    """The folder of the shipped YAML: beside the package in a source tree, inside it when installed."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package.parent / "configs", package / "_configs", package / "configs"):
+        if (folder / "ppo_trainer.yaml").is_file():
+            return folder
+    raise ConfigError(f"the YAML files of hybridrl are missing: there is no configs folder next to or in {package}")
+
+
+def _groups(folders: Sequence[Path]) -> set[str]:
+    """Names of the config groups: folders of YAML files."""
+    return {
+        path.relative_to(folder).as_posix()
+        for folder in folders
+        for path in folder.glob("**/")
+        if path != folder and any(path.glob("*.yaml"))
+    }
+
+
+def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path], faults: list[str]) -> Overrides:
+    """Read `key=value`, `+key=value`, `++key=value`, `~key` and `group=choice` by Hydra's grammar.
+
+    Args:
+        words: the words of the command line.
+        book: the keys of the tree, to tell a setting from a config group.
+        folders: where config groups are searched.
+        faults: receives a sentence for each word that cannot be used.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+    from hydra.errors import HydraException
+
+    parser, groups, found = OverridesParser.create(), _groups(folders), Overrides()
+    for word in words:
+        try:
+            override = parser.parse_override(_quoted(word))
+        except HydraException as error:
+            faults.append(_unreadable(word, str(error).splitlines()[0]))
+            continue
+        name = override.key_or_group
+        if name.split(".")[0].split("/")[0] == "hydra":
+            if name == "hydra.searchpath":
+                found.choices.append(word)
+            continue
+        if override.is_sweep_override():
+            faults.append(f"{word}: several values are a sweep, which is not supported; a list is written {name}=[a,b]")
+            continue
+        delete = override.type is OverrideType.DEL
+        value = None if delete else override.value()
+        if name in groups and (delete or value is None or isinstance(value, str)):
+            fault = _check_choice(word, name, value, folders)
+            faults.extend(fault)
+            found.choices.extend([] if fault else [word])
+            continue
+        origin = " (command line)"
+        if isinstance(value, Mapping) and not delete:
+            nested: dict[str, Any] = {}
+            _put(nested, name, dict(value))
+            found.assignments.extend(
+                Assignment(item.key, item.value, origin) for item in book.flatten(nested, {})
+            )
+        else:
+            found.assignments.append(Assignment(name, value, origin, delete))
+    return found
+
+
+def _quoted(word: str) -> str:
+    """Quote a bare `~/path`, which Hydra's grammar cannot read and no shell expands after `=`."""
+    name, sign, value = word.partition("=")
+    return f"{name}='{value}'" if sign and value.startswith("~/") and "'" not in value else word
+
+
+def _unreadable(word: str, reason: str) -> str:
+    if "=" not in word and not word.startswith("~"):
+        return f"{word!r}: not an override; write key=value, e.g. trainer.total_epochs=3"
+    name, _, value = word.partition("=")
+    return f"{word!r}: cannot be read ({reason}); quote the value for Hydra: \"{name}='{value}'\""
+
+
+def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Path]) -> list[str]:
+    """A fault where a group has no such option."""
+    options = sorted({path.stem for folder in folders for path in (folder / name).glob("*.yaml")})
+    if value is None or value in options:
+        return []
+    return [f"{word}: {name} is a config group without the option {value}; it has {', '.join(options)}"]
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted key in nested dicts; mappings merge."""
+    *parents, last = name.split(".")
+    for part in parents:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if isinstance(value, Mapping) and isinstance(tree.get(last), dict):
+        for inner, element in value.items():
+            _put(tree[last], str(inner), element) if "." not in str(inner) else tree[last].__setitem__(inner, element)
+    else:
+        tree[last] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _remove(tree: dict[str, Any], name: str) -> None:
+    *parents, last = name.split(".")
+    for part in parents:
+        tree = tree.get(part, {})
+    tree.pop(last, None)
+
+
+def _hydra_compose(root: str, choices: Sequence[str], folders: Sequence[Path], user: UserFile | None) -> dict[str, Any]:
+    """Let Hydra compose the groups, with the user's file over them; interpolations stay unresolved."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+
+    store = ConfigStore.instance()
+    _store_schema(store, root, default_tree(ROOTS[root]), f"schema/{root}")
+    name = root
+    searched = [f"file://{folder}" for folder in folders[1:]]
+    words = list(choices)
+    if user is not None:
+        name = _USER_CONFIG
+        searched += user.searchpath
+        store.store(name=name, node={"defaults": user.defaults, **user.tree})
+    if searched and not any(word.lstrip("+").startswith("hydra.searchpath") for word in words):
+        words.append("hydra.searchpath=[" + ",".join(f"'{path}'" for path in searched) + "]")
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
+            composed = compose(name, overrides=words)
+    except (HydraException, OmegaConfBaseException) as error:
+        where = f"{user.path}: " if user else ""
+        raise ConfigError(f"{where}{error}") from error
+    tree = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
+
+
+def _store_schema(store: Any, root: str, tree: dict[str, Any], group: str) -> None:
+    """Offer every group of the schema to the YAML files as `/schema/ROOT/PATH`, its own settings as `.../own`."""
+    own = {name: value for name, value in tree.items() if not isinstance(value, dict) or not value}
+    if own:
+        store.store(group=group, name="own", node=own)
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            store.store(group=group, name=name, node=value)
+            if name == "actor_rollout_ref":
+                _store_schema(store, root, value, f"{group}/{name}")
+
+
+def _global_pool(processes: Any, nodes: Any) -> list[int]:
+    return [int(processes)] * int(nodes)
+
+
+def compose_config(
+    root: str,
+    overrides: Sequence[str] = (),
+    config_dir: str | os.PathLike[str] | None = None,
+    config_name: str | None = None,
+) -> Composed:
+    """Compose, check and convert; nothing is printed. Arguments and errors are those of `load_config`."""
+    if root not in ROOTS:
+        raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
+    book = KeyBook(root)
+    faults: list[str] = []
+    folders = [configs_folder()]
+    user = None
+    if config_dir is not None or config_name is not None:
+        user = read_user_file(root, config_dir, config_name, book, folders[0])
+        if user is not None:
+            folders.append(user.path.parent)
+            faults.extend(user.faults)
+    given = parse_overrides(overrides, book, folders, faults)
+    outcome = book.rewrite(given.assignments)
+    notices = [*(user.notices if user else []), *outcome.notices]
+    faults.extend(outcome.faults)
+
+    tree = _hydra_compose(root, given.choices, folders, user)
+    composed = book.rewrite(book.flatten(tree, user.origins if user else {}))
+    notices.extend(composed.notices)
+    faults.extend(composed.faults)
+    origins = {**(user.origins if user else {}), **{item.key: item.origin for item in outcome.assignments}}
+    tree = default_tree(ROOTS[root])
+    for item in (*composed.assignments, *outcome.assignments):
+        if item.delete:
+            _remove(tree, item.key)
+        else:
+            _put(tree, item.key, item.value)
+    config = _typed(root, tree, faults, origins)
+    notices = list(dict.fromkeys(notices))
+    if faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
+    return Composed(config, tree, notices)
+
+
+def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str]) -> Any:
+    """Resolve interpolations and convert; faults are collected, and end the work only where nothing can be resolved."""
+    OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError([*faults, " ".join(str(error).split())]) from error
+    assert isinstance(plain, dict)
+    return build(ROOTS[root], {str(key): value for key, value in plain.items()}, faults, origins)
+
+
+def print_notices(notices: Sequence[str]) -> None:
+    """Print notices to the standard error, each once a process."""
+    for notice in notices:
+        if notice not in _notices_printed:
+            _notices_printed.add(notice)
+            print(f"notice: {notice}", file=sys.stderr)
+
+
+@overload
+def load_config(
+    name: Literal["ppo_trainer"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> PPOTrainerConfig: ...
+@overload
+def load_config(
+    name: Literal["sft_trainer"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> SFTTrainerConfig: ...
+def load_config(
+    name: str,
+    overrides: Sequence[str] = (),
+    config_dir: str | os.PathLike[str] | None = None,
+    config_name: str | None = None,
+) -> Any:
+    """Compose a configuration and return it typed, with interpolations resolved.
+
+    Args:
+        name: `ppo_trainer` or `sft_trainer`.
+        overrides: words as on the command line, e.g. `["data.train_batch_size=64", "+trainer.report=false"]`.
+        config_dir: folder with a YAML file of the user, relative to the working directory.
+        config_name: that file's name without `.yaml`; by default `name`. It may be partial and needs no defaults list.
+
+    Raises:
+        ConfigError: with every unknown key, unsupported setting and value of a wrong type that was found. Settings
+            that contradict each other are found by `validate`.
+    """
+    composed = compose_config(name, overrides, config_dir, config_name)
+    print_notices(composed.notices)
+    return composed.config

@@ -1,0 +1,167 @@
+"""From a resolved tree of plain values to typed groups, with every fault collected on the way."""
+
+import dataclasses
+import difflib
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.config.node import Limits, is_group
+
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+
+
+class _Fault(Exception):
+    """A value that does not fit; the message is the rest of a sentence that begins with the key."""
+
+
+def show(value: Any) -> str:
+    """A value as a user would write it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def nearest(name: str, known: Sequence[str], count: int = 3) -> str:
+    """`; nearest: a, b` for the known names that look most like `name`, or nothing."""
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    return f"; nearest: {', '.join(close)}" if close else ""
+
+
+def build(cls: type, tree: Mapping[str, Any], faults: list[str], origins: Mapping[str, str], prefix: str = "") -> Any:
+    """Make a group of type `cls` from plain values; what `tree` leaves out keeps its default.
+
+    Args:
+        cls: a dataclass of this package.
+        tree: values by name; sub-groups as nested mappings.
+        faults: receives a sentence for each value that does not fit.
+        origins: where a key was set, by dotted key, for the message.
+        prefix: dotted path of this group, ending in a dot.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.name not in tree:
+            continue
+        value, name = tree[field.name], f"{prefix}{field.name}"
+        if is_group(field):
+            if isinstance(value, Mapping):
+                values[field.name] = build(field.type, value, faults, origins, f"{name}.")  # type: ignore[arg-type]
+            else:
+                faults.append(f"{name}={show(value)}{origins.get(name, '')}: this is a group of settings, not one value")
+            continue
+        try:
+            values[field.name] = _checked(_fit(value, field.type), field.metadata["limits"])
+        except _Fault as fault:
+            faults.append(f"{name}={show(value)}{origins.get(name, '')}: {fault}")
+    return cls(**values)
+
+
+def _checked(value: Any, limits: Limits) -> Any:
+    """The value, in its canonical spelling, or a fault where it is outside the limits."""
+    if isinstance(value, list):
+        return [_checked(element, limits) for element in value]
+    if isinstance(value, dict):
+        return {name: _checked(element, limits) for name, element in value.items()}
+    if limits.choices and value is not None:
+        value = limits.synonyms.get(value, value)
+        if value in limits.later:
+            raise _Fault(f"known, but this build does not support it yet; use {_one_of(limits.choices)}")
+        if value not in limits.choices and not limits.open_names:
+            hint = nearest(str(value), [str(choice) for choice in limits.choices], 1)
+            raise _Fault(f"must be {_one_of(limits.choices)}{hint}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        bounds = ((limits.ge, value.__ge__, "at least"), (limits.gt, value.__gt__, "greater than"))
+        bounds += ((limits.le, value.__le__, "at most"), (limits.lt, value.__lt__, "less than"))
+        for bound, holds, words in bounds:
+            if bound is not None and holds(type(value)(bound)) is not True:
+                raise _Fault(f"must be {words} {bound}")
+    return value
+
+
+def _one_of(choices: Sequence[Any]) -> str:
+    return str(choices[0]) if len(choices) == 1 else "one of " + ", ".join(map(str, choices))
+
+
+def _fit(value: Any, wanted: Any) -> Any:
+    """Convert a value to a type where nothing is lost by it, else raise `_Fault`."""
+    origin = typing.get_origin(wanted)
+    if wanted is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _fit_union(value, typing.get_args(wanted))
+    if origin is list:
+        (element,) = typing.get_args(wanted)
+        if isinstance(value, str):
+            value = [value] if value else []
+        if not isinstance(value, list | tuple):
+            raise _Fault(f"must be a list of {_words(element)}")
+        return [_fit(item, element) for item in value]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _Fault("must be a mapping, {name: value, ...}")
+        return {str(name): _fit(item, typing.get_args(wanted)[1]) for name, item in value.items()}
+    fitted = {bool: _fit_bool, int: _fit_int, float: _fit_float, str: _fit_str}[wanted](value)
+    if fitted is None:
+        raise _Fault(f"must be {_words(wanted)}")
+    return fitted
+
+
+def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
+    """The first member type that fits; null only where None is a member."""
+    plain = [member for member in members if member is not types.NoneType]
+    if value is None:
+        if types.NoneType in members:
+            return None
+        raise _Fault(f"must be {' or '.join(_words(member) for member in plain)}, not null")
+    for member in plain:
+        try:
+            return _fit(value, member)
+        except _Fault as fault:
+            if len(plain) == 1:
+                raise _Fault(f"{fault}, or null") from None
+    raise _Fault(f"must be {' or '.join(_words(member) for member in plain)}")
+
+
+def _fit_bool(value: Any) -> bool | None:
+    if isinstance(value, str):
+        return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(value.lower())
+    return value if isinstance(value, bool) else None
+
+
+def _fit_int(value: Any) -> int | None:
+    number = _fit_float(value)
+    if number is None or not math.isfinite(number) or number != int(number):
+        return None
+    return value if isinstance(value, int) else int(number)
+
+
+def _fit_float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return None if math.isnan(number) else number
+
+
+def _fit_str(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str):
+        return os.path.expanduser(value) if value.startswith("~/") else value
+    return None
+
+
+def _words(wanted: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    if typing.get_origin(wanted) is list:
+        return f"a list of {_words(typing.get_args(wanted)[0])}"
+    return names.get(wanted, str(wanted))

@@ -1,0 +1,73 @@
+"""Names a user may choose from, and names that other builds know and this one does not yet: one place for both.
+
+A name moves from a `*_LATER` tuple to the tuple above it when the code that honours it arrives.
+"""
+
+ADV_ESTIMATORS: tuple[str, ...] = ("gae", "grpo")
+ADV_ESTIMATORS_LATER: tuple[str, ...] = (
+    "grpo_vectorized",
+    "gdpo",
+    "grpo_passk",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "remax",
+    "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
+#: estimators that compare the samples of one prompt with each other, so that one sample a prompt teaches nothing
+GROUP_ESTIMATORS: tuple[str, ...] = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo")
+
+POLICY_LOSSES: tuple[str, ...] = ("vanilla",)
+POLICY_LOSSES_LATER: tuple[str, ...] = (
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "cispo",
+    "bypass_mode",
+)
+
+LOSS_AGG_MODES: tuple[str, ...] = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+
+#: penalties; a trailing `+` keeps the value and takes the gradient of k2
+KL_PENALTIES: tuple[str, ...] = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+")
+
+STRATEGIES: tuple[str, ...] = ("fsdp2",)
+STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
+
+ROLLOUTS: tuple[str, ...] = ("auto", "hf")
+ROLLOUTS_LATER: tuple[str, ...] = ("vllm", "sglang", "trtllm")
+
+REWARD_MANAGERS: tuple[str, ...] = ("naive", "batch", "dapo")
+REWARD_MANAGERS_LATER: tuple[str, ...] = ("prime", "gdpo", "rate_limited", "remote")
+
+LOGGERS: tuple[str, ...] = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+LOGGERS_LATER: tuple[str, ...] = ("vemlp_wandb", "clearml", "rl_insight")
+
+LR_SCHEDULERS: tuple[str, ...] = ("constant", "linear", "cosine")
+LR_SCHEDULERS_LATER: tuple[str, ...] = ("wsd",)
+
+#: what a checkpoint may hold
+CHECKPOINT_CONTENTS: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model")
+
+DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16")
+DTYPES_LATER: tuple[str, ...] = ("float16",)
+
+#: other spellings of a value, by the tuple of names they stand for
+STRATEGY_SYNONYMS: dict[str, str] = {"fsdp": "fsdp2"}
+DTYPE_SYNONYMS: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}

@@ -1,0 +1,143 @@
+"""What a group of settings is made of: a dataclass whose fields carry a default, a meaning and limits.
+
+A default that follows another key has two forms: the interpolation that Hydra composes and resolves, and a plain value,
+so that a group built directly in Python (`OptimConfig(lr=1e-4)`) is usable as it is.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+
+@dataclass
+class ConfigNode:
+    """Base of every group; also read like a mapping, because user code written for a DictConfig does so."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The setting called `name`, or `default` where this group has none."""
+        return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return any(field.name == name for field in dataclasses.fields(self))
+
+    def keys(self) -> Iterator[str]:
+        """Names of the settings, in the order of their declaration."""
+        return (field.name for field in dataclasses.fields(self))
+
+
+@dataclass(frozen=True)
+class Follow:
+    """A default taken from another key: the interpolation in the tree, and the value where there is no tree."""
+
+    interpolation: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a value must satisfy besides its type.
+
+    `choices` are the allowed names, `later` those known but not supported by this build, `synonyms` other spellings of a
+    choice; the rest are bounds on a number (`ge` means greater or equal, and so on), applied to each element of a list.
+    """
+
+    choices: tuple[Any, ...] = ()
+    later: tuple[Any, ...] = ()
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    open_names: bool = False  # names may also be registered by the user's own module
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    follows: Any = None,
+    choices: tuple[Any, ...] = (),
+    later: tuple[Any, ...] = (),
+    synonyms: Mapping[str, str] | None = None,
+    open_names: bool = False,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Declare one setting of a group: `lr: float = key(1e-6, "learning rate", gt=0)`.
+
+    Args:
+        default: the value; lists and dicts are copied for every instance.
+        meaning: one line for the user; it is printed in the reference table.
+        follows: what gives the default in a composed tree: an interpolation, or a container of them.
+        choices, later, synonyms, open_names, ge, gt, le, lt: see `Limits`.
+    """
+    limits = Limits(choices, later, synonyms or {}, open_names, ge, gt, le, lt)
+    metadata = {"meaning": meaning, "limits": limits, "follows": follows}
+    if isinstance(default, list | dict):
+        plain = default
+        return dataclasses.field(default_factory=lambda: type(plain)(plain), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(cls: type, meaning: str = "", **changed: Any) -> Any:
+    """Declare a sub-group of type `cls`, with the defaults in `changed` in place of the class's own (or `Follow`s)."""
+    plain = {name: value.value if isinstance(value, Follow) else value for name, value in changed.items()}
+
+    def build() -> Any:
+        return cls(**{name: list(value) if isinstance(value, list) else value for name, value in plain.items()})
+
+    return dataclasses.field(default_factory=build, metadata={"meaning": meaning, "changed": changed})
+
+
+def is_group(field: "dataclasses.Field[Any]") -> bool:
+    """Whether a field is a sub-group and not a setting."""
+    return isinstance(field.type, type) and dataclasses.is_dataclass(field.type)
+
+
+def is_free(field: "dataclasses.Field[Any]") -> bool:
+    """Whether a field is a mapping with keys of the user's choice."""
+    return "dict" in str(field.type)
+
+
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    """The plain default of a setting."""
+    if field.default is not MISSING:
+        return field.default
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    raise TypeError(f"{field.name} has no default")
+
+
+def default_tree(cls: type, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Defaults of a group as nested plain containers, following keys as interpolation strings: what Hydra composes."""
+    changed = changed or {}
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if is_group(field):
+            tree[field.name] = default_tree(field.type, field.metadata.get("changed"))  # type: ignore[arg-type]
+        elif field.name in changed:
+            value = changed[field.name]
+            tree[field.name] = value.interpolation if isinstance(value, Follow) else value
+        else:
+            tree[field.name] = field.metadata.get("follows") or default_of(field)
+    return tree
+
+
+def declared(cls: type, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
+    """Every setting below `cls` by its dotted key; sub-groups are walked, free-form mappings are one setting."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for field in dataclasses.fields(cls):
+        name = f"{prefix}{field.name}"
+        if is_group(field):
+            found.update(declared(field.type, f"{name}."))  # type: ignore[arg-type]
+        else:
+            found[name] = field
+    return found

@@ -1,0 +1,70 @@
+"""The whole trees: `ppo_trainer` and `sft_trainer`."""
+
+from dataclasses import dataclass
+
+from hybridrl.config.actor import ActorConfig, RefConfig
+from hybridrl.config.algorithm import AlgorithmConfig
+from hybridrl.config.critic import CriticConfig
+from hybridrl.config.data import DataConfig, SFTDataConfig
+from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from hybridrl.config.model import ModelConfig
+from hybridrl.config.node import ConfigNode, group, key
+from hybridrl.config.reward import RewardConfig
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
+
+
+@dataclass
+class ActorRolloutRefConfig(ConfigNode):
+    """`actor_rollout_ref`: the policy as it trains, generates and stands as reference."""
+
+    model: ModelConfig = group(ModelConfig)
+    actor: ActorConfig = group(ActorConfig)
+    ref: RefConfig = group(RefConfig)
+    rollout: RolloutConfig = group(RolloutConfig)
+    nccl_timeout: int = key(600, "seconds a collective operation may take", gt=0)
+
+
+@dataclass
+class PPOTrainerConfig(ConfigNode):
+    """`ppo_trainer`: everything that `python -m hybridrl.trainer.main_ppo` can be told."""
+
+    model_engine: str = key("dp", "family of training engines; dp: FSDP2", choices=("dp",), later=("megatron",))
+    actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
+    critic: CriticConfig = group(CriticConfig)
+    algorithm: AlgorithmConfig = group(AlgorithmConfig)
+    data: DataConfig = group(DataConfig)
+    reward: RewardConfig = group(RewardConfig)
+    trainer: TrainerConfig = group(TrainerConfig)
+    placement: PlacementConfig = group(PlacementConfig)
+    ray_kwargs: RayConfig = group(RayConfig)
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether a value model takes part."""
+        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+
+    @property
+    def use_reference(self) -> bool:
+        """Whether a reference policy takes part: KL in the reward or in the loss."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+
+@dataclass
+class SFTTrainerConfig(ConfigNode):
+    """`sft_trainer`: everything that `python -m hybridrl.trainer.main_sft` can be told."""
+
+    model: ModelConfig = group(ModelConfig)
+    engine: FSDPConfig = group(FSDPConfig)
+    optim: OptimConfig = group(OptimConfig, lr=1e-5)
+    data: SFTDataConfig = group(SFTDataConfig)
+    checkpoint: CheckpointConfig = group(CheckpointConfig)
+    trainer: RunConfig = group(RunConfig)
+    placement: PlacementConfig = group(PlacementConfig, roles={"model": "global"})
+    ray_kwargs: RayConfig = group(RayConfig)
+
+
+ROOTS: dict[str, type[PPOTrainerConfig] | type[SFTTrainerConfig]] = {
+    "ppo_trainer": PPOTrainerConfig,
+    "sft_trainer": SFTTrainerConfig,
+}

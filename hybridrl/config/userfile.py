@@ -1,0 +1,141 @@
+"""A user's YAML file: partial or with a defaults list, its names checked and rewritten before Hydra sees it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.config.convert import nearest
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.keys import KeyBook
+
+
+@dataclass
+class UserFile:
+    """What a user's file says.
+
+    Attributes:
+        path: the file.
+        tree: its settings, nested, under present names.
+        defaults: its defaults list, with our base first.
+        searchpath: further folders that it names for Hydra.
+        origins: for each dotted key, a clause that says file and line.
+        notices, faults: what was rewritten, and what cannot be used.
+    """
+
+    path: Path
+    tree: dict[str, Any]
+    defaults: list[Any]
+    searchpath: list[str]
+    origins: dict[str, str]
+    notices: list[str]
+    faults: list[str]
+
+
+def read_user_file(
+    root: str, folder: str | os.PathLike[str] | None, name: str | None, book: KeyBook, shipped: Path
+) -> UserFile | None:
+    """Find and read a user's file; None where the name is that of the shipped base.
+
+    Args:
+        root: name of the base tree.
+        folder: its folder, relative to the working directory; None: the shipped one.
+        name: its name, with or without `.yaml`; None: that of the base.
+        book: the keys of the base.
+        shipped: folder of the shipped YAML.
+
+    Raises:
+        ConfigError: no such folder or file, or it is no mapping in YAML.
+    """
+    path = _find(root, folder, name, shipped)
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
+        tree = OmegaConf.to_container(loaded, resolve=False)
+        lines = _lines(yaml.compose(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a mapping of settings, key: value")
+    plain = {str(key): value for key, value in tree.items()}
+    origins = {key: f" ({path}, line {line})" for key, line in lines.items()}
+    defaults = plain.pop("defaults", None)
+    hydra = plain.pop("hydra", None)
+    searchpath = list(hydra.get("searchpath") or []) if isinstance(hydra, Mapping) else []
+    outcome = book.rewrite(book.flatten(plain, origins))
+    for item in outcome.assignments:
+        origins[item.key] = item.origin
+    kept: dict[str, Any] = {}
+    for item in outcome.assignments:
+        _set(kept, item.key, item.value)
+    entries = _with_base(root, defaults, path)
+    return UserFile(path, kept, entries, searchpath, origins, outcome.notices, outcome.faults)
+
+
+def _find(root: str, folder: str | os.PathLike[str] | None, name: str | None, shipped: Path) -> Path | None:
+    given = os.fspath(folder) if folder is not None else None
+    if given is not None and given.startswith("pkg://"):
+        raise ConfigError(f"--config-path {given}: packages are not searched; give a folder")
+    place = shipped if given is None else Path(given.removeprefix("file://")).expanduser().absolute()
+    stem = (name or root).removesuffix(".yaml")
+    if place == shipped and stem == root:
+        return None
+    if not place.is_dir():
+        raise ConfigError(f"--config-path {given}: no such folder (looked for {place})")
+    path = place / f"{stem}.yaml"
+    if not path.is_file():
+        there = sorted(file.stem for file in place.glob("*.yaml"))
+        hint = nearest(stem, there) or (f"; there are {', '.join(there[:8])}" if there else "; it holds no YAML file")
+        raise ConfigError(f"--config-name {stem}: {place} has no {stem}.yaml{hint}")
+    return path
+
+
+def _with_base(root: str, defaults: Any, path: Path) -> list[Any]:
+    """The defaults list with our base in it, and the file's own settings last unless it says otherwise."""
+    if defaults is None:
+        return [root, "_self_"]
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{path}: defaults must be a list")
+    entries = list(defaults) if "_self_" in defaults else [*defaults, "_self_"]
+    return entries if _reaches(root, entries, path.parent, {path}) else [root, *entries]
+
+
+def _reaches(root: str, entries: list[Any], folder: Path, seen: set[Path]) -> bool:
+    """Whether a defaults list names the base, itself or through other files of the folder."""
+    for entry in entries:
+        if not isinstance(entry, str) or entry == "_self_":
+            continue
+        if entry.lstrip("/") == root:
+            return True
+        path = folder / f"{entry.removesuffix('.yaml')}.yaml"
+        if path.is_file() and path not in seen:
+            inner = OmegaConf.to_container(OmegaConf.load(path))
+            below = inner.get("defaults") if isinstance(inner, dict) else None
+            if isinstance(below, list) and _reaches(root, below, folder, seen | {path}):
+                return True
+    return False
+
+
+def _set(tree: dict[str, Any], name: str, value: Any) -> None:
+    *parents, last = name.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[last] = value
+
+
+def _lines(node: "yaml.Node | None", prefix: str = "") -> dict[str, int]:
+    """Line numbers, from 1, of every dotted key of a YAML document."""
+    found: dict[str, int] = {}
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            path = f"{prefix}{name.value}"
+            found[path] = name.start_mark.line + 1
+            found.update(_lines(value, f"{path}."))
+    return found
