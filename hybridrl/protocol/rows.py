@@ -5,12 +5,16 @@ Legend: B rows of the batch, N rows chosen. A jagged tensor keeps its rows end t
 functions here take a `memo` (old offsets -> new offsets) that keeps the sharing over a whole batch.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
+
+# Results of this size and more are worth memory in huge pages.
+LARGE_BYTES = 1 << 22
 
 # By the id of the old offsets: the new ones, and the old ones too, since an id is only good while its object lives.
 Memo = dict[Any, Any]
@@ -98,7 +102,8 @@ def index_tensor(tensor: Any, idxs: torch.Tensor, memo: Memo) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return tensor[idxs]
     if not tensor.is_nested:
-        return tensor.index_select(0, idxs.to(tensor.device))
+        target = _large_empty((len(idxs), *tensor.shape[1:]), [tensor])
+        return torch.index_select(tensor, 0, idxs.to(tensor.device), out=target)
     if tensor.layout is not torch.jagged:
         rows = tensor.unbind()
         return _renest([rows[i] for i in idxs.tolist()], tensor)
@@ -138,7 +143,21 @@ def cat_fields(key: str, tensors: Sequence[Any], memo: Memo) -> Any:
 
 
 def _cat_plain(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(tensors), dim=0)
+    first = tensors[0]
+    target = _large_empty((sum(map(len, tensors)), *first.shape[1:]), tensors)
+    return torch.cat(list(tensors), dim=0) if target is None else torch.cat(list(tensors), dim=0, out=target)
+
+
+def _large_empty(shape: tuple[int, ...], sources: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return new CPU memory for a large result made from `sources`; None where torch's own allocation serves.
+
+    NumPy asks the kernel for huge pages and torch does not: joining 256 MB takes a quarter of the time, or less.
+    """
+    dtype = sources[0].dtype
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE_BYTES or any(s.device.type != "cpu" or s.requires_grad for s in sources):
+        return None
+    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def check_alike(key: str, tensors: Sequence[Any]) -> None:
