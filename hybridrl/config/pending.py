@@ -278,7 +278,7 @@ PENDING: tuple[Pending, ...] = (
     ),
     Pending(
         (f"{_ARR}.rollout",),
-        {"ignore_eos": False, "full_determinism": False, "logprobs_mode": "processed_logprobs", "over_sample_rate": 0},
+        {"full_determinism": False, "logprobs_mode": "processed_logprobs", "over_sample_rate": 0},
         "the hf rollout ends at EOS, is always reproducible, and returns log-probabilities of the sampled distribution",
         "Leave it at its default.",
     ),

@@ -33,6 +33,7 @@ class RolloutConfig(ConfigNode):
     top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
     do_sample: bool = key(True, "false: greedy")
+    ignore_eos: bool = key(False, "generate to the length limit whatever is sampled")
     val_kwargs: SamplingConfig = group(SamplingConfig)
     prompt_length: int = key(512, "prompt width in tokens", follows="${oc.select:data.max_prompt_length,512}", gt=0)
     response_length: int = key(

@@ -1,0 +1,46 @@
+"""What the rest of the library wants to know of a model: the tokens that end a response, and which model it is."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+
+def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) -> list[int]:
+    """Every id that the tokenizer, the generation config or the model config calls an end of sequence, ascending.
+
+    Chat models often name several (end of turn, end of text), and not all in one place; a response ends at the first of any.
+
+    Args:
+        path: where the model lies; its `generation_config.json` is read if there is one.
+        config: the model's configuration.
+        tokenizer: has `eos_token_id`.
+    """
+    sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    try:
+        sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    except OSError:
+        pass  # the file is optional: most base models have none
+    found: set[int] = set()
+    for ids in sources:
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return sorted(found)
+
+
+def model_identity(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:
+    """What must agree between a checkpoint and the run that resumes from it: architecture, sizes and vocabulary.
+
+    Returns:
+        Plain data: `model_type`, the sizes that the configuration names, and a digest of the vocabulary.
+    """
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    text = getattr(config, "text_config", config)
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return {
+        "model_type": config.model_type,
+        **{name: value for name in names if (value := getattr(text, name, None)) is not None},
+        "vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest(),
+    }

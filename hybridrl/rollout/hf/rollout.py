@@ -1,0 +1,166 @@
+"""Generation with the training weights in place: no second copy, no engine to install, any causal LM of transformers.
+
+Prompts that occur several times are read once; rows that have ended are dropped from the batch and its cache, so that they cost nothing.
+Every rank holds whole weights while it generates, so ranks may end at different lengths without waiting for each other.
+
+Shapes: B rows, U distinct prompts, P prompt width, T response width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from hybridrl.config import RolloutConfig
+from hybridrl.engine.base import Engine
+from hybridrl.protocol import DataProto
+from hybridrl.rollout.base import Rollout, RolloutRegistry, assemble
+from hybridrl.rollout.hf.cache import make_cache, select_rows
+from hybridrl.rollout.noise import stream_keys, uniforms
+from hybridrl.rollout.sampling import SamplingParams, draw
+from hybridrl.utils.device import current_device
+from hybridrl.utils.errors import UserError
+
+_COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch: dropping copies the cache
+
+
+@RolloutRegistry.register("hf", requires="transformers")
+class HFRollout(Rollout):
+    """Generates with the engine's own module.
+
+    Args:
+        config: `rollout.max_num_seqs` bounds the rows generated at once, `rollout.seed` keys the noise.
+        engine: whose weights generate.
+        eos_token_ids: a response ends with the first of these.
+        pad_token_id: fills responses behind their end; may be one of the EOS ids.
+    """
+
+    def __init__(self, config: RolloutConfig, engine: Engine, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
+        self.config = config
+        self.engine = engine
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.pad_token_id = pad_token_id
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        meta = prompts.meta_info
+        params = SamplingParams.from_meta(self.config, meta)
+        eos = _as_ids(meta.get("eos_token_id", self.eos_token_ids))
+        pad = int(meta.get("pad_token_id", self.pad_token_id))
+        if not eos and not params.ignore_eos:
+            raise UserError(
+                "the tokenizer and the model's generation config name no EOS token, so no response could end before the limit: "
+                "add eos_token_id to the model, or set actor_rollout_ref.rollout.ignore_eos=True"
+            )
+        noise = self._noise(prompts, params)
+        device = current_device()
+        ids = prompts.batch["input_ids"].to(device)
+        mask = prompts.batch["attention_mask"].to(device)
+        positions = prompts.batch["position_ids"].to(device)
+        rows = ids.shape[0]
+        responses = torch.full((rows, params.max_new_tokens), pad, dtype=torch.int64, device=device)
+        log_probs = torch.zeros((rows, params.max_new_tokens), dtype=torch.float32, device=device)
+        lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        with self.engine.whole_weights() as module, torch.no_grad():
+            for start in range(0, rows, self.config.max_num_seqs):
+                part = slice(start, min(start + self.config.max_num_seqs, rows))
+                _decode(
+                    module,
+                    _Prompts.distinct(ids[part], mask[part], positions[part]),
+                    params,
+                    torch.tensor(eos, dtype=torch.int64, device=device),
+                    noise[part].to(device),
+                    _Output(responses[part], log_probs[part], lengths[part]),
+                )
+        output = assemble(prompts.to(device), responses, lengths, log_probs, pad)
+        return output.to("cpu")
+
+    def _noise(self, prompts: DataProto, params: SamplingParams) -> torch.Tensor:
+        """Uniforms [B, T] keyed by the sample; none are needed for greedy decoding."""
+        rows = len(prompts)
+        if not params.do_sample:
+            return torch.zeros((rows, params.max_new_tokens), dtype=torch.float64)
+        meta, tensors = prompts.meta_info, prompts.non_tensor_batch
+        keys = stream_keys(
+            seed=self.config.seed,
+            step=int(meta.get("global_steps", 0)),
+            purpose="validate" if meta.get("validate", False) else "train",
+            uids=tensors["uid"].tolist(),
+            samples=tensors["sample"].tolist() if "sample" in tensors else [0] * rows,
+        )
+        return torch.from_numpy(uniforms(np.asarray(keys), params.max_new_tokens))
+
+
+class _Prompts:
+    """The distinct prompts of a batch, [U, P], and which of them each row has, [B]."""
+
+    def __init__(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, row_of: torch.Tensor) -> None:
+        self.ids, self.mask, self.positions, self.row_of = ids, mask, positions, row_of
+
+    @classmethod
+    def distinct(cls, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> "_Prompts":
+        first = int(mask.any(dim=0).int().argmax()) if mask.any() else 0
+        ids, mask, positions = ids[:, first:], mask[:, first:], positions[:, first:]
+        # Padding and prompt may hold the same id: only ids and mask together tell prompts apart.
+        _, row_of = torch.unique(torch.cat([ids, mask.to(ids.dtype)], dim=1), dim=0, return_inverse=True)
+        count = int(row_of.max()) + 1
+        example = torch.empty(count, dtype=torch.int64, device=ids.device)
+        example.scatter_(0, row_of, torch.arange(ids.shape[0], device=ids.device))
+        return cls(ids[example], mask[example], positions[example], row_of)
+
+
+class _Output:
+    """Where a part of the batch writes its result: views [B, T], [B, T], [B]."""
+
+    def __init__(self, responses: torch.Tensor, log_probs: torch.Tensor, lengths: torch.Tensor) -> None:
+        self.responses, self.log_probs, self.lengths = responses, log_probs, lengths
+
+
+def _decode(
+    module: nn.Module, prompts: _Prompts, params: SamplingParams, eos: torch.Tensor, noise: torch.Tensor, out: _Output
+) -> None:
+    """Generate until every row has ended or reached the limit."""
+    cache = make_cache(module.config)  # type: ignore[arg-type]
+    padded = not bool(prompts.mask.all())  # without padding no mask is needed, and attention is faster for it
+    result = module(
+        input_ids=prompts.ids,
+        attention_mask=prompts.mask if padded else None,
+        position_ids=prompts.positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    rows = torch.arange(prompts.row_of.shape[0], device=prompts.ids.device)  # the output row of each row still in the batch
+    logits = result.logits[:, -1].index_select(0, prompts.row_of)
+    mask = prompts.mask.index_select(0, prompts.row_of)
+    position = prompts.positions[:, -1:].index_select(0, prompts.row_of)
+    select_rows(cache, prompts.row_of)
+    ended = torch.zeros_like(rows, dtype=torch.bool)
+    for step in range(params.max_new_tokens):
+        tokens, log_probs = draw(logits, params, noise[rows, step])
+        out.responses[rows, step] = tokens
+        out.log_probs[rows, step] = log_probs
+        out.lengths[rows] += (~ended).to(out.lengths.dtype)
+        if not params.ignore_eos:
+            ended = ended | torch.isin(tokens, eos)
+        going = (~ended).nonzero().squeeze(-1)
+        if going.numel() == 0 or step + 1 == params.max_new_tokens:
+            return
+        if going.numel() <= _COMPACT_BELOW * rows.numel():
+            rows, tokens, mask, position = rows[going], tokens[going], mask[going], position[going]
+            ended = torch.zeros_like(rows, dtype=torch.bool)
+            select_rows(cache, going)
+        position = position + 1
+        mask = torch.cat([mask, mask.new_ones((mask.shape[0], 1))], dim=1)
+        result = module(
+            input_ids=tokens[:, None],
+            attention_mask=mask if padded else None,
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = result.logits[:, -1]
+
+
+def _as_ids(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else [int(item) for item in value]

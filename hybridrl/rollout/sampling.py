@@ -1,0 +1,119 @@
+"""How a response is sampled: the settings of one call, and one draw from a batch of logits.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hybridrl.config import RolloutConfig
+from hybridrl.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one generation call asks of an engine.
+
+    Attributes:
+        do_sample: False takes the most likely token.
+        temperature: divides the logits; > 0 when sampling.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        top_k: keep the k most likely tokens; -1 keeps all.
+        max_new_tokens: length limit of a response, the EOS included.
+        ignore_eos: go on to the limit whatever is sampled.
+    """
+
+    do_sample: bool
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.do_sample and not self.temperature > 0:
+            raise UserError(
+                f"rollout temperature is {self.temperature}, but sampling divides by it: set it above 0, "
+                "or set do_sample=False for greedy decoding"
+            )
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"rollout top_p is {self.top_p}: it must lie in (0, 1]; 1 keeps every token")
+        if self.top_k == 0 or self.top_k < -1:
+            raise UserError(f"rollout top_k is {self.top_k}: it must be at least 1, or -1 to keep every token")
+
+    @classmethod
+    def for_training(cls, rollout: RolloutConfig) -> "SamplingParams":
+        return cls(
+            do_sample=rollout.do_sample,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_new_tokens=rollout.response_length,
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    @classmethod
+    def for_validation(cls, rollout: RolloutConfig) -> "SamplingParams":
+        """`rollout.val_kwargs`; verl's rule holds: temperature 0 means greedy, whatever `do_sample` says."""
+        val = rollout.val_kwargs
+        do_sample = val.do_sample and val.temperature > 0
+        return cls(
+            do_sample=do_sample,
+            temperature=val.temperature if do_sample else 1.0,
+            top_p=val.top_p,
+            top_k=val.top_k,
+            max_new_tokens=rollout.response_length,
+            ignore_eos=rollout.ignore_eos,
+        )
+
+    @classmethod
+    def from_meta(cls, rollout: RolloutConfig, meta: Mapping[str, Any]) -> "SamplingParams":
+        """The settings of a batch: `meta["validate"]` chooses the base, single keys of `meta` override it."""
+        base = cls.for_validation(rollout) if meta.get("validate", False) else cls.for_training(rollout)
+        names = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos")
+        return replace(base, **{name: meta[name] for name in names if name in meta})
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row and its log-probability under the distribution that it was drawn from.
+
+    The draw inverts the cumulative distribution at `uniform`, so that one number a token decides it. A greedy token's
+    log-probability is that of the untruncated distribution at temperature 1.
+
+    Args:
+        logits: [B, V], any float type.
+        params: temperature, top_k and top_p are applied in this order.
+        uniform: [B] float64 in [0, 1).
+
+    Returns:
+        tokens [B] int64 and log-probabilities [B] float32.
+    """
+    logits = logits.float()
+    if not params.do_sample:
+        log_probs = torch.log_softmax(logits, dim=-1)
+        best, tokens = log_probs.max(dim=-1)
+        return tokens, best
+    scores = truncate(logits / params.temperature, params.top_k, params.top_p)
+    log_probs = torch.log_softmax(scores, dim=-1)
+    cumulative = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
+    # `right=True` finds the first token whose cumulative mass exceeds the target: never one of zero probability.
+    target = (uniform.to(cumulative.device) * cumulative[:, -1]).unsqueeze(-1)
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+    return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
+
+
+def truncate(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Scores [B, V] with the tokens that top-k and then top-p (nucleus) drop set to -inf."""
+    if 0 < top_k < scores.shape[-1]:
+        threshold = scores.topk(top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < threshold, float("-inf"))
+    if top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        before = probs.cumsum(dim=-1) - probs
+        dropped = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, before >= top_p)
+        scores = scores.masked_fill(dropped, float("-inf"))
+    return scores

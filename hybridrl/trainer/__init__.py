@@ -1,0 +1,1 @@
+"""The controller programs: each is plain Python over worker groups."""

@@ -1,0 +1,113 @@
+"""How the controller cuts and orders a batch: samples of a prompt, ranks, mini-batches.
+
+Everything here depends on the batch alone, never on how many ranks there are, except the last step that spreads rows over them.
+
+Shapes: B sequences, P prompt width, T response width.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from hybridrl.protocol import DataProto
+from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+
+def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
+    """Each prompt n times in a row; `sample` says which of its samples a row is, `row` where it stands in the canonical order."""
+    batch = prompts.repeat(repeat_times=n, interleave=True)
+    batch.non_tensor_batch["sample"] = np.tile(np.arange(n), len(prompts)).astype(object)
+    batch.non_tensor_batch["row"] = np.arange(len(batch)).astype(object)
+    return batch
+
+
+def trim(batch: DataProto) -> DataProto:
+    """Cut the columns behind the longest response: engines return `rollout.response_length` columns whatever was generated."""
+    prompt_width = batch.batch["prompts"].shape[1]
+    lengths = batch.batch["response_mask"].sum(dim=1)
+    longest = max(int(lengths.max()), 1)
+    width = batch.batch["responses"].shape[1]
+    if longest == width:
+        return batch
+    total = prompt_width + width
+    tensors = {}
+    for name, tensor in batch.batch.items():
+        if tensor.dim() >= 2 and tensor.shape[1] == width and name not in ("prompts",):
+            tensor = tensor[:, :longest]
+        elif tensor.dim() >= 2 and tensor.shape[1] == total:
+            tensor = tensor[:, : prompt_width + longest]
+        tensors[name] = tensor
+    return DataProto.from_dict(tensors=tensors, non_tensors=batch.non_tensor_batch, meta_info=batch.meta_info)
+
+
+def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
+    """An order [B] of the rows in which `ranks` equal consecutive shards carry about the same work."""
+    lengths = batch.batch["attention_mask"].sum(dim=1)
+    workload = calculate_workload(lengths).tolist()
+    parts = get_seqlen_balanced_partitions(workload, k_partitions=ranks, equal_size=True)
+    return torch.tensor([row for part in parts for row in part], dtype=torch.int64)
+
+
+def in_canonical_order(batch: DataProto) -> DataProto:
+    """The rows as they were generated, whatever balancing did to them."""
+    rows = batch.non_tensor_batch["row"].astype(np.int64)
+    if (np.diff(rows) >= 0).all():
+        return batch
+    return batch.select_idxs(np.argsort(rows, kind="stable"))
+
+
+def epochs_of_mini_batches(
+    uids: np.ndarray, prompts_per_mini_batch: int, epochs: int, shuffle: bool, seed: int
+) -> Iterator[list[np.ndarray]]:
+    """For each epoch, the rows of each mini-batch.
+
+    A mini-batch is `prompts_per_mini_batch` prompts with all of their samples, as `ppo_mini_batch_size` counts. Prompts stand in the order in
+    which they first appear; with `shuffle` each epoch has another order, which (seed, epoch) decides.
+    """
+    _, first, prompt_of = np.unique(uids.astype(str), return_index=True, return_inverse=True)
+    by_appearance = np.argsort(np.argsort(first))
+    prompt_of = by_appearance[prompt_of]
+    count = len(first)
+    for epoch in range(epochs):
+        order = np.random.default_rng((seed, epoch)).permutation(count) if shuffle else np.arange(count)
+        place = np.empty(count, dtype=np.int64)
+        place[order] = np.arange(count)
+        mini_of = place[prompt_of] // prompts_per_mini_batch
+        yield [np.flatnonzero(mini_of == index) for index in range(-(-count // prompts_per_mini_batch))]
+
+
+def spread_over_ranks(batch: DataProto, mini_batches: list[np.ndarray], ranks: int) -> DataProto:
+    """The batch of one update call: rank after rank, and on each rank mini-batch after mini-batch, work balanced.
+
+    A mini-batch that does not divide gets rows that repeat its first one with an empty `response_mask`: they add nothing to any loss.
+    Meta tells, an entry a mini-batch, `mini_batch_rows` (on each rank), `mini_batch_tokens` and `mini_batch_sequences` (in all, padding apart).
+    """
+    lengths = batch.batch["attention_mask"].sum(dim=1)
+    tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
+    workload = calculate_workload(lengths).numpy()
+    shards: list[list[int]] = [[] for _ in range(ranks)]
+    is_padding: list[list[bool]] = [[] for _ in range(ranks)]
+    rows_on_rank, tokens, sequences = [], [], []
+    for rows in mini_batches:
+        missing = -len(rows) % ranks
+        padded = np.concatenate([rows, np.repeat(rows[:1], missing)])
+        parts = get_seqlen_balanced_partitions(workload[padded].tolist(), k_partitions=ranks, equal_size=True)
+        for rank, part in enumerate(parts):
+            shards[rank].extend(padded[part].tolist())
+            is_padding[rank].extend(index >= len(rows) for index in part)
+        rows_on_rank.append(len(padded) // ranks)
+        tokens.append(int(tokens_of[rows].sum()))
+        sequences.append(len(rows))
+    order = [row for shard in shards for row in shard]
+    spread = batch.select_idxs(np.asarray(order))
+    padding = torch.tensor([flag for flags in is_padding for flag in flags])
+    if bool(padding.any()):
+        mask = spread.batch["response_mask"]
+        spread.batch["response_mask"] = torch.where(padding[:, None], torch.zeros_like(mask), mask)
+    spread.meta_info = dict(batch.meta_info) | {
+        "mini_batch_rows": rows_on_rank,
+        "mini_batch_tokens": tokens,
+        "mini_batch_sequences": sequences,
+    }
+    return spread

@@ -1,0 +1,79 @@
+"""The PPO program, from a configuration to the last step.
+
+What can fail cheaply fails first: tokenizer, data, reward function and sampling are checked here while Ray and the worker processes start in
+a thread beside it, and no model is loaded before all of that is well.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.data import create_rl_dataset
+from hybridrl.models.facts import model_identity
+from hybridrl.models.loading import load_model_config
+from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.observe.tracking import check_loggers
+from hybridrl.reward import create_reward_manager
+from hybridrl.rollout import RolloutRegistry, SamplingParams
+from hybridrl.single_controller.ray import RayWorkerGroup, init_ray, shutdown_ray
+from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+
+
+def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> None:
+    """Train as `config` says.
+
+    Args:
+        role_worker_mapping: worker classes of one's own; the library's where None.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-workers") as background:
+        try:
+            starting = background.submit(start_workers, config, role_worker_mapping)
+            trainer = prepare(config, role_worker_mapping)
+            trainer.init_workers(starting.result())
+            trainer.fit()
+        finally:
+            starting.cancel()
+            shutdown_ray()
+
+
+def start_workers(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None) -> dict[Role, RayWorkerGroup]:
+    """Ray and the worker processes; they hold no model yet."""
+    manager = resource_pools(config)
+    init_ray(config.ray_kwargs.ray_init, manager.resource_pool_spec)
+    return spawn_worker_groups(config, role_worker_mapping, manager)
+
+
+def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> RayPPOTrainer:
+    """The trainer with everything that lives on the controller.
+
+    Raises:
+        UserError: a setting, file or function of the user's cannot work; nothing was loaded yet.
+    """
+    model, data = config.actor_rollout_ref.model, config.data
+    rollout = config.actor_rollout_ref.rollout
+    engine_name = RolloutRegistry.resolve(rollout.name)
+    if engine_name != rollout.name:
+        print(f"actor_rollout_ref.rollout.name={rollout.name}: generating with {engine_name}")
+    SamplingParams.for_training(rollout)
+    SamplingParams.for_validation(rollout)
+    check_loggers(config.trainer.logger)
+    source = model.tokenizer_path or model.path
+    tokenizer = load_tokenizer(source, model.trust_remote_code, model.custom_chat_template)
+    reward = create_reward_manager(config, tokenizer)
+    reward.start()
+    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
+    val = None
+    if data.val_files:
+        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
+    hf_config = load_model_config(model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config)
+    return RayPPOTrainer(
+        config,
+        tokenizer,
+        role_worker_mapping,
+        reward_fn=reward,
+        train_dataset=train,
+        val_dataset=val,
+        identity=model_identity(hf_config, tokenizer),
+    )

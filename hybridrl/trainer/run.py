@@ -1,0 +1,162 @@
+"""What every training program shares around its loop: folder, metrics, timers, checkpoints, and the wish to stop."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from hybridrl.checkpoint import RunStore, load_json, save_json
+from hybridrl.config import RunConfig, as_dict
+from hybridrl.data import StatefulLoader
+from hybridrl.observe.report import summarize, write_report
+from hybridrl.observe.run_folder import write_run_facts
+from hybridrl.observe.tracking import Tracking
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller import WorkerError
+from hybridrl.trainer.stop import StopRequest
+
+STATE_FILE = "trainer.json"
+
+
+class TrainingRun:
+    """One run, entered around the training loop.
+
+    Args:
+        config: the whole resolved configuration, written into the run's folder.
+        trainer: its `trainer` part.
+        total_steps: the step after which the run is complete.
+        identity: what model this is; a checkpoint of another one is refused.
+        keep: how many checkpoints stay; None: all.
+
+    Attributes:
+        step: steps completed, or inside `measured_step` the one in progress (from 1).
+        timing: seconds of each phase of the step in progress, by name.
+        metrics: what the step in progress has to report, beside its timing.
+    """
+
+    def __init__(
+        self, config: Any, trainer: RunConfig, total_steps: int, identity: Mapping[str, Any], keep: int | None
+    ) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.total_steps = total_steps
+        self.folder = Path(trainer.default_local_dir)
+        self.store = RunStore(self.folder, keep=keep, identity=identity)
+        self.step = 0
+        self.timing: dict[str, float] = defaultdict(float)
+        self.metrics: dict[str, Any] = {}
+        self._saved_step = -1
+        self._stop = StopRequest()
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> "TrainingRun":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_run_facts(self.folder, self.config)
+        self._cleanup.enter_context(self._stop)
+        self.tracking = Tracking(
+            loggers=self.trainer.logger,
+            project=self.trainer.project_name,
+            experiment=self.trainer.experiment_name,
+            folder=self.folder,
+            config=as_dict(self.config),
+            total_steps=self.total_steps,
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._cleanup:
+            self.tracking.finish()
+            if kind is None and self.trainer.report:
+                report = write_report(self.folder)
+                print(summarize(self.folder))
+                print(f"report: {report}")
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loop ends after this step: all steps are done, or the user asked to stop."""
+        return self.step >= self.total_steps or self.stop_requested
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop.requested is not None
+
+    def due(self, frequency: int) -> bool:
+        """Whether something done every `frequency` steps (none if not positive), and after the last one, is due now."""
+        return frequency > 0 and (self.step % frequency == 0 or self.step >= self.total_steps)
+
+    def batches(self, loader: StatefulLoader) -> Iterator[DataProto]:
+        """Batches of the loader, epoch after epoch, from where the run stands to its end."""
+        while not self.is_last:
+            for batch in loader:
+                yield batch
+                if self.is_last:
+                    return
+
+    @contextmanager
+    def keeping_batch_on_error(self, batch: DataProto) -> Iterator[None]:
+        """Keep the batch of an update that fails within, so that it can be looked at and repeated."""
+        try:
+            yield
+        except WorkerError as error:
+            path = self.folder / f"failed_batch_step_{self.step}"
+            batch.select(meta_info_keys=["temperature"] if "temperature" in batch.meta_info else []).save_to_disk(path)
+            error.add_note(f"the batch of this update was kept in {path} (DataProto.load_from_disk)")
+            raise
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the block's wall time to `timing_s/<name>`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.timing[name] += perf_counter() - start
+
+    @contextmanager
+    def measured_step(self) -> Iterator[None]:
+        """Count a step; the block's wall time is `timing_s/step`."""
+        self.step += 1
+        self.timing.clear()
+        self.metrics = {}
+        with self.phase("step"):
+            yield
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Hand the metrics of the current step to every tracking back end."""
+        self.tracking.log(dict(metrics), step=self.step)
+
+    def restore(self, load: Callable[[Path, dict[str, Any]], None]) -> bool:
+        """Resume as `trainer.resume_mode` says: `load(folder, state)` gets the verified checkpoint and what `save` was given.
+
+        Metrics and dumps of later steps, written by a run that died after its checkpoint, are cut.
+
+        Returns:
+            Whether there was something to resume.
+        """
+        folder = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
+        if folder is None:
+            self.tracking.cut_after(0 if self.trainer.resume_mode == "auto" else -1)
+            return False
+        state = load_json(folder / STATE_FILE)
+        load(folder, state["state"])
+        self.step = self._saved_step = state["step"]
+        self.tracking.cut_after(self.step)
+        print(f"resumed from {folder} (step {self.step} of {self.total_steps})")
+        return True
+
+    def save_if_due(self, write: Callable[[Path], dict[str, Any]]) -> None:
+        """Save where `trainer.save_freq` or a wish to stop asks for it; `write(folder)` returns the controller's own state (JSON)."""
+        if self.due(self.trainer.save_freq) or self.stop_requested:
+            self.save(write)
+
+    def save(self, write: Callable[[Path], dict[str, Any]]) -> None:
+        """Write a checkpoint of the current step, unless there is one."""
+        if self._saved_step == self.step:
+            return
+        with self.phase("save_checkpoint"), self.store.writing(self.step) as folder:
+            save_json(folder / STATE_FILE, {"step": self.step, "state": write(folder)})
+        self._saved_step = self.step
+

@@ -1,0 +1,128 @@
+"""Supervised fine-tuning over a worker group: `SFTTrainer.fit` is the algorithm."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridrl.config import SFTTrainerConfig
+from hybridrl.data import create_sft_loader
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller import WorkerGroup
+from hybridrl.trainer.ppo.batching import spread_over_ranks
+from hybridrl.trainer.run import TrainingRun
+from hybridrl.utils.metrics import reduce_to_floats
+
+MODEL_FOLDER = "model"
+
+
+class SFTTrainer:
+    """Teaches a language model the assistant's turns of conversations.
+
+    Args:
+        config: the whole configuration.
+        train_dataset: conversations to learn (`SFTDataset`, or a class with its items).
+        val_dataset: conversations to measure the loss on; None does without.
+        identity: what model this is, compared when a run is resumed.
+    """
+
+    def __init__(
+        self,
+        config: SFTTrainerConfig,
+        *,
+        train_dataset: Any,
+        val_dataset: Any = None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        data, trainer = config.data, config.trainer
+        self.train_loader = create_sft_loader(data, train_dataset, data.train_batch_size)
+        self.val_loader = None
+        if val_dataset is not None:
+            size = min(data.train_batch_size, len(val_dataset))
+            self.val_loader = create_sft_loader(data, val_dataset, size, train=False)
+        total_steps = trainer.total_training_steps or trainer.total_epochs * len(self.train_loader)
+        self.run = TrainingRun(config, trainer, total_steps, identity=identity or {}, keep=trainer.max_ckpt_to_keep)
+
+    def init_workers(self, group: WorkerGroup) -> None:
+        """Have the started worker processes load the model."""
+        self.group = group
+        self.group.init_model(self.run.total_steps)
+
+    def fit(self) -> None:
+        """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
+        with self.run:
+            self.restore()
+            for batch in self.run.batches(self.train_loader):
+                with self.step():
+                    self.update(batch)
+                self.validate_if_due()
+                self.save_if_due()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count and time a step, and report it when it is done."""
+        run = self.run
+        with run.measured_step():
+            yield
+        metrics = run.metrics | {
+            "training/global_step": run.step,
+            "training/epoch": (run.step - 1) // len(self.train_loader),
+        }
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in run.timing.items()}
+        tokens_per_second = metrics["perf/total_num_tokens"] / run.timing["step"]
+        run.report(metrics | {"perf/throughput": tokens_per_second / self.group.world_size})
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step on the whole batch."""
+        batch = as_responses(batch)
+        batch.meta_info = {"updates": 1, "on_nonfinite": self.config.trainer.on_nonfinite}
+        shards = spread_over_ranks(batch, [np.arange(len(batch))], self.group.world_size)
+        with self.run.phase("update_model"), self.run.keeping_batch_on_error(batch):
+            updated = self.group.update_model(shards).get()
+        self.run.metrics |= reduce_to_floats(updated.meta_info["metrics"])
+        self.run.metrics["train/global_tokens"] = int(batch.batch["response_mask"].sum())
+        self.run.metrics["perf/total_num_tokens"] = int(batch.batch["attention_mask"].sum())
+
+    def validate_if_due(self) -> None:
+        """`val/loss`: the mean negative log-likelihood of the validation data's learnt tokens."""
+        run = self.run
+        if self.val_loader is None or not run.due(self.config.trainer.test_freq):
+            return
+        nll = tokens = 0.0
+        with run.phase("testing"):
+            for loaded in self.val_loader:
+                batch = as_responses(loaded)
+                nll += float(self.group.compute_nll(batch).batch["nll"].double().sum())
+                tokens += int(batch.batch["response_mask"].sum())
+        run.report({"val/loss": nll / tokens, "timing_s/testing": run.timing["testing"]})
+
+    def restore(self) -> None:
+        """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says."""
+
+        def load(folder: Path, state: dict[str, Any]) -> None:
+            self.group.load_checkpoint(str(folder / MODEL_FOLDER), self.config.checkpoint.load_contents)
+            self.train_loader.load_state_dict(state["train_loader"])
+
+        self.run.restore(load)
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint of everything that the next step depends on."""
+
+        def write(folder: Path) -> dict[str, Any]:
+            self.group.save_checkpoint(str(folder / MODEL_FOLDER), self.config.checkpoint.save_contents)
+            return {"train_loader": self.train_loader.state_dict()}
+
+        self.run.save_if_due(write)
+
+
+def as_responses(batch: DataProto) -> DataProto:
+    """Conversations as an engine takes them: every token but the first is a response to the ones before it.
+
+    `loss_mask` [B, S] becomes `response_mask` [B, S - 1]. The first token of a sequence has nothing before it and is never learnt.
+    """
+    mask = batch.batch["loss_mask"][:, 1:].contiguous()
+    kept = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    return DataProto.from_dict(tensors={**kept, "response_mask": mask})

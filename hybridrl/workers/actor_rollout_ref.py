@@ -1,0 +1,104 @@
+"""The policy's worker: trains it, generates with it, and holds the reference policy where asked to."""
+
+from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.models.facts import eos_token_ids
+from hybridrl.models.loading import load_model_config
+from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.protocol import DataProto
+from hybridrl.rollout import Rollout, RolloutRegistry
+from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.losses import policy_loss_fn
+
+ROLES = ("actor", "actor_rollout", "ref")
+
+
+class ActorRolloutRefWorker(ModelWorker):
+    """One rank of the policy ("actor", "actor_rollout") or of the frozen reference policy ("ref").
+
+    Args:
+        config: the `actor_rollout_ref` part of the configuration.
+        role: which of `ROLES` this group plays. A reference policy in the same pool is a second worker in the same process.
+        timeout_s: how long a collective may wait for its peers.
+    """
+
+    metric_prefix = "actor"
+
+    def __init__(self, config: ActorRolloutRefConfig, role: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        if role not in ROLES:
+            raise ValueError(f"role is {role!r}; an ActorRolloutRefWorker plays one of {', '.join(ROLES)}")
+        super().__init__(timeout_s)
+        self.config = config
+        self.role = role
+        self.rollout: Rollout | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
+        """Build and shard the model, and the rollout on top of it; see `ModelWorker.build_engine`."""
+        config = self.config
+        trains = self.role != "ref"
+        part = config.actor if trains else config.ref
+        optim = config.actor.optim if trains else None
+        self.build_engine("language_model", part.strategy, config.model, part.fsdp_config, optim, steps, updates_per_step)
+        self.place_in_mesh("actor" if trains else "ref")
+        if self.role == "actor_rollout":
+            self.rollout = self._build_rollout()
+
+    def _build_rollout(self) -> Rollout:
+        model, rollout = self.config.model, self.config.rollout
+        tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+        hf_config = load_model_config(model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config)
+        return RolloutRegistry.create(
+            rollout.name,
+            rollout,
+            engine=self.engine,
+            eos_token_ids=eos_token_ids(model.path, hf_config, tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Responses and the sampler's log-probabilities; see `Rollout.generate`."""
+        if self.rollout is None:
+            raise RuntimeError(f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate")
+        with self.engine.loaded(optimizer=False):
+            return self.rollout.generate(prompts)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`."""
+        rollout = self.config.rollout
+        micro = micro_batching(
+            rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu
+        )
+        with self.engine.loaded(optimizer=False):
+            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs", "entropy"))
+        return DataProto.from_dict(tensors={"old_log_probs": outputs["log_probs"], "entropys": outputs["entropy"]})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"), blocking=False)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """`ref_log_prob` [B, T] under the reference weights, at the temperature in `meta_info`."""
+        ref = self.config.ref
+        micro = micro_batching(
+            ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
+        )
+        with self.engine.loaded(optimizer=False):
+            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs",))
+        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
+        actor = self.config.actor
+        micro = micro_batching(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)
+        needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
+        return self.update(
+            batch,
+            micro,
+            policy_loss_fn(actor),
+            temperature=self._temperature(batch),
+            entropy=needs_entropy,
+        )
+
+    def _temperature(self, batch: DataProto) -> float:
+        return float(batch.meta_info.get("temperature", self.config.rollout.temperature))

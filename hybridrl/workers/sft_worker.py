@@ -1,0 +1,64 @@
+"""The worker of supervised fine-tuning: a language model that learns to continue conversations."""
+
+from typing import Any
+
+import torch
+
+from hybridrl.config import SFTTrainerConfig
+from hybridrl.engine import EngineRegistry, MicroBatching
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.utils.metrics import Metric
+from hybridrl.workers.base import ModelWorker, micro_batching
+
+
+class SFTWorker(ModelWorker):
+    """One rank of the model that is fine-tuned.
+
+    Args:
+        config: the whole configuration of the run.
+    """
+
+    metric_prefix = "train"
+
+    def __init__(self, config: SFTTrainerConfig, **kwargs: Any) -> None:
+        super().__init__(timeout_s=config.trainer.phase_timeout_s)
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int) -> None:
+        """Build and shard the model; the learning rate's schedule is `total_steps` long unless configured otherwise."""
+        config = self.config
+        if config.optim.total_training_steps < 0:
+            config.optim.total_training_steps = total_steps
+        self.engine = EngineRegistry.create(
+            "language_model", config.engine.strategy, model=config.model, engine=config.engine, optim=config.optim
+        )
+        self.engine.initialize()
+        self.place_in_mesh("model")
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"), blocking=False)
+    def update_model(self, batch: DataProto) -> DataProto:
+        """One optimizer step on this rank's shard; see `ModelWorker.update`."""
+        return self.update(batch, self._micro_batching(), sft_loss)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
+    def compute_nll(self, batch: DataProto) -> DataProto:
+        """`nll` [B]: the negative log-likelihood of each row's learnt tokens, summed."""
+        with self.engine.loaded(optimizer=False):
+            outputs = self.engine.infer(batch, self._micro_batching(), outputs=("log_probs",))
+        return DataProto.from_dict(tensors={"nll": -outputs["log_probs"].sum(dim=1)})
+
+    def _micro_batching(self) -> MicroBatching:
+        data = self.config.data
+        return micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+
+
+def sft_loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A micro-batch's share of the mean negative log-likelihood over the N learnt tokens of the whole mini-batch.
+
+        L = -1/N sum_t m_t log pi(y_t | y_<t)
+    """
+    mask = batch.batch["response_mask"]
+    loss = -torch.where(mask.bool(), outputs["log_probs"], 0.0).sum() / batch.meta_info["batch_num_tokens"]
+    return loss, {"train/loss": Metric(loss.detach(), kind="sum")}

@@ -1,0 +1,114 @@
+"""Cutting batches: what a mini-batch holds depends on the batch alone, and spreading over ranks loses and doubles nothing."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.batching import (
+    balanced_order,
+    epochs_of_mini_batches,
+    in_canonical_order,
+    repeat_for_sampling,
+    spread_over_ranks,
+    trim,
+)
+
+
+def batch_of(prompts: int, n: int, seed: int, prompt_width: int = 5, width: int = 9) -> DataProto:
+    rng = np.random.default_rng(seed)
+    rows = prompts * n
+    lengths = rng.integers(1, width + 1, rows)
+    prompt_lengths = np.repeat(rng.integers(1, prompt_width + 1, prompts), n)
+    response_mask = torch.from_numpy((np.arange(width)[None] < lengths[:, None]).astype(np.int64))
+    prompt_mask = torch.from_numpy((np.arange(prompt_width)[None] >= prompt_width - prompt_lengths[:, None]).astype(np.int64))
+    ids = torch.from_numpy(rng.integers(0, 50, (rows, prompt_width + width)))
+    return DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :prompt_width],
+            "responses": ids[:, prompt_width:],
+            "input_ids": ids,
+            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
+            "response_mask": response_mask,
+            "key": torch.arange(rows),
+        },
+        non_tensors={
+            "uid": np.repeat([f"u{i}" for i in rng.permutation(prompts)], n).astype(object),
+            "row": np.arange(rows).astype(object),
+        },
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(0, 99), st.booleans())
+def test_update_batches_hold_every_row_once_whatever_the_ranks(prompts, n, per_mini, ranks, seed, shuffle) -> None:
+    batch = batch_of(prompts, n, seed)
+    uids = batch.non_tensor_batch["uid"]
+    epochs = list(epochs_of_mini_batches(uids, per_mini, epochs=2, shuffle=shuffle, seed=seed))
+    for mini_batches in epochs:
+        assert sorted(np.concatenate(mini_batches).tolist()) == list(range(prompts * n))
+        for rows in mini_batches[:-1]:
+            assert len(set(uids[rows])) == per_mini and len(rows) == per_mini * n
+        spread = spread_over_ranks(batch, mini_batches, ranks)
+        per_rank = sum(spread.meta_info["mini_batch_rows"])
+        assert len(spread) == per_rank * ranks
+        start = 0
+        for index, rows in enumerate(mini_batches):
+            count = spread.meta_info["mini_batch_rows"][index]
+            keys, tokens = [], 0
+            for rank in range(ranks):
+                part = spread[rank * per_rank + start : rank * per_rank + start + count]
+                real = part.batch["response_mask"].sum(1) > 0
+                keys += part.batch["key"][real].tolist()
+                tokens += int(part.batch["response_mask"].sum())
+            assert sorted(keys) == sorted(rows.tolist())
+            assert tokens == spread.meta_info["mini_batch_tokens"][index]
+            assert len(rows) == spread.meta_info["mini_batch_sequences"][index]
+            start += count
+
+
+def test_shuffled_epochs_differ_and_repeat_by_seed() -> None:
+    uids = batch_of(16, 2, 0).non_tensor_batch["uid"]
+    first, second = (list(epochs_of_mini_batches(uids, 4, 2, True, 5)) for _ in range(2))
+    as_lists = [[rows.tolist() for rows in epoch] for epoch in first]
+    assert as_lists == [[rows.tolist() for rows in epoch] for epoch in second]
+    assert as_lists[0] != as_lists[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
+def test_balancing_permutes_and_can_be_undone(pairs, ranks, seed) -> None:
+    batch = batch_of(pairs * ranks, 1, seed)
+    order = balanced_order(batch, ranks)
+    assert sorted(order.tolist()) == list(range(len(batch)))
+    back = in_canonical_order(batch.select_idxs(order))
+    assert back.batch["key"].tolist() == batch.batch["key"].tolist()
+
+
+def test_balancing_evens_out_the_work() -> None:
+    batch = batch_of(32, 1, 3, width=200)
+    lengths = batch.batch["attention_mask"].sum(1)
+    order = balanced_order(batch, 2)
+    halves = [int(lengths[half].sum()) for half in order.chunk(2)]
+    assert abs(halves[0] - halves[1]) <= 0.05 * sum(halves)
+
+
+def test_trim_cuts_only_what_no_row_uses() -> None:
+    batch = batch_of(4, 2, 1, width=12)
+    batch.batch["response_mask"][:, 7:] = 0
+    batch.batch["attention_mask"][:, 5 + 7 :] = 0
+    longest = int(batch.batch["response_mask"].sum(1).max())
+    trimmed = trim(batch)
+    assert trimmed.batch["responses"].shape[1] == longest and trimmed.batch["input_ids"].shape[1] == 5 + longest
+    assert trimmed.batch["prompts"].shape[1] == 5
+    assert (trimmed.batch["responses"] == batch.batch["responses"][:, :longest]).all()
+    assert int(trimmed.batch["attention_mask"].sum()) == int(batch.batch["attention_mask"].sum())
+
+
+def test_repeated_prompts_number_their_samples() -> None:
+    prompts = DataProto.from_dict(tensors={"key": torch.arange(3)}, non_tensors={"uid": np.array(["a", "b", "c"], dtype=object)})
+    batch = repeat_for_sampling(prompts, 2)
+    assert batch.batch["key"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert batch.non_tensor_batch["sample"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert batch.non_tensor_batch["row"].tolist() == list(range(6))
