@@ -126,7 +126,12 @@ class Tracking:
         self._failures: dict[str, int] = {}
         self._console: ConsoleLogger | None = None
         self._backends: dict[str, Backend] = {}
-        self._open(names, project, experiment, plain(config or {}), total_steps)
+        self._arguments = (project, experiment, self.folder, plain(config or {}))
+        for name in names:
+            self._open(name)
+        self._save_memory()
+        if "console" in names:
+            self._console = self._backends["console"] = ConsoleLogger(total_steps)
 
     def _read_memory(self) -> dict[str, Any]:
         path = self.folder / MEMORY
@@ -140,23 +145,21 @@ class Tracking:
             raise TrackingError(f"{path} is not what was saved there: remove it to start new online runs")
         return memory
 
-    def _open(self, names: list[str], project: str, experiment: str, config: dict[str, Any], total: int | None) -> None:
-        for name in names:
-            if name not in _SERVICES:
-                continue
-            memory = self._memory.setdefault(name, {})
-            try:
-                self._backends[name] = _SERVICES[name][0](project, experiment, self.folder, config, memory)
-            except Exception as exc:
-                self.finish(failed=True)
-                raise TrackingError(
-                    f"trainer.logger: {name} could not be opened ({type(exc).__name__}: {exc}). Mend it, or take "
-                    f"{name} out of trainer.logger; {METRICS} in the run's folder is written in any case."
-                ) from exc
-        if any(self._memory.values()):
+    def _open(self, name: str) -> None:
+        if name not in _SERVICES:
+            return
+        try:
+            self._backends[name] = _SERVICES[name][0](*self._arguments, self._memory.setdefault(name, {}))
+        except Exception as exc:
+            self.finish(failed=True)
+            raise TrackingError(
+                f"trainer.logger: {name} could not be opened ({type(exc).__name__}: {exc}). Mend it, or take "
+                f"{name} out of trainer.logger; {METRICS} in the run's folder is written in any case."
+            ) from exc
+
+    def _save_memory(self) -> None:
+        if any(self._memory.values()) or (self.folder / MEMORY).exists():
             write_text(self.folder / MEMORY, json.dumps(self._memory, indent=1))
-        if "console" in names:
-            self._console = self._backends["console"] = ConsoleLogger(total)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Hand on the metrics of a step.
@@ -200,18 +203,16 @@ class Tracking:
                 self._notice(f"{name} did not take step {step} ({type(exc).__name__}: {exc}); {end}, {METRICS} has it")
 
     def cut_after(self, step: int) -> None:
-        """Forget every metric and dump past `step`, because the run goes on from there (-1: forget all).
+        """Go on from `step`: forget every metric and dump past it. With -1 the run starts anew in this folder.
 
         The file, the dumps and tensorboard lose the later steps. Services that keep what they got are not sent them
-        again until the run is past what they have.
+        again until the run is past what they have; when the run starts anew, they get a new run of their own.
         """
         self._file.close()
         path = self.folder / METRICS
         last = max((int(record["step"]) for record in read(path)), default=-1)
         if last > step:
-            if any(not backend.can_cut for backend in self._backends.values()):
-                self._memory["sent_up_to"] = max(last, self._memory.get("sent_up_to", -1))
-                write_text(self.folder / MEMORY, json.dumps(self._memory, indent=1))
+            self._cut_services(step, last)
             keep_records(path, lambda record: int(record["step"]) <= step)
         self._file = JsonLines(path)
         for folder in self._dump_folders:
@@ -219,6 +220,18 @@ class Tracking:
         for backend in self._backends.values():
             if backend.can_cut:
                 backend.cut_after(step)
+
+    def _cut_services(self, step: int, last: int) -> None:
+        permanent = [name for name, backend in self._backends.items() if not backend.can_cut]
+        if step >= 0:
+            self._memory["sent_up_to"] = max(last, self._memory.get("sent_up_to", -1))
+        else:
+            self._memory.clear()
+            for name in permanent:
+                self._backends.pop(name).finish(failed=False)
+                self._open(name)
+        if permanent:
+            self._save_memory()
 
     def finish(self, failed: bool = False) -> None:
         """Close everything; a second call does nothing."""

@@ -1,0 +1,217 @@
+"""The curves of a run as pictures. matplotlib is imported here, and here only."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from hybridrl.observe.history import Curve, RunHistory
+
+_INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
+_COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#64748b")
+# Any: matplotlib types the keys as one literal of all its settings.
+_STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlecolor": _INK,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "legend.labelcolor": _INK,
+    "svg.fonttype": "none",
+}
+_PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+_SMOOTH_FROM = 25
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: `lines` are (metric, label).
+
+    `kind`: `noisy` (thin, with a smoothed line over it), `exact` (as it is), `points` (few values, marked), `stack`.
+    """
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    kind: str = "noisy"
+
+
+_PANELS = (
+    Panel("Reward (mean score of a response)", (("critic/score/mean", "score"), ("critic/rewards/mean", "with KL"))),
+    Panel("Training loss", (("train/loss", "training"), ("val/loss", "validation"))),
+    Panel("Response length (tokens)", (("response_length/mean", "mean"), ("response_length/max", "longest"))),
+    Panel("Entropy of the policy (nats a token)", (("actor/entropy", "entropy"),)),
+    Panel(
+        "KL divergence (nats a token)",
+        (("actor/ppo_kl", "from old policy"), ("actor/kl_loss", "loss term"), ("actor/reward_kl_penalty", "in reward")),
+    ),
+    Panel(
+        "Gradient norm",
+        (("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"), ("train/grad_norm", "model")),
+    ),
+    Panel("Policy loss", (("actor/pg_loss", "loss"),)),
+    Panel("Clipped share of tokens", (("actor/pg_clipfrac", "ratio"), ("actor/pg_clipfrac_lower", "dual clip"))),
+    Panel("Value loss", (("critic/vf_loss", "loss"),)),
+    Panel("Variance that the critic explains", (("critic/vf_explained_var", "explained"),)),
+    Panel("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), "exact"),
+    Panel("Throughput (tokens a second and device)", (("perf/throughput", "tokens"),)),
+)
+
+
+def panels(history: RunHistory) -> list[Panel]:
+    """The charts that this run has data for, the telling ones first."""
+    found = []
+    for panel in _PANELS:
+        lines = tuple((name, label) for name, label in panel.lines if history.curve(name))
+        if lines and not _repeats(history, lines):
+            found.append(Panel(panel.title, lines, panel.kind))
+        elif lines:
+            found.append(Panel(panel.title, lines[:1], panel.kind))
+    names = history.validation()[: len(_COLOURS)]
+    if names:
+        lines = tuple((name, name.removeprefix("val-core/")) for name in names)
+        found.insert(min(1, len(found)), Panel("Validation", lines, "points"))
+    phases = tuple((f"timing_s/{name}", name) for name in _PHASES if history.curve(f"timing_s/{name}"))
+    if len(phases) > 1:
+        found.append(Panel("Seconds a step, by phase", phases, "stack"))
+    elif history.curve("timing_s/step"):
+        found.append(Panel("Seconds a step", (("timing_s/step", "step"),)))
+    return found
+
+
+def _repeats(history: RunHistory, lines: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a panel's second line is its first one over again (rewards without a KL penalty are the scores)."""
+    if len(lines) != 2:
+        return False
+    first, second = history.curve(lines[0][0]), history.curve(lines[1][0])
+    return first is not None and second is not None and np.array_equal(first.values, second.values)
+
+
+def smooth(values: np.ndarray, span: int) -> np.ndarray:
+    """Average of the neighbours of each point, weighted by a triangle `span` points wide to either side.
+
+    Unlike a moving average of the past it does not lag behind; at the ends it averages what there is.
+    """
+    kernel = np.bartlett(2 * span + 1)
+    total = np.convolve(values, kernel, mode="full")[span:-span]
+    weight = np.convolve(np.ones(len(values)), kernel, mode="full")[span:-span]
+    return total / weight
+
+
+def _draw(axes: Any, history: RunHistory, panel: Panel) -> None:
+    if panel.kind == "stack":
+        _draw_stack(axes, history, panel)
+    else:
+        for i, (name, label) in enumerate(panel.lines):
+            curve = history.curve(name)
+            if curve is not None:
+                _draw_line(axes, curve, label, _COLOURS[i % len(_COLOURS)], panel.kind)
+    axes.set_title(panel.title)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+    if panel.kind == "stack":
+        axes.legend(loc="upper left", ncols=4, handlelength=0.9, columnspacing=1.0, labelspacing=0.3)
+    elif len(panel.lines) > 1:
+        axes.legend(loc="best", ncols=2 if len(panel.lines) > 4 else 1, handlelength=1.2, labelspacing=0.3)
+
+
+def _draw_line(axes: Any, curve: Curve, label: str, colour: str, kind: str) -> None:
+    if kind == "points" or len(curve) < 3:
+        axes.plot(curve.steps, curve.values, color=colour, lw=1.8, marker="o", ms=4, mec="white", mew=0.8, label=label)
+    elif kind == "exact" or len(curve) < _SMOOTH_FROM:
+        axes.plot(curve.steps, curve.values, color=colour, lw=1.6, label=label)
+    else:
+        axes.plot(curve.steps, curve.values, color=colour, lw=0.7, alpha=0.3)
+        smoothed = smooth(curve.values, max(3, len(curve) // 15))
+        axes.plot(curve.steps, smoothed, color=colour, lw=1.9, label=label)
+
+
+def _draw_stack(axes: Any, history: RunHistory, panel: Panel) -> None:
+    """Phases on top of each other, over the steps that any of them was measured in."""
+    measured = {label: history.curve(name) for name, label in panel.lines}
+    steps = sorted({int(step) for curve in measured.values() if curve for step in curve.steps})
+    rows = []
+    for curve in measured.values():
+        by_step = dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) if curve else {}
+        rows.append([by_step.get(step, 0.0) for step in steps])
+    colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(rows))]
+    if len(steps) == 1:
+        steps, rows = [steps[0], steps[0] + 1], [[row[0]] * 2 for row in rows]
+    axes.stackplot(steps, rows, labels=list(measured), colors=colours, alpha=0.85, lw=0)
+    # One slow step (the first, a validation) must not flatten all the others.
+    totals = np.asarray(rows).sum(axis=0)
+    rows_of_legend = -(-len(rows) // 4)
+    axes.set_ylim(0, min(totals.max(), 2.0 * np.median(totals)) * (1.1 + 0.1 * rows_of_legend) or 1.0)
+
+
+def panel_svg(history: RunHistory, panel: Panel, number: int) -> str:
+    """One chart as an `<svg>` element that stands in a page among others (ids do not clash)."""
+    # The salt makes the ids of clip paths differ between the charts of a page, and equal from run to run.
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": f"hybridrl-{number}"}):
+        figure = Figure(figsize=(5.2, 2.9), layout="constrained")
+        _draw(figure.subplots(), history, panel)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    text = buffer.getvalue()
+    svg = text[text.index("<svg") :]
+    for word in (
+        "patch",
+        "axes",
+        "figure",
+        "line2d",
+        "matplotlib.axis",
+        "text",
+        "legend",
+        "xtick",
+        "ytick",
+        "FillBetweenPolyCollection",
+    ):
+        svg = svg.replace(f'id="{word}_', f'id="c{number}-{word}_')
+    return svg
+
+
+def write_png(history: RunHistory, path: Path, chosen: Sequence[Panel] | None = None) -> None:
+    """All charts in one picture, three in a row."""
+    chosen = panels(history) if chosen is None else chosen
+    columns = min(3, max(1, len(chosen)))
+    rows = max(1, -(-len(chosen) // columns))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0 * columns, 2.9 * rows + 0.55), layout="constrained", facecolor="white")
+        layout: Any = figure.get_layout_engine()
+        layout.set(w_pad=0.12, h_pad=0.12)
+        figure.suptitle(history.title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=_INK)
+        note = "by training step; thin: one step, bold: smoothed"
+        figure.text(0.99, 0.995, note, ha="right", va="top", color=_MUTED, fontsize=9)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for i, axes in enumerate(grid.flat):
+            if i < len(chosen):
+                _draw(axes, history, chosen[i])
+            else:
+                axes.set_axis_off()
+        if not chosen:
+            grid[0, 0].text(0.5, 0.5, "no metrics yet", ha="center", color=_MUTED, transform=grid[0, 0].transAxes)
+        figure.savefig(path, format="png", dpi=110)

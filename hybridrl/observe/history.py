@@ -1,0 +1,179 @@
+"""What a run's folder has to tell, read for the report: curves by metric, settings, samples."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hybridrl.observe import jsonl
+from hybridrl.observe.dump import dumped_steps
+from hybridrl.observe.run_folder import CONFIG, VERSIONS
+from hybridrl.observe.tracking import METRICS
+from hybridrl.utils.errors import UserError
+
+# Metrics that have a better and a worse, by the end or the start of their names: +1 higher, -1 lower.
+_BETTER_PREFIXES = {"val-core/": 1, "critic/score/mean": 1, "critic/rewards/mean": 1, "perf/throughput": 1}
+_WORSE_PREFIXES = {
+    "train/loss": -1,
+    "val/loss": -1,
+    "critic/vf_loss": -1,
+    "timing_s/": -1,
+    "response/aborted_ratio": -1,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the run: `steps [K]` ascending and `values [K]`, NaN and infinities left in."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def finite(self) -> "Curve":
+        """The points with finite values."""
+        kept = np.isfinite(self.values)
+        return Curve(self.steps[kept], self.values[kept])
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run's folder, read."""
+
+    folder: Path
+    curves: dict[str, Curve]
+    last_step: int
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    versions_text: str = ""
+
+    @property
+    def title(self) -> str:
+        """`project / experiment` from the settings, or the folder's name."""
+        trainer = self.config.get("trainer")
+        names = (
+            [trainer.get(key) for key in ("project_name", "experiment_name")] if isinstance(trainer, Mapping) else []
+        )
+        return " / ".join(str(name) for name in names if name) or self.folder.resolve().name
+
+    def curve(self, name: str) -> Curve | None:
+        """The finite points of a metric; None where there are none."""
+        curve = self.curves.get(name)
+        finite = curve.finite if curve is not None else None
+        return finite if finite is not None and len(finite) else None
+
+    def validation(self) -> list[str]:
+        """Core validation metrics with points, mean@N first."""
+        names = [name for name in self.curves if name.startswith("val-core/") and not name.endswith("/std")]
+        return sorted((name for name in names if self.curve(name)), key=lambda name: ("/mean@" not in name, name))
+
+    def reward(self) -> str | None:
+        """The metric that tells whether the run learns: mean score, else the training loss."""
+        names = ("critic/score/mean", "critic/rewards/mean", "train/loss")
+        return next((name for name in names if self.curve(name)), None)
+
+    def seconds(self) -> float | None:
+        """Time of all steps together, where it was measured."""
+        curve = self.curve("timing_s/step") or self.curve("perf/time_per_step")
+        return float(curve.values.sum()) if curve else None
+
+
+def direction(name: str) -> int:
+    """+1 for a metric that should rise, -1 for one that should fall, 0 for one that has no better."""
+    return 1 if name.startswith(_HIGHER) else -1 if name.startswith(_LOWER) else 0
+
+
+def best(name: str, curve: Curve) -> tuple[float, int] | None:
+    """Best value of a finite curve and its step; None for a metric without a better."""
+    sign = direction(name)
+    if sign == 0 or not len(curve):
+        return None
+    at = int(np.argmax(sign * curve.values))
+    return float(curve.values[at]), int(curve.steps[at])
+
+
+def load_history(folder: str | Path) -> RunHistory:
+    """Read a run's folder.
+
+    Several lines of one step are put together, the later value of a metric wins. Settings and versions may be missing.
+
+    Raises:
+        UserError: no such folder, no metrics in it, or a damaged line; file and line are named.
+    """
+    folder = Path(folder)
+    path = folder / METRICS
+    if not path.is_file():
+        raise UserError(f"{folder} has no {METRICS}: name a run's folder (trainer.default_local_dir)")
+    points: dict[str, dict[int, float]] = {}
+    last = 0
+    for i, record in enumerate(jsonl.read(path), 1):
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise UserError(f"{path}, line {i} has step {step!r}; a line of metrics has an integer step")
+        last = max(last, step)
+        for name, value in record.items():
+            number = jsonl.number(value)
+            if name != "step" and number is not None:
+                points.setdefault(name, {})[step] = number
+    curves = {}
+    for name, by_step in points.items():
+        steps = sorted(by_step)
+        curves[name] = Curve(np.asarray(steps), np.asarray([by_step[step] for step in steps], dtype=np.float64))
+    config_text = _text(folder / CONFIG)
+    return RunHistory(folder, curves, last, _config(config_text, folder), config_text, _text(folder / VERSIONS))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _config(text: str, folder: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(text) if text else {}
+    except yaml.YAMLError as exc:
+        raise UserError(f"{folder / CONFIG} is no valid YAML ({exc}): restore it or remove it") from exc
+    return config if isinstance(config, dict) else {}
+
+
+def first_and_last_samples(history: RunHistory, kind: str, count: int) -> list[tuple[int, list[dict[str, Any]]]]:
+    """The first rows of the first and of the last dump of `rollouts` or `validation`: `[(step, rows), ...]`.
+
+    Dumps lie in the run's folder or where the settings say.
+    """
+    key = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
+    trainer = history.config.get("trainer")
+    elsewhere = trainer.get(key) if isinstance(trainer, Mapping) else None
+    for place in (history.folder / kind, Path(elsewhere) if elsewhere else None):
+        steps = dumped_steps(place) if place is not None else []
+        if place is not None and steps:
+            chosen = dict.fromkeys((steps[0], steps[-1]))
+            return [(step, jsonl.read(place / f"{step}.jsonl")[:count]) for step in chosen]
+    return []
+
+
+def show_number(value: float) -> str:
+    """A number for people: four significant digits, thousands separated, `nan` as it is."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e7:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def show_seconds(seconds: float) -> str:
+    """`42 s`, `3 min 20 s`, `5 h 12 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
