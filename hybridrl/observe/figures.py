@@ -131,7 +131,7 @@ def _draw(axes: Any, history: RunHistory, panel: Panel) -> None:
                 _draw_line(axes, curve, label, _COLOURS[i % len(_COLOURS)], panel.kind)
     axes.set_title(panel.title)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=3))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
     if panel.kind == "stack":
         axes.legend(loc="upper left", ncols=4, handlelength=0.9, columnspacing=1.0, labelspacing=0.3)

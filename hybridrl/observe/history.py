@@ -15,15 +15,9 @@ from hybridrl.observe.run_folder import CONFIG, VERSIONS
 from hybridrl.observe.tracking import METRICS
 from hybridrl.utils.errors import UserError
 
-# Metrics that have a better and a worse, by the end or the start of their names: +1 higher, -1 lower.
-_BETTER_PREFIXES = {"val-core/": 1, "critic/score/mean": 1, "critic/rewards/mean": 1, "perf/throughput": 1}
-_WORSE_PREFIXES = {
-    "train/loss": -1,
-    "val/loss": -1,
-    "critic/vf_loss": -1,
-    "timing_s/": -1,
-    "response/aborted_ratio": -1,
-}
+# Metrics that have a better and a worse, by the start of their names.
+_HIGHER = ("val-core/", "critic/score/mean", "critic/rewards/mean", "perf/throughput")
+_LOWER = ("train/loss", "val/loss", "critic/vf_loss", "timing_s/", "response/aborted_ratio")
 
 
 @dataclass(frozen=True)
