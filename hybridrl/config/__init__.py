@@ -1,14 +1,15 @@
 """The typed schema of every setting, the only place where a default is written; composing it and checking it.
 
-    from hybridrl.config import load_config, validate
+from hybridrl.config import load_config, validate
 
-    config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=MODEL"])
-    validate(config)
-    config.actor_rollout_ref.actor.optim.lr
+config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=MODEL"])
+validate(config)
+config.actor_rollout_ref.actor.optim.lr
 """
 
 from hybridrl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
 from hybridrl.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from hybridrl.config.command import cli
 from hybridrl.config.compose import load_config
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import CustomClassConfig, DataConfig, SamplerConfig, SFTDataConfig
@@ -20,6 +21,7 @@ from hybridrl.config.reward import CustomRewardConfig, RewardConfig, RewardManag
 from hybridrl.config.rollout import RolloutConfig, SamplingConfig
 from hybridrl.config.root import ActorRolloutRefConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
+from hybridrl.config.validate import validate
 
 __all__ = [
     "ActorConfig",
@@ -53,6 +55,8 @@ __all__ = [
     "TrainerConfig",
     "WrapPolicyConfig",
     "as_dict",
+    "cli",
     "load_config",
     "to_yaml",
+    "validate",
 ]

@@ -46,9 +46,7 @@ class ActorConfig(ConfigNode):
     clip_ratio_high: float = key(0.2, "clip range above 1", follows="${.clip_ratio}", ge=0)
     clip_ratio_c: float = key(3.0, "bound of the dual clip for negative advantages", gt=1)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
-    loss_agg_mode: str = key(
-        "token-mean", "how the loss of tokens becomes one number", choices=names.LOSS_AGG_MODES
-    )
+    loss_agg_mode: str = key("token-mean", "how the loss of tokens becomes one number", choices=names.LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
         None, "divisor of seq-mean-token-sum-norm; null: the response width of the batch", gt=0
     )

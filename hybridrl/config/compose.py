@@ -90,7 +90,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
             faults.append(f"{word}: several values are a sweep, which is not supported; a list is written {name}=[a,b]")
             continue
         delete = override.type is OverrideType.DEL
-        value = None if delete else override.value()
+        value: Any = None if delete else override.value()
         if name in groups and (delete or value is None or isinstance(value, str)):
             fault = _check_choice(word, name, value, folders)
             faults.extend(fault)
@@ -100,9 +100,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
         if isinstance(value, Mapping) and not delete:
             nested: dict[str, Any] = {}
             _put(nested, name, dict(value))
-            found.assignments.extend(
-                Assignment(item.key, item.value, origin) for item in book.flatten(nested, {})
-            )
+            found.assignments.extend(Assignment(item.key, item.value, origin) for item in book.flatten(nested, {}))
         else:
             found.assignments.append(Assignment(name, value, origin, delete))
     return found

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import operator
 import os
 import types
 import typing
@@ -52,7 +53,9 @@ def build(cls: type, tree: Mapping[str, Any], faults: list[str], origins: Mappin
             if isinstance(value, Mapping):
                 values[field.name] = build(field.type, value, faults, origins, f"{name}.")  # type: ignore[arg-type]
             else:
-                faults.append(f"{name}={show(value)}{origins.get(name, '')}: this is a group of settings, not one value")
+                faults.append(
+                    f"{name}={show(value)}{origins.get(name, '')}: this is a group of settings, not one value"
+                )
             continue
         try:
             values[field.name] = _checked(_fit(value, field.type), field.metadata["limits"])
@@ -75,10 +78,14 @@ def _checked(value: Any, limits: Limits) -> Any:
             hint = nearest(str(value), [str(choice) for choice in limits.choices], 1)
             raise _Fault(f"must be {_one_of(limits.choices)}{hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
-        bounds = ((limits.ge, value.__ge__, "at least"), (limits.gt, value.__gt__, "greater than"))
-        bounds += ((limits.le, value.__le__, "at most"), (limits.lt, value.__lt__, "less than"))
+        bounds = (
+            (limits.ge, operator.ge, "at least"),
+            (limits.gt, operator.gt, "greater than"),
+            (limits.le, operator.le, "at most"),
+            (limits.lt, operator.lt, "less than"),
+        )
         for bound, holds, words in bounds:
-            if bound is not None and holds(type(value)(bound)) is not True:
+            if bound is not None and not holds(value, bound):
                 raise _Fault(f"must be {words} {bound}")
     return value
 

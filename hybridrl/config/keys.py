@@ -46,7 +46,9 @@ class KeyBook:
         self.fields = declared(ROOTS[root])
         self.free = {name for name, item in self.fields.items() if is_free(item)}
         self._aliases = {alias.old: alias for alias in ALIASES if root in alias.roots}
-        self._pending = {key: (entry, value) for entry in PENDING if root in entry.roots for key, value in entry.items()}
+        self._pending = {
+            key: (entry, value) for entry in PENDING if root in entry.roots for key, value in entry.items()
+        }
         self._branches = {key: branch for branch in BRANCHES if root in branch.roots for key in branch.items()}
         every = (*self.fields, *self._pending, *self._branches, *self._aliases)
         self.groups = {name[:i] for name in every for i, letter in enumerate(name) if letter == "."}
@@ -130,7 +132,8 @@ class KeyBook:
     def _sort_in(self, item: Assignment, out: Outcome) -> None:
         """Put one assignment with a current name where it belongs."""
         if (pending := self._find(self._pending, item.key)) is not None:
-            self._weigh(item, *pending[1], out)
+            entry, default = pending[1]
+            self._weigh(item, entry, default, out)
         elif item.key in self.fields or self.free_parent(item.key):
             out.assignments.append(item)
         elif (branch := self._find(self._branches, item.key)) is not None:
@@ -139,7 +142,9 @@ class KeyBook:
         elif item.key in self.groups:
             if item.value != {}:
                 what = "deleted" if item.delete else f"set to {show(item.value)}"
-                out.faults.append(f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it")
+                out.faults.append(
+                    f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it"
+                )
         else:
             out.faults.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
 
@@ -150,7 +155,9 @@ class KeyBook:
             default = default_of(self.fields[item.key])
         if item.delete or item.value is None or _same(item.value, default):
             return
-        out.faults.append(f"{item.key}={show(item.value)}{item.origin}: not supported yet: {entry.why}. {entry.instead}")
+        out.faults.append(
+            f"{item.key}={show(item.value)}{item.origin}: not supported yet: {entry.why}. {entry.instead}"
+        )
 
     def suggest(self, name: str) -> str:
         """Nearest valid keys for an unknown one: by whole name, and by equal last part."""

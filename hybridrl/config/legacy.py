@@ -100,6 +100,7 @@ ALIASES: tuple[Alias, ...] = (
         "false: sync, true: separate_async",
         lambda value: {"true": "separate_async", "false": "sync"}[str(value).lower()],
     ),
+    Alias("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep", roots=("ppo_trainer", "sft_trainer")),
     Alias("trainer.use_v1", None, "there is one trainer here"),
     # rewards before they had a group of their own
     Alias("custom_reward_function", "reward.custom_reward_function"),

@@ -3,23 +3,32 @@
 A name moves from a `*_LATER` tuple to the tuple above it when the code that honours it arrives.
 """
 
-ADV_ESTIMATORS: tuple[str, ...] = ("gae", "grpo")
-ADV_ESTIMATORS_LATER: tuple[str, ...] = (
+ADV_ESTIMATORS: tuple[str, ...] = (
+    "gae",
+    "grpo",
     "grpo_vectorized",
-    "gdpo",
     "grpo_passk",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "rloo",
     "rloo_vectorized",
     "opo",
-    "remax",
     "gpg",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
 )
+#: these need more in a batch than the trainer puts there: rewards by key, a greedy rollout, the sum of squared probabilities
+ADV_ESTIMATORS_LATER: tuple[str, ...] = ("gdpo", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 #: estimators that compare the samples of one prompt with each other, so that one sample a prompt teaches nothing
-GROUP_ESTIMATORS: tuple[str, ...] = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo")
+GROUP_ESTIMATORS: tuple[str, ...] = (
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+)
 
 POLICY_LOSSES: tuple[str, ...] = ("vanilla",)
 POLICY_LOSSES_LATER: tuple[str, ...] = (
@@ -56,11 +65,10 @@ ROLLOUTS_LATER: tuple[str, ...] = ("vllm", "sglang", "trtllm")
 REWARD_MANAGERS: tuple[str, ...] = ("naive", "batch", "dapo")
 REWARD_MANAGERS_LATER: tuple[str, ...] = ("prime", "gdpo", "rate_limited", "remote")
 
-LOGGERS: tuple[str, ...] = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
-LOGGERS_LATER: tuple[str, ...] = ("vemlp_wandb", "clearml", "rl_insight")
+LOGGERS: tuple[str, ...] = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
+LOGGERS_LATER: tuple[str, ...] = ("vemlp_wandb", "rl_insight")
 
-LR_SCHEDULERS: tuple[str, ...] = ("constant", "linear", "cosine")
-LR_SCHEDULERS_LATER: tuple[str, ...] = ("wsd",)
+LR_SCHEDULERS: tuple[str, ...] = ("constant", "linear", "cosine", "wsd")
 
 #: what a checkpoint may hold
 CHECKPOINT_CONTENTS: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model")

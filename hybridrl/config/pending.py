@@ -75,7 +75,11 @@ _MODELS = (f"{_ARR}.model", "critic.model")
 _ACTORS = (f"{_ARR}.actor", f"{_ARR}.ref")
 _FSDP = (f"{_ARR}.actor.fsdp_config", f"{_ARR}.ref.fsdp_config", "critic.fsdp")
 _OPTIMS = (f"{_ARR}.actor.optim", "critic.optim")
-_ROUTER_REPLAY = {"router_replay.mode": "disabled", "router_replay.record_file": None, "router_replay.replay_file": None}
+_ROUTER_REPLAY = {
+    "router_replay.mode": "disabled",
+    "router_replay.record_file": None,
+    "router_replay.replay_file": None,
+}
 _ENTROPY = {
     "entropy_checkpointing": False,
     "entropy_from_logits_chunk_size": 2048,

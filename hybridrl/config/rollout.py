@@ -36,9 +36,7 @@ class RolloutConfig(ConfigNode):
     ignore_eos: bool = key(False, "generate to the length limit whatever is sampled")
     val_kwargs: SamplingConfig = group(SamplingConfig)
     prompt_length: int = key(512, "prompt width in tokens", follows="${oc.select:data.max_prompt_length,512}", gt=0)
-    response_length: int = key(
-        512, "most tokens a response", follows="${oc.select:data.max_response_length,512}", gt=0
-    )
+    response_length: int = key(512, "most tokens a response", follows="${oc.select:data.max_response_length,512}", gt=0)
     max_model_len: int | None = key(None, "most tokens of prompt and response together; null: their sum", gt=0)
     max_num_seqs: int = key(256, "sequences generated at once by a process", gt=0)
     dtype: str = key(

@@ -21,7 +21,9 @@ class RunConfig(ConfigNode):
     logger: list[str] = key(
         ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
     )
-    device: str = key("auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",))
+    device: str = key(
+        "auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
+    )
     nnodes: int = key(1, "machines", gt=0)
     n_gpus_per_node: int = key(1, "processes a machine: one a GPU, or so many on a CPU", gt=0)
     threads_per_worker: int | None = key(None, "CPU threads a worker computes with; null: cores shared evenly", gt=0)
@@ -29,7 +31,7 @@ class RunConfig(ConfigNode):
     total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", gt=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", ge=-1)
     test_freq: int = key(-1, "steps between validations; -1: none", ge=-1)
-    max_ckpt_to_keep: int | None = key(None, "checkpoints kept, the newest; null: all", gt=0)
+    max_actor_ckpt_to_keep: int | None = key(None, "checkpoints kept, the newest; null: all", gt=0)
     resume_mode: str = key(
         "auto",
         "auto: continue from the newest checkpoint of default_local_dir; resume_path: from resume_from_path",
@@ -54,11 +56,8 @@ class TrainerConfig(RunConfig):
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate and end")
     log_val_generations: int = key(0, "validation samples sent to tracking", ge=0)
-    max_actor_ckpt_to_keep: int | None = key(
-        None, "checkpoints kept, the newest; null: all", follows="${.max_ckpt_to_keep}", gt=0
-    )
     max_critic_ckpt_to_keep: int | None = key(
-        None, "the same; actor and critic are one checkpoint here", follows="${.max_actor_ckpt_to_keep}", gt=0
+        None, "must be the same: actor and critic are one checkpoint here", follows="${.max_actor_ckpt_to_keep}", gt=0
     )
     dump_freq: int = key(-1, "steps between dumps of the rollouts as JSONL; -1: none", ge=-1)
     rollout_data_dir: str | None = key(None, "folder of those dumps; null: rollouts/ in default_local_dir")

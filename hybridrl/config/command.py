@@ -1,0 +1,118 @@
+"""The command line of a trainer: overrides, `--cfg`, `--config-path`, `--config-name`, `--help`, `--info`.
+
+It writes no `outputs/` folder and does not change the working directory, as `@hydra.main` would: the run's folder is
+`trainer.default_local_dir`.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
+from hybridrl.config.convert import nearest
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.output import to_yaml
+from hybridrl.config.validate import validate
+
+_EXAMPLES = {
+    "ppo_trainer": (
+        "main_ppo",
+        "data.train_files=train.parquet data.val_files=test.parquet \\\n"
+        "      actor_rollout_ref.model.path=MODEL algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8",
+    ),
+    "sft_trainer": ("main_sft", "data.train_files=train.parquet model.path=MODEL optim.lr=1e-5"),
+}
+_REFUSED = {
+    "multirun": "sweeps are not supported; start one run after the other in a shell loop",
+    "experimental_rerun": "start again with the same words; trainer.resume_mode=auto continues from the checkpoint",
+    "shell_completion": "not supported; --cfg job prints every key",
+}
+
+
+def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = None) -> None:
+    """Be the whole command line of a program: compose, check, print notices, call `run(config)`.
+
+    Args:
+        name: `ppo_trainer` or `sft_trainer`.
+        run: the program; called with the typed configuration.
+        argv: words after the program's name; those of the process by default.
+
+    A fault of the configuration, and any `UserError` out of `run`, is printed as one message on the standard error
+    and ends the process with status 2. Everything else is raised as it is.
+    """
+    words = _parser(name).parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        for option, reason in _REFUSED.items():
+            if getattr(words, option):
+                raise ConfigError(f"--{option.replace('_', '-')}: {reason}")
+        composed = compose_config(name, words.overrides, words.config_path, words.config_name)
+        print_notices(composed.notices)
+        if words.cfg is not None:
+            print(_shown(composed, words.package, words.resolve), end="")
+            return
+        if words.info is not None:
+            print(_info(name, words.config_path, words.config_name))
+            return
+        validate(composed.config)  # type: ignore[arg-type]
+        run(composed.config)
+    except Exception as error:
+        # by name: this package imports nothing, and Ray derives its wrapped errors from their cause
+        if not isinstance(error, ConfigError) and "UserError" not in {base.__name__ for base in type(error).__mro__}:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    program, example = _EXAMPLES[name]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m hybridrl.trainer.{program}",
+        usage="%(prog)s [options] key=value ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        description=f"Example:\n  python -m hybridrl.trainer.{program} {example}",
+        epilog="Every key with its default: --cfg job. Meanings: docs/config.md.\n"
+        "key=value sets a key (+key=value and ++key=value do the same), ~key takes it back to its default.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as in Hydra")
+    parser.add_argument("--cfg", "-c", choices=("job",), help="print the configuration as YAML and end")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: interpolations replaced by their values")
+    parser.add_argument("--package", "-p", help="with --cfg: this part only, e.g. actor_rollout_ref.actor")
+    parser.add_argument("--config-path", "-cp", metavar="DIR", help="folder of your YAML, from the working directory")
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="your YAML without .yaml; it may be partial")
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=("all",), help="print where settings come from")
+    parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--experimental-rerun", help=argparse.SUPPRESS)
+    parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _shown(composed: Composed, package: str | None, resolve: bool) -> str:
+    """What `--cfg job` prints: the tree with interpolations, or resolved."""
+    tree = OmegaConf.create(to_yaml(composed.config) if resolve else composed.tree)
+    if package is None:
+        return OmegaConf.to_yaml(tree)
+    part: Any = OmegaConf.to_container(tree, resolve=False)
+    for name in package.split("."):
+        if not isinstance(part, dict) or name not in part:
+            known = list(part) if isinstance(part, dict) else []
+            raise ConfigError(f"--package {package}: there is no {name}{nearest(name, known)}")
+        part = part[name]
+    return OmegaConf.to_yaml(OmegaConf.create(part)) if isinstance(part, dict | list) else f"{part}\n"
+
+
+def _info(name: str, folder: str | None, file: str | None) -> str:
+    """What `--info` prints."""
+    shipped = configs_folder()
+    groups = sorted({path.parent.relative_to(shipped).as_posix() for path in shipped.glob("*/**/*.yaml")})
+    lines = [f"base: {shipped / name}.yaml"]
+    if folder is not None or file is not None:
+        lines.append(f"over it: {folder or shipped}/{file or name}")
+    lines.append("config groups (group=choice selects):")
+    for group in groups:
+        lines.append(f"  {group}: {', '.join(sorted(path.stem for path in (shipped / group).glob('*.yaml')))}")
+    return "\n".join(lines)

@@ -1,0 +1,439 @@
+"""Cross-checks before anything starts: settings each allowed that cannot work together, or not on this machine."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import names
+from hybridrl.config.actor import MICRO_BATCH_SIZE, ActorConfig
+from hybridrl.config.convert import nearest
+from hybridrl.config.critic import CriticConfig
+from hybridrl.config.errors import ConfigError
+from hybridrl.config.model import ModelConfig
+from hybridrl.config.root import PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.trainer import PlacementConfig, RunConfig
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_OVERLONG = {"enable": bool, "len": int, "penalty_factor": (int, float), "log": bool}
+
+
+def validate(config: PPOTrainerConfig | SFTTrainerConfig) -> None:
+    """Check a whole configuration against itself, the files it names and the devices of this machine.
+
+    Raises:
+        ConfigError: with every fault that was found. Each names its keys, their values and what to change.
+    """
+    checks = _sft_checks(config) if isinstance(config, SFTTrainerConfig) else _ppo_checks(config)
+    faults = [fault for check in checks for fault in check]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    yield _check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
+    if config.use_critic and config.critic.model.path != policy.model.path:
+        yield _check_model("critic.model", config.critic.model, config.trainer.device)
+    yield _check_prompts(config)
+    yield _check_reward(config)
+    yield _check_estimator(config)
+    yield _check_batches(config, _ACTOR, policy.actor)
+    if config.use_critic:
+        yield _check_batches(config, "critic", config.critic)
+    yield _check_lengths(config)
+    yield _check_sampling(config)
+    yield _check_engines(config)
+    yield _check_run(trainer)
+    yield _check_keep(config)
+    roles = {"actor_rollout_ref": True, "critic": config.use_critic, "ref": False}
+    yield _check_placement(config.placement, trainer, roles)
+    yield _check_devices(trainer, config.ray_kwargs.ray_init)
+
+
+def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
+    yield _check_model("model", config.model, config.trainer.device)
+    yield _check_conversations(config)
+    yield _check_contents("checkpoint", config.checkpoint)
+    yield _check_run(config.trainer)
+    yield _check_placement(config.placement, config.trainer, {"model": True})
+    yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
+
+
+# ---------------------------------------------------------------- models and files
+
+
+def _check_model(where: str, model: ModelConfig, device: str) -> Iterator[str]:
+    if not model.path:
+        yield f"{where}.path is not set; give a directory in Hugging Face format or a hub id org/name"
+    else:
+        yield from _check_source(f"{where}.path", model.path)
+    for name in ("tokenizer_path", "hf_config_path"):
+        if value := getattr(model, name):
+            yield from _check_source(f"{where}.{name}", value)
+    for module in (model.external_lib or "").split(","):
+        if module.strip() and importlib.util.find_spec(module.strip().split(".")[0]) is None:
+            yield f"{where}.external_lib={module.strip()}: no such module on the Python path"
+    attention = str(model.override_config.get("attn_implementation", ""))
+    if attention.startswith("flash_attention") and device == "cpu":
+        yield f"{where}.override_config.attn_implementation={attention} needs a GPU, and trainer.device=cpu; use sdpa"
+
+
+def _check_source(name: str, value: str) -> Iterator[str]:
+    """A directory that is there, or a hub id."""
+    path = Path(value).expanduser()
+    if path.is_dir():
+        return
+    if path.exists():
+        yield f"{name}={value}: is a file; give the directory that holds config.json and the weights"
+    elif not _HUB_ID.fullmatch(value):
+        yield f"{name}={value}: no such directory (from {Path.cwd()}), and a hub id has the form org/name"
+
+
+def _check_files(name: str, files: list[str]) -> Iterator[str]:
+    for file in files:
+        path = Path(file).expanduser()
+        if "://" not in file and not path.exists():
+            yield f"{name}={file}: no such file (from {Path.cwd()})"
+        elif path.is_dir():
+            yield f"{name}={file}: is a folder; name the files in it (parquet, json or jsonl)"
+
+
+def _check_class(where: str, path: str | None, name: str | None, path_key: str, name_key: str) -> Iterator[str]:
+    """A class of the user: both file and name, and the file is there."""
+    if path is None and name is not None:
+        yield f"{where}.{name_key}={name} without {where}.{path_key}; name the Python file that holds it"
+    if path is not None and name is None:
+        yield f"{where}.{path_key}={path} without {where}.{name_key}; name the class in it"
+    if path is not None and path.endswith(".py") and not Path(path).expanduser().is_file():
+        yield f"{where}.{path_key}={path}: no such file (from {Path.cwd()})"
+
+
+def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
+    data, trainer = config.data, config.trainer
+    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    sampler = data.sampler
+    yield from _check_class("data.sampler", sampler.class_path, sampler.class_name, "class_path", "class_name")
+    if data.custom_cls.path is None:
+        yield from _check_files("data.train_files", data.train_files)
+        yield from _check_files("data.val_files", data.val_files)
+    if not data.train_files and not trainer.val_only:
+        yield "data.train_files is not set; give parquet, json or jsonl files with prompts"
+    if not data.val_files and trainer.val_only:
+        yield "trainer.val_only=True without data.val_files"
+    if not data.val_files and trainer.test_freq > 0:
+        yield f"trainer.test_freq={trainer.test_freq} without data.val_files; set them, or trainer.test_freq=-1"
+    if 0 <= data.train_max_samples < data.train_batch_size:
+        yield (
+            f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size="
+            f"{data.train_batch_size}: there would be no batch"
+        )
+
+
+def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
+    data = config.data
+    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    if data.custom_cls.path is None:
+        yield from _check_files("data.train_files", data.train_files)
+        yield from _check_files("data.val_files", data.val_files)
+    if not data.train_files:
+        yield "data.train_files is not set; give parquet, json or jsonl files with conversations"
+    if not data.val_files and config.trainer.test_freq > 0:
+        yield f"trainer.test_freq={config.trainer.test_freq} without data.val_files; set them, or trainer.test_freq=-1"
+    if (data.prompt_key is None) != (data.response_key is None):
+        given = "prompt_key" if data.prompt_key else "response_key"
+        yield f"data.{given}={data[given]} alone: set data.prompt_key and data.response_key, or neither for messages"
+    if data.micro_batch_size_per_gpu > data.train_batch_size and data.micro_batch_size_per_gpu != MICRO_BATCH_SIZE:
+        yield (
+            f"data.micro_batch_size_per_gpu={data.micro_batch_size_per_gpu} is more than data.train_batch_size="
+            f"{data.train_batch_size}, the sequences of one step"
+        )
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
+        yield (
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu} is less than data.max_length={data.max_length}: "
+            "the longest sequence does not fit into a micro-batch"
+        )
+    if 0 <= data.train_max_samples < data.train_batch_size:
+        yield (
+            f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size="
+            f"{data.train_batch_size}: there would be no batch"
+        )
+
+
+def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
+    custom, manager = config.reward.custom_reward_function, config.reward.reward_manager
+    where = "reward.custom_reward_function"
+    if custom.path is not None and custom.path.endswith(".py") and not Path(custom.path).expanduser().is_file():
+        yield f"{where}.path={custom.path}: no such file (from {Path.cwd()})"
+    if custom.path is None and custom.name not in (None, "compute_score"):
+        yield f"{where}.name={custom.name} without {where}.path; name the Python file that holds the function"
+    if manager.source == "importlib":
+        module = manager.module
+        yield from _check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
+        if manager.module.path is None:
+            yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
+    elif manager.name not in names.REWARD_MANAGERS and not _own_code(config):
+        known = nearest(manager.name, names.REWARD_MANAGERS, 1)
+        yield (
+            f"reward.reward_manager.name={manager.name}: unknown; there are {', '.join(names.REWARD_MANAGERS)}{known}. "
+            "For your own set source=importlib with module.path and module.name"
+        )
+    elif manager.name == "dapo":
+        yield from _check_overlong(config.reward.reward_kwargs, config.data.max_response_length)
+
+
+def _check_overlong(kwargs: dict[str, Any], response_length: int) -> Iterator[str]:
+    """`overlong_buffer_cfg` of the dapo manager."""
+    where = "reward.reward_kwargs.overlong_buffer_cfg"
+    buffer = kwargs.get("overlong_buffer_cfg") or {}
+    if not isinstance(buffer, dict):
+        yield f"{where}={buffer}: must be a mapping with {', '.join(_OVERLONG)}"
+        return
+    for name, value in buffer.items():
+        if name not in _OVERLONG:
+            yield f"{where}.{name}: unknown key; it has {', '.join(_OVERLONG)}"
+        elif not isinstance(value, _OVERLONG[name]):  # type: ignore[arg-type]
+            yield f"{where}.{name}={value}: must be {'true or false' if _OVERLONG[name] is bool else 'a number'}"
+    longest, length = kwargs.get("max_resp_len") or response_length, buffer.get("len")
+    if buffer.get("enable") is True:
+        if not isinstance(length, int) or not isinstance(longest, int) or not 0 < length <= longest:
+            yield f"{where}.len={length}: must be from 1 to max_resp_len={longest} where the buffer is enabled"
+        if longest != response_length:
+            yield (
+                f"reward.reward_kwargs.max_resp_len={longest} is not data.max_response_length={response_length}, "
+                "the length at which responses are cut"
+            )
+
+
+# ---------------------------------------------------------------- algorithm and batches
+
+
+def _own_code(config: PPOTrainerConfig) -> bool:
+    """Whether a module of the user may have registered names of its own."""
+    return config.actor_rollout_ref.model.external_lib is not None
+
+
+def _check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
+    name, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    own = "; your own is registered by a module named in actor_rollout_ref.model.external_lib"
+    if name not in names.ADV_ESTIMATORS and not _own_code(config):
+        close = nearest(name, names.ADV_ESTIMATORS, 1)
+        yield f"algorithm.adv_estimator={name}: unknown; there are {', '.join(names.ADV_ESTIMATORS)}{close}{own}"
+    if loss not in names.POLICY_LOSSES and not _own_code(config):
+        close = nearest(loss, names.POLICY_LOSSES, 1)
+        yield f"{_ACTOR}.policy_loss.loss_mode={loss}: unknown; there are {', '.join(names.POLICY_LOSSES)}{close}{own}"
+    samples = config.actor_rollout_ref.rollout.n
+    if name in names.GROUP_ESTIMATORS and samples == 1:
+        yield (
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and {_ROLLOUT}.n=1; "
+            "set it to 2 or more, 8 is usual"
+        )
+    if name == "gae" and not config.use_critic:
+        yield "algorithm.adv_estimator=gae needs values, and critic.enable=False; leave it null, or use grpo"
+    if config.trainer.critic_warmup > 0 and not config.use_critic:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic (algorithm.adv_estimator={name}): "
+            "the policy would wait for nothing; set it to 0"
+        )
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor} acts with loss_agg_mode=seq-mean-token-sum-norm "
+            f"only, and it is {actor.loss_agg_mode}"
+        )
+
+
+def _check_batches(config: PPOTrainerConfig, where: str, part: ActorConfig | CriticConfig) -> Iterator[str]:
+    batch, mini, micro = config.data.train_batch_size, part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu
+    samples = config.actor_rollout_ref.rollout.n
+    if mini > batch:
+        yield (
+            f"{where}.ppo_mini_batch_size={mini} is more than data.train_batch_size={batch}; both count prompts over "
+            f"all processes: set it to {batch} or a divisor of it"
+        )
+    elif batch % mini:
+        yield (
+            f"data.train_batch_size={batch} is not a multiple of {where}.ppo_mini_batch_size={mini} (prompts; each has "
+            f"{_ROLLOUT}.n={samples} samples); nearest divisors: {_divisors(batch, mini)}"
+        )
+    if micro > min(mini, batch) * samples and micro != MICRO_BATCH_SIZE:
+        yield (
+            f"{where}.ppo_micro_batch_size_per_gpu={micro} is more than the {mini * samples} sequences of a mini-batch "
+            f"({mini} prompts x {samples} samples)"
+        )
+
+
+def _divisors(number: int, near: int) -> str:
+    """The divisors of `number` next to `near`, below and above."""
+    below = max(d for d in range(1, near + 1) if number % d == 0)
+    above = min(d for d in range(near, number + 1) if number % d == 0)
+    return f"{below}, {above}" if below != above else str(below)
+
+
+def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
+    data, policy = config.data, config.actor_rollout_ref
+    rollout, actor, ref = policy.rollout, policy.actor, policy.ref
+    for name, length, limit in (
+        ("prompt", rollout.prompt_length, data.max_prompt_length),
+        ("response", rollout.response_length, data.max_response_length),
+    ):
+        if length != limit:
+            yield (
+                f"{_ROLLOUT}.{name}_length={length} and data.max_{name}_length={limit} are the same thing; set the one "
+                "of data, the other follows"
+            )
+    total = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and total > rollout.max_model_len:
+        yield (
+            f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} "
+            f"are {total} tokens together, more than {_ROLLOUT}.max_model_len={rollout.max_model_len}"
+        )
+    budgets = [
+        (actor.use_dynamic_bsz, f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
+        (
+            rollout.log_prob_use_dynamic_bsz,
+            f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
+            rollout.log_prob_max_token_len_per_gpu,
+        ),
+    ]
+    if config.use_reference:
+        where = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
+        budgets.append((ref.log_prob_use_dynamic_bsz, where, ref.log_prob_max_token_len_per_gpu))
+    if config.use_critic:
+        critic = config.critic
+        for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
+            budgets.append((critic.use_dynamic_bsz, f"critic.{name}", critic[name]))
+    for dynamic, where, tokens in budgets:
+        if dynamic and tokens < total:
+            yield f"{where}={tokens} is less than one sequence of {total} tokens (prompt and response); raise it"
+
+
+def _check_sampling(config: PPOTrainerConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.do_sample and rollout.n > 1:
+        yield f"{_ROLLOUT}.do_sample=False with n={rollout.n}: greedy samples are all alike; set do_sample=True"
+    check = rollout.val_kwargs
+    if check.do_sample and check.temperature == 0:
+        yield f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0; set a temperature, 1.0 is usual"
+    if check.n > 1 and not check.do_sample:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.n={check.n} with do_sample=False: greedy samples are all alike; set "
+            "val_kwargs.do_sample=True and a temperature"
+        )
+
+
+# ---------------------------------------------------------------- engines and run
+
+
+def _check_engines(config: PPOTrainerConfig) -> Iterator[str]:
+    policy, critic = config.actor_rollout_ref, config.critic
+    engines = [
+        (f"{_ACTOR}", policy.actor.strategy, f"{_ACTOR}.fsdp_config", policy.actor.fsdp_config, False),
+        (
+            "actor_rollout_ref.ref",
+            policy.ref.strategy,
+            "actor_rollout_ref.ref.fsdp_config",
+            policy.ref.fsdp_config,
+            True,
+        ),
+        ("critic", critic.strategy, "critic.fsdp", critic.fsdp, False),
+    ]
+    for role, strategy, where, engine, frozen in engines:
+        if engine.strategy != strategy:
+            yield f"{where}.strategy={engine.strategy} and {role}.strategy={strategy} must agree; set the latter alone"
+        if engine.forward_only != frozen:
+            kind = "frozen" if frozen else "trained"
+            yield f"{where}.forward_only={engine.forward_only}: {role} is {kind}; remove it"
+    yield from _check_contents(f"{_ACTOR}.checkpoint", policy.actor.checkpoint)
+    yield from _check_contents("critic.checkpoint", critic.checkpoint)
+
+
+def _check_contents(where: str, checkpoint: Any) -> Iterator[str]:
+    missing = [name for name in checkpoint.load_contents if name not in checkpoint.save_contents]
+    if missing:
+        yield f"{where}.load_contents has {', '.join(missing)}, which {where}.save_contents does not write"
+
+
+def _check_run(trainer: RunConfig) -> Iterator[str]:
+    if trainer.resume_mode == "resume_path":
+        if trainer.resume_from_path is None:
+            yield "trainer.resume_mode=resume_path without trainer.resume_from_path"
+        else:
+            path = Path(trainer.resume_from_path).expanduser()
+            if not path.is_dir():
+                yield f"trainer.resume_from_path={trainer.resume_from_path}: no such folder (from {Path.cwd()})"
+            elif not re.fullmatch(r"global_step_\d+", path.resolve().name):
+                yield f"trainer.resume_from_path={trainer.resume_from_path}: must be a folder .../global_step_N"
+    elif trainer.resume_from_path is not None:
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path} acts with trainer.resume_mode=resume_path only, and "
+            f"it is {trainer.resume_mode}"
+        )
+    folder = Path(trainer.default_local_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        yield f"trainer.default_local_dir={folder}: is a file; name a folder"
+
+
+def _check_keep(config: PPOTrainerConfig) -> Iterator[str]:
+    actor, critic = config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
+    if config.use_critic and actor != critic:
+        yield (
+            f"trainer.max_actor_ckpt_to_keep={actor} and trainer.max_critic_ckpt_to_keep={critic}: actor and critic "
+            "are one checkpoint here; set the former, the latter follows"
+        )
+
+
+def _check_placement(placement: PlacementConfig, trainer: RunConfig, roles: dict[str, bool]) -> Iterator[str]:
+    """`roles` maps the names that may be given to whether the run cannot do without one."""
+    pools, given = placement.pools, placement.roles
+    shape = [trainer.n_gpus_per_node] * trainer.nnodes
+    if "global" in pools and pools["global"] != shape:
+        yield (
+            f"placement.pools.global={pools['global']} and trainer.nnodes x n_gpus_per_node = {shape} are the same "
+            "thing; set those of trainer, or name your pool otherwise"
+        )
+    for name, processes in pools.items():
+        if not processes:
+            yield f"placement.pools.{name} is empty; list the processes on each machine, e.g. [2]"
+        if name != "global" and name not in given.values():
+            yield f"placement.pools.{name} holds no role; map one to it in placement.roles, or remove it"
+    for role, pool in given.items():
+        if role not in roles:
+            yield f"placement.roles.{role}: unknown role; there are {', '.join(roles)}{nearest(role, list(roles), 1)}"
+        if pool not in pools:
+            yield f"placement.roles.{role}={pool}: no such pool; placement.pools has {', '.join(pools) or 'none'}"
+    for role, needed in roles.items():
+        if needed and role not in given:
+            yield f"placement.roles.{role} is missing; name the pool it lives in"
+
+
+def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str]:
+    """Devices of this machine, looked up without torch; a cluster's are checked when Ray is there."""
+    if ray_init.get("address") or os.environ.get("RAY_ADDRESS") or trainer.nnodes > 1 or trainer.device == "cpu":
+        return
+    count = visible_gpus()
+    if count is None:
+        return
+    if count == 0 and trainer.device == "cuda":
+        yield "trainer.device=cuda, and no GPU is visible on this machine; use trainer.device=cpu, or auto"
+    elif 0 < count < trainer.n_gpus_per_node:
+        yield (
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, and {count} GPUs are visible on this machine; set it "
+            f"to {count} at most"
+        )
+
+
+def visible_gpus() -> int | None:
+    """NVIDIA GPUs a process here may use, from the driver's files and CUDA_VISIBLE_DEVICES; None where unknown."""
+    if Path("/dev/kfd").exists():  # AMD: no such plain count
+        return None
+    driver = Path("/proc/driver/nvidia/gpus")
+    there = len(list(driver.iterdir())) if driver.is_dir() else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or there == 0:
+        return there
+    return min(there, len([name for name in chosen.split(",") if name.strip() and name.strip() != "-1"]))
