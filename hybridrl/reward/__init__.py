@@ -1,0 +1,50 @@
+"""Reward: scorers by data source, the user's own functions, managers, and the pool of processes that runs them.
+
+The names below are looked up on first use: the pool's processes import this package and must start in milliseconds, so
+nothing here imports torch, and numpy only where tensors are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridrl.reward.check import check_dataset, check_reward, create_reward_manager
+    from hybridrl.reward.errors import RewardError
+    from hybridrl.reward.function import RewardFunction
+    from hybridrl.reward.manager import RewardManager, get_reward_manager_cls, register
+    from hybridrl.reward.pool import RewardPool
+    from hybridrl.reward.score import default_compute_score
+
+_HOMES = {
+    "RewardError": "errors",
+    "RewardFunction": "function",
+    "RewardManager": "manager",
+    "RewardPool": "pool",
+    "check_dataset": "check",
+    "check_reward": "check",
+    "create_reward_manager": "check",
+    "default_compute_score": "score",
+    "get_reward_manager_cls": "manager",
+    "register": "manager",
+}
+
+__all__ = [
+    "RewardError",
+    "RewardFunction",
+    "RewardManager",
+    "RewardPool",
+    "check_dataset",
+    "check_reward",
+    "create_reward_manager",
+    "default_compute_score",
+    "get_reward_manager_cls",
+    "register",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,305 @@
+"""Reward managers: from a batch of responses to a reward for each token."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+
+import torch
+
+from hybridrl.reward.errors import RewardError
+from hybridrl.reward.function import Form, Sample
+from hybridrl.reward.pool import Outcome, RewardPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.config import PPOTrainerConfig
+    from hybridrl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+REGISTRY: dict[str, type[RewardManager]] = {}
+
+
+def register(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+    """Class decorator: make a manager known as ``reward.reward_manager.name=NAME``.
+
+    Raises:
+        RewardError: another class has that name.
+    """
+
+    def decorate(cls: type[RewardManager]) -> type[RewardManager]:
+        known = REGISTRY.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise RewardError(f"the reward manager name {name!r} is taken by {known.__module__}.{known.__qualname__}.")
+        REGISTRY[name] = cls
+        return cls
+
+    return decorate
+
+
+def get_reward_manager_cls(name: str) -> type[RewardManager]:
+    """The manager class registered under a name.
+
+    Raises:
+        RewardError: there is none; lists those there are.
+    """
+    if name not in REGISTRY:
+        raise RewardError(
+            f"reward.reward_manager.name={name}: no such manager. Known: {', '.join(sorted(REGISTRY))}. For one of your own set "
+            "reward.reward_manager.source=importlib, .module.path=FILE.py and .module.name=CLASS."
+        )
+    return REGISTRY[name]
+
+
+@register("naive")
+class RewardManager:
+    """Scores each response with the reward function; the score stands on the response's last token.
+
+    Derive from it for a manager of your own: ``adjust`` changes one sample's score, ``score_batch`` all of them.
+
+    Args:
+        config: the run's configuration.
+        tokenizer: turns responses into text.
+        pool: runs the reward function.
+
+    Raises:
+        RewardError: ``reward.reward_kwargs`` holds a key that this manager does not have.
+    """
+
+    form: ClassVar[Form] = "sample"
+    kwargs_allowed: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.pool = pool
+        self.metrics: dict[str, float] = {}
+        self._reported: set[str] = set()
+        for name in config.reward.reward_kwargs or {}:
+            if name not in self.kwargs_allowed:
+                raise RewardError(
+                    f"reward.reward_kwargs.{name}: the manager {config.reward.reward_manager.name!r} has no such setting "
+                    f"(it has: {', '.join(self.kwargs_allowed) or 'none'}). Arguments of the reward function itself belong into "
+                    "reward.custom_reward_function.reward_kwargs."
+                )
+
+    def start(self) -> None:
+        """Start the pool's processes without waiting for them."""
+        self.pool.start()
+
+    def close(self) -> None:
+        """End the pool's processes."""
+        self.pool.close()
+
+    @overload
+    def __call__(self, batch: DataProto, return_dict: Literal[False] = False) -> torch.Tensor: ...
+
+    @overload
+    def __call__(self, batch: DataProto, return_dict: Literal[True]) -> dict[str, Any]: ...
+
+    @overload
+    def __call__(self, batch: DataProto, return_dict: bool) -> torch.Tensor | dict[str, Any]: ...
+
+    def __call__(self, batch: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        """Score a batch.
+
+        Args:
+            batch: ``responses`` ``[B, T]``, ``attention_mask`` ``[B, P + T]`` (or ``response_mask`` ``[B, T]``); non-tensors
+                ``reward_model``, ``extra_info``, and the column ``data.reward_fn_key``, each if there is one.
+            return_dict: return more than the tensor.
+
+        Returns:
+            The reward tensor, float32 ``[B, T]``: each score on its response's last token, 0 elsewhere. With ``return_dict``
+            ``{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float}}``. The extra information is
+            that of the function's dicts (None where a sample's dict lacks a name), or ``acc``, the score itself, where it
+            returned numbers. Metrics: ``reward/timeouts``, ``reward/seconds/mean`` and ``/max`` of a sample, ``reward/seconds/all``.
+
+        Raises:
+            RewardError: see ``RewardPool.run``; the sample is named by data source, uid and prompt.
+        """
+        began = time.monotonic()
+        lengths = response_lengths(batch)
+        samples = self.samples(batch, lengths)
+        outcomes = self.score_batch(samples, lambda number: describe(batch, samples, number))
+        scores, extras = [], []
+        for sample, outcome, length in zip(samples, outcomes, lengths.tolist(), strict=True):
+            extra = dict(outcome.extra) if outcome.extra is not None else {"acc": outcome.score}
+            score, extra = self.adjust(outcome.score, extra, sample, length)
+            scores.append(score)
+            extras.append(extra)
+        self.metrics = _metrics(outcomes, time.monotonic() - began)
+        tensor = torch.zeros(batch.batch["responses"].shape, dtype=torch.float32)
+        tensor[torch.arange(len(scores)), (lengths - 1).clamp(min=0)] = torch.tensor(scores, dtype=torch.float32)
+        if not return_dict:
+            return tensor
+        info = self._columns(extras, outcomes)
+        return {"reward_tensor": tensor, "reward_extra_info": info, "metrics": self.metrics}
+
+    def samples(self, batch: DataProto, lengths: torch.Tensor) -> list[Sample]:
+        """What the reward function is called with, one of each response.
+
+        Raises:
+            RewardError: a response has no known data source or ground truth and no custom function scores it.
+        """
+        responses = batch.batch["responses"]
+        texts = self.tokenizer.batch_decode(
+            [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)],
+            skip_special_tokens=True,
+        )
+        columns = batch.non_tensor_batch
+        key = self.config.data.reward_fn_key
+        nothing = [None] * len(texts)
+        sources, references = columns.get(key, nothing), columns.get("reward_model", nothing)
+        infos = columns.get("extra_info", nothing)
+        samples = []
+        for text, source, reference, info in zip(texts, sources, references, infos, strict=True):
+            truth = reference.get("ground_truth") if isinstance(reference, Mapping) else None
+            samples.append(Sample(source, text, truth, dict(info) if info else {}))
+        if self.pool.function.path is None:
+            check_built_in(samples, key)
+        return samples
+
+    def score_batch(self, samples: list[Sample], name: Callable[[int], str]) -> list[Outcome]:
+        """One outcome a sample; ``name`` describes the i-th for messages."""
+        return self.pool.run(samples, name)
+
+    def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
+        """A sample's final score and extra information; ``length`` is its response's in tokens."""
+        return score, extra
+
+    def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
+        names = dict.fromkeys(name for extra in extras for name in extra)
+        for extra, outcome in zip(extras, outcomes, strict=True):
+            if outcome.timed_out:  # it returned nothing; what says how well it did is 0, too
+                extra.update({name: 0.0 for name in ("score", "acc") if name in names})
+        for name in names:
+            lacking = sum(name not in extra for extra in extras)
+            if lacking and name not in self._reported:
+                self._reported.add(name)
+                logger.warning(
+                    "the reward function returned %r for %d of %d responses only; the others have None there",
+                    name,
+                    len(extras) - lacking,
+                    len(extras),
+                )
+        return {name: [extra.get(name) for extra in extras] for name in names}
+
+
+@register("batch")
+class BatchRewardManager(RewardManager):
+    """Like ``naive``, for a function that takes the whole batch.
+
+    Any manager calls a function of parameters ``(responses, ground_truths)`` or ``(data_sources, solution_strs, ground_truths,
+    extra_infos)`` once with lists; this one also a function whose parameter names do not tell.
+    """
+
+    form = "batch"
+
+
+@register("dapo")
+class DAPORewardManager(RewardManager):
+    """DAPO's soft penalty on long responses (arXiv 2503.14476, eq. 13), added to the score.
+
+    With L the response's length, ``max_resp_len`` M and ``overlong_buffer_cfg.len`` b:
+    ``penalty = min(0, -(L - (M - b)) / b * penalty_factor)``.
+
+    Settings (``reward.reward_kwargs``): ``max_resp_len`` (default ``data.max_response_length``), ``overlong_buffer_cfg.{enable, len,
+    penalty_factor, log}``; ``log`` adds ``overlong_reward`` and ``overlong`` to the extra information.
+    """
+
+    kwargs_allowed = ("max_resp_len", "overlong_buffer_cfg")
+
+    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> None:
+        super().__init__(config, tokenizer, pool)
+        settings = dict(config.reward.reward_kwargs or {})
+        buffer = dict(settings.get("overlong_buffer_cfg") or {})
+        key = "reward.reward_kwargs.overlong_buffer_cfg"
+        for name in buffer:
+            if name not in ("enable", "len", "penalty_factor", "log"):
+                raise RewardError(f"{key}.{name}: no such setting; there are enable, len, penalty_factor and log.")
+        self.max_length = int(settings.get("max_resp_len") or config.data.max_response_length)
+        self.enabled = bool(buffer.get("enable", False))
+        self.log = bool(buffer.get("log", False))
+        self.factor = float(buffer.get("penalty_factor", 1.0))
+        self.buffer = 0
+        if self.enabled:
+            length = buffer.get("len")
+            if not isinstance(length, int) or not 0 < length <= self.max_length:
+                raise RewardError(
+                    f"{key}.len={length}: with enable=True it must be a whole number of tokens from 1 to the longest response "
+                    f"({self.max_length}, from reward.reward_kwargs.max_resp_len or data.max_response_length)."
+                )
+            self.buffer = length
+
+    def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
+        if not self.enabled:
+            return score, extra
+        excess = length - (self.max_length - self.buffer)
+        penalty = min(-excess / self.buffer * self.factor, 0.0)
+        if self.log:
+            extra = {**extra, "overlong_reward": penalty, "overlong": penalty < 0}
+        return score + penalty, extra
+
+
+def response_lengths(batch: DataProto) -> torch.Tensor:
+    """Tokens of each response up to its end, int64 ``[B]``."""
+    width = batch.batch["responses"].shape[-1]
+    if "attention_mask" in batch.batch.keys():  # noqa: SIM118 (a TensorDict is no mapping: `in` asks for something else)
+        return (
+            batch.batch["attention_mask"][:, -width:].sum(dim=-1)
+            if width
+            else torch.zeros(len(batch), dtype=torch.int64)
+        )
+    return batch.batch["response_mask"].sum(dim=-1)
+
+
+def check_built_in(samples: list[Sample], key: str) -> None:
+    """Refuse samples that the built-in scorers cannot score.
+
+    Raises:
+        RewardError: an unknown data source or no ground truth.
+    """
+    from hybridrl.reward.score import check_data_source
+
+    for source in {sample.data_source if isinstance(sample.data_source, str) else None for sample in samples}:
+        check_data_source(source, key)
+    for sample in samples:
+        if sample.ground_truth is None:
+            raise RewardError(missing_ground_truth(sample.data_source))
+
+
+def missing_ground_truth(data_source: Any) -> str:
+    """The message for a row that has no reference answer."""
+    return (
+        f"no ground truth for data source {data_source!r}: the column 'reward_model' must hold "
+        '{"style": "rule", "ground_truth": ANSWER}. Add it, or score with a function of your own that needs none '
+        "(reward.custom_reward_function.path)."
+    )
+
+
+def describe(batch: DataProto, samples: list[Sample], number: int) -> str:
+    """A sample's name in messages: its place, data source, uid and the beginning of its prompt."""
+    columns = batch.non_tensor_batch
+    parts = [f"data source {samples[number].data_source!r}"]
+    if "uid" in columns:
+        parts.append(f"uid {columns['uid'][number]!r}")
+    prompt = ""
+    if "raw_prompt" in columns:
+        prompt = str(columns["raw_prompt"][number][-1].get("content"))
+    if prompt:
+        parts.append(f"prompt {prompt[:80]!r}{'...' if len(prompt) > 80 else ''}")
+    return f"sample {number} ({', '.join(parts)})"
+
+
+def _metrics(outcomes: list[Outcome], seconds: float) -> dict[str, float]:
+    each = [outcome.seconds for outcome in outcomes] or [0.0]
+    return {
+        "reward/timeouts": float(sum(outcome.timed_out for outcome in outcomes)),
+        "reward/seconds/mean": sum(each) / len(each),
+        "reward/seconds/max": max(each),
+        "reward/seconds/all": seconds,
+    }

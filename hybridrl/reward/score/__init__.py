@@ -1,0 +1,111 @@
+"""Built-in scorers, chosen by a sample's ``data_source``.
+
+Each scorer is a module with ``compute_score(solution_str, ground_truth, ...)``, imported when first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hybridrl.reward.errors import RewardError
+
+# data source -> module of this package. A name that ends in * stands for every source that begins so.
+SCORERS: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "hybridrl/sort": "exact",
+    "lighteval/MATH": "math_reward",
+    "DigitalLearningGmbH/MATH-lighteval": "math_reward",
+    "HuggingFaceH4/MATH-500": "math_reward",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "aime*": "math_dapo",
+    "numina_aops_forum": "prime_math",
+    "numina_synthetic_math": "prime_math",
+    "numina_amc_aime": "prime_math",
+    "numina_synthetic_amc": "prime_math",
+    "numina_cn_k12": "prime_math",
+    "numina_olympiads": "prime_math",
+    "hiyouga/geometry3k": "geo3k",
+}
+
+# data source -> what it would need. The table of what is known and not supported yet.
+NOT_YET: dict[str, str] = {
+    "codecontests": "running the answer's program in a sandbox",
+    "apps": "running the answer's program in a sandbox",
+    "codeforces": "running the answer's program in a sandbox",
+    "taco": "running the answer's program in a sandbox",
+    "searchR1_*": "multi-turn generation with a search tool",
+}
+
+
+def find(table: dict[str, str], data_source: str) -> str | None:
+    """The entry of a data source, wildcards included."""
+    if data_source in table:
+        return table[data_source]
+    for name, value in table.items():
+        if name.endswith("*") and data_source.startswith(name[:-1]):
+            return value
+    return None
+
+
+def check_data_source(data_source: Any, column: str = "data_source") -> None:
+    """Refuse a data source that has no built-in scorer.
+
+    Args:
+        data_source: the value in the data.
+        column: the column that holds it (``data.reward_fn_key``).
+
+    Raises:
+        RewardError: lists the known ones and says how to bring one's own.
+    """
+    if isinstance(data_source, str) and find(SCORERS, data_source) is not None:
+        return
+    own = (
+        "To score with a function of your own, set reward.custom_reward_function.path=FILE.py, where FILE.py defines "
+        "compute_score(data_source, solution_str, ground_truth, extra_info) and returns a number."
+    )
+    needs = find(NOT_YET, data_source) if isinstance(data_source, str) else None
+    if needs is not None:
+        raise RewardError(f"data source {data_source!r} is known but not yet supported: it needs {needs}. {own}")
+    found = "no data source" if data_source in (None, "") else f"unknown data source {data_source!r}"
+    raise RewardError(f"{found} in column {column!r}. Built-in scorers exist for: {', '.join(SCORERS)}. {own}")
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> float | dict[str, Any]:
+    """Score one response by its data source.
+
+    Args:
+        data_source: chooses the scorer; see ``SCORERS``.
+        solution_str: the response as text.
+        ground_truth: the reference answer.
+        extra_info: the row's further information; the built-in scorers need none.
+        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: settings of a code sandbox, which no scorer here
+            uses; must be None.
+        kwargs: further arguments of the scorer, such as ``method="flexible"`` of gsm8k
+            (``reward.custom_reward_function.reward_kwargs``).
+
+    Returns:
+        A number, or a dict with ``score`` and what else the scorer found out (``acc``, ``pred``).
+
+    Raises:
+        RewardError: the data source is unknown or not supported yet.
+    """
+    if sandbox_fusion_url is not None or concurrent_semaphore is not None or memory_limit_mb is not None:
+        raise RewardError(
+            "sandbox_fusion_url, concurrent_semaphore and memory_limit_mb: no code sandbox is supported yet."
+        )
+    check_data_source(data_source)
+    module = importlib.import_module(f"{__name__}.{find(SCORERS, data_source)}")
+    result = module.compute_score(solution_str, ground_truth, **kwargs)
+    return result if isinstance(result, dict) else float(result)
