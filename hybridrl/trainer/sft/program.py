@@ -1,7 +1,7 @@
 """The supervised program, from a configuration to the last step.
 
-Tokenizer and data are read and checked while Ray and the worker processes start in a thread beside it; no model is loaded
-before they are well.
+Tokenizer and data are read and checked while Ray and the worker processes start in a thread beside it; no model is
+loaded before they are well.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +39,7 @@ def start_workers(config: SFTTrainerConfig) -> RayWorkerGroup:
     """Ray and the worker processes; they hold no model yet."""
     placement, trainer = config.placement, config.trainer
     pool = placement.roles[ROLE]
-    manager = ResourcePoolManager(
-        resource_pool_spec={pool: list(placement.pools[pool])}, mapping={ROLE: pool}
-    )
+    manager = ResourcePoolManager(resource_pool_spec={pool: list(placement.pools[pool])}, mapping={ROLE: pool})
     init_ray(config.ray_kwargs.ray_init, manager.resource_pool_spec)
     manager.create_resource_pool()
     return RayWorkerGroup(

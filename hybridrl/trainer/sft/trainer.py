@@ -121,7 +121,8 @@ class SFTTrainer:
 def as_responses(batch: DataProto) -> DataProto:
     """Conversations as an engine takes them: every token but the first is a response to the ones before it.
 
-    `loss_mask` [B, S] becomes `response_mask` [B, S - 1]. The first token of a sequence has nothing before it and is never learnt.
+    `loss_mask` [B, S] becomes `response_mask` [B, S - 1]. The first token of a sequence has nothing before it and is
+    never learnt.
     """
     mask = batch.batch["loss_mask"][:, 1:].contiguous()
     kept = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}

@@ -1,0 +1,80 @@
+"""The wheel: built, installed into an environment of its own, and run far from the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, text=True, capture_output=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    built = run(*pip, "--wheel-dir", folder, repository, cwd=folder)
+    assert built.returncode == 0, built.stderr
+    (found,) = folder.glob("hybridrl-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has the wheel installed and finds the dependencies where these tests have them."""
+    folder = tmp_path_factory.mktemp("installed") / "env"
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    installing = run(
+        sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", "--no-deps", wheel, cwd=folder
+    )
+    assert installing.returncode == 0, installing.stderr
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return python
+
+
+def test_wheel_holds_package_and_configs_but_no_tests(wheel: Path, repository: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for file in (repository / "hybridrl").rglob("*.py"):
+        assert str(file.relative_to(repository)) in names
+    shipped = {name for name in names if name.startswith("hybridrl/_configs/")}
+    configs = repository / "configs"
+    assert shipped == {
+        f"hybridrl/_configs/{file.relative_to(configs)}" for file in configs.rglob("*") if file.is_file()
+    }
+    assert not [name for name in names if not name.startswith(("hybridrl/", "hybridrl-"))]
+
+
+@pytest.mark.parametrize(("program", "root"), [("main_ppo", "actor_rollout_ref"), ("main_sft", "optim")])
+def test_installed_program_composes_its_configuration_anywhere(
+    installed_python: Path, tmp_path: Path, program: str, root: str
+) -> None:
+    where = run(installed_python, "-c", "import hybridrl; print(hybridrl.__file__)", cwd=tmp_path)
+    assert Path(where.stdout.strip()).is_relative_to(installed_python.parents[1]), where.stdout + where.stderr
+
+    printed = run(
+        installed_python, "-m", f"hybridrl.trainer.{program}", "--cfg", "job", "trainer.total_epochs=7", cwd=tmp_path
+    )
+    assert printed.returncode == 0, printed.stdout + printed.stderr
+    lines = printed.stdout.splitlines()
+    assert f"{root}:" in lines
+    assert "  total_epochs: 7" in lines
+    assert not list(tmp_path.iterdir()), "printing the configuration leaves files behind"
+
+
+def test_version_of_the_wheel_is_that_of_the_package(wheel: Path) -> None:
+    import hybridrl
+
+    assert wheel.name.startswith(f"hybridrl-{hybridrl.__version__}-")
