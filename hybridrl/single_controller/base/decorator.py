@@ -1,0 +1,481 @@
+"""How a worker method's inputs are split over a group and its outputs come back: `register`, `Dispatch`, `Execute`.
+
+A *dispatch mode* is a pair of functions:
+
+    dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs)    every argument a list with one entry a rank
+    collect_fn(worker_group, output) -> result                      `output`: the ranks' return values in rank order;
+                                                                    of a call on rank 0 alone, its value
+
+`collect_fn` of a call that does not block gets a `PendingOutputs`, a list of references, in place of the values. A rank's argument that is
+the same object as another rank's is sent once.
+
+| mode | dispatch | collect |
+|---|---|---|
+| RANK_ZERO | arguments as they are, to rank 0 alone | rank 0's value |
+| ONE_TO_ALL | the same to every rank | list of all values |
+| ALL_TO_ALL | nothing done: lists of world_size entries are taken as one a rank, anything else goes to every rank | list of all values |
+| DP_COMPUTE | the caller's lists, one entry a rank | list of all values |
+| DP_COMPUTE_PROTO | `DataProto` rows split over all ranks, uneven batches padded | shards concatenated, unpadded |
+| DP_COMPUTE_PROTO_WITH_FUNC | likewise, but the first argument, a function, goes to every rank | likewise |
+| DP_COMPUTE_METRIC | like DP_COMPUTE_PROTO | list of all values |
+| make_nd_compute_dataproto_dispatch_fn(mesh) | rows split over the data-parallel axis of a named mesh | from one rank a data-parallel group |
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.single_controller.base.padding import CollectUnpadded, Padding, pad_to_divisor, unpad_output
+
+# Carries how a method was registered, on the function itself.
+MAGIC_ATTR = "_hybridrl_registered"
+# A dispatch function that padded says so under this key; the call takes it out again before anything is sent.
+PADDING_KEY = "_hybridrl_padding"
+
+DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+CollectFn = Callable[[Any, Any], Any]
+
+
+class _Mode:
+    """One member of `Dispatch` or `Execute`: compared by identity, pickled by name."""
+
+    def __init__(self, family: str, name: str, value: int) -> None:
+        self.family = family
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<{self.family}.{self.name}: {self.value}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_mode, (self.family, self.name)
+
+
+class _Modes(type):
+    """Metaclass of an enumeration that users may extend at run time."""
+
+    _members: dict[str, _Mode]
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        cls._members = {}
+
+    def register(cls, name: str) -> _Mode:
+        """Add a member named ``name`` (made upper case)."""
+        name = name.upper()
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} cannot be a {cls.__name__} name: letters, digits and underscores only")
+        if name in cls._members:
+            raise ValueError(f"{cls.__name__}.{name} exists already")
+        cls._members[name] = _Mode(cls.__name__, name, len(cls._members))
+        return cls._members[name]
+
+    def __getattr__(cls, name: str) -> _Mode:
+        try:
+            return cls._members[name]
+        except KeyError:
+            known = ", ".join(cls._members)
+            raise AttributeError(f"{cls.__name__} has no member {name!r}; there are {known}") from None
+
+    def __getitem__(cls, name: str) -> _Mode:
+        try:
+            return cls._members[name.upper()]
+        except KeyError:
+            raise KeyError(f"{cls.__name__} has no member {name!r}; there are {', '.join(cls._members)}") from None
+
+    def __iter__(cls) -> Iterator[_Mode]:
+        return iter(cls._members.values())
+
+    def __len__(cls) -> int:
+        return len(cls._members)
+
+    def __contains__(cls, item: object) -> bool:
+        return any(member is item for member in cls._members.values()) or item in cls._members
+
+    def names(cls) -> list[str]:
+        """Names of all members."""
+        return list(cls._members)
+
+
+class Dispatch(metaclass=_Modes):
+    """How arguments are split over a worker group and its outputs collected; see the module's table."""
+
+
+class Execute(metaclass=_Modes):
+    """Which ranks run the method: ALL, or RANK_ZERO alone."""
+
+
+def _restore_mode(family: str, name: str) -> _Mode:
+    # A worker may meet a mode that only the controller registered; there the name is all that is needed.
+    modes: _Modes = {"Dispatch": Dispatch, "Execute": Execute}[family]
+    return modes[name] if name in modes.names() else modes.register(name)
+
+
+Execute.register("ALL")
+Execute.register("RANK_ZERO")
+
+
+class PendingOutputs(list[Any]):
+    """References to the outputs of a call that may still be running, in rank order.
+
+    ``collect_fn`` sees it in place of the list of values. What the references are is the back end's affair.
+    """
+
+    def select(self, indices: Sequence[int]) -> PendingOutputs:
+        """The outputs of some of the ranks."""
+        raise NotImplementedError
+
+    def concat(self) -> DataProtoFuture:
+        """The outputs, each a `DataProto`, as one future `DataProto`."""
+        raise NotImplementedError
+
+    def get(self) -> list[Any]:
+        """Wait for the values."""
+        raise NotImplementedError
+
+
+# --- dispatch and collect functions ---------------------------------------------------------------------------------------
+
+
+def _to_all(worker_group: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    count = worker_group.world_size
+    return tuple([arg] * count for arg in args), {name: [arg] * count for name, arg in kwargs.items()}
+
+
+def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Every rank gets the same arguments."""
+    return _to_all(worker_group, args, kwargs)
+
+
+def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as they are."""
+    return args, kwargs
+
+
+def collect_all_to_all(worker_group: Any, output: Any) -> Any:
+    """Outputs as they are: a list in rank order."""
+    return output
+
+
+def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The caller already split the arguments: each is a list or tuple with one entry a rank."""
+    _check_lists(worker_group.world_size, "rank", args, kwargs)
+    return args, kwargs
+
+
+def collect_dp_compute(worker_group: Any, output: Any) -> Any:
+    """A list with one output a rank."""
+    return output
+
+
+def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rows of every `DataProto` (or future one) split evenly over all ranks; uneven batches are padded (see `padding`)."""
+    return _split(worker_group.world_size, args, kwargs)
+
+
+def dispatch_dp_compute_data_proto_with_func(
+    worker_group: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first argument is a function for every rank, the others are split like those of DP_COMPUTE_PROTO."""
+    if not args or not callable(args[0]):
+        raise TypeError("DP_COMPUTE_PROTO_WITH_FUNC takes a function as its first argument")
+    split_args, split_kwargs = _split(worker_group.world_size, args[1:], kwargs)
+    return ([args[0]] * worker_group.world_size, *split_args), split_kwargs
+
+
+def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> DataProto | DataProtoFuture:
+    """The ranks' `DataProto` outputs concatenated in rank order."""
+    if isinstance(output, PendingOutputs):
+        return output.concat()
+    for rank, shard in enumerate(output):
+        if not isinstance(shard, DataProto):
+            raise TypeError(
+                f"a method collected as DataProto returned {type(shard).__name__} on rank {rank}; return a DataProto there, or "
+                "register the method with a mode that collects a list, e.g. Dispatch.DP_COMPUTE_METRIC"
+            )
+    return DataProto.concat(output)
+
+
+def dispatch_nd_compute(
+    dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Entry d of each list goes to every rank whose data-parallel rank is d.
+
+    Args:
+        dp_rank_mapping: the data-parallel rank of each rank.
+        dp_size: entries in each list.
+    """
+    _check_lists(dp_size, "data-parallel rank", args, kwargs)
+    return (
+        tuple([arg[dp_rank] for dp_rank in dp_rank_mapping] for arg in args),
+        {name: [arg[dp_rank] for dp_rank in dp_rank_mapping] for name, arg in kwargs.items()},
+    )
+
+
+def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
+    """Outputs of the ranks whose entry in ``collect_mask`` is true, in rank order."""
+    ranks = [rank for rank, collected in enumerate(collect_mask) if collected]
+    return output.select(ranks) if isinstance(output, PendingOutputs) else [output[rank] for rank in ranks]
+
+
+def dispatch_nd_compute_dataproto(
+    dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rows split over data-parallel ranks; ranks of one data-parallel group read the same shard."""
+    split_args, split_kwargs = _split(dp_size, args, kwargs)
+    padding = split_kwargs.pop(PADDING_KEY, None)
+    split_args, split_kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *split_args, **split_kwargs)
+    if padding is not None:
+        split_kwargs[PADDING_KEY] = padding
+    return split_args, split_kwargs
+
+
+def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> DataProto | DataProtoFuture:
+    """`DataProto` outputs of the collecting ranks, concatenated in rank order."""
+    return collect_dp_compute_data_proto(worker_group, collect_nd_compute(collect_mask, worker_group, output))
+
+
+class _Mesh:
+    """Dispatch and collect over the mesh that the workers registered under ``name`` (`Worker.set_dispatch_collect`).
+
+    The group asks its workers once, at the first call, and remembers.
+    """
+
+    def __init__(self, name: str, as_data_proto: bool) -> None:
+        self.name = name
+        self.as_data_proto = as_data_proto
+
+    def dispatch(self, worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dp_ranks, _ = worker_group.mesh_info(self.name)
+        split = dispatch_nd_compute_dataproto if self.as_data_proto else dispatch_nd_compute
+        return split(dp_ranks, max(dp_ranks) + 1, worker_group, *args, **kwargs)
+
+    def collect(self, worker_group: Any, output: Any) -> Any:
+        _, ranks = worker_group.mesh_info(self.name)
+        chosen = output.select(ranks) if isinstance(output, PendingOutputs) else [output[rank] for rank in ranks]
+        return collect_dp_compute_data_proto(worker_group, chosen) if self.as_data_proto else chosen
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+    """A dispatch mode over the named n-dimensional mesh: rows are split over its data-parallel axis, every rank of a
+    data-parallel group gets the same rows, and one rank of each group is collected from, in the order of the data-parallel ranks."""
+    mesh = _Mesh(mesh_name, as_data_proto=True)
+    return {"dispatch_fn": mesh.dispatch, "collect_fn": mesh.collect}
+
+
+def make_nd_compute_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+    """Like `make_nd_compute_dataproto_dispatch_fn` for lists with one entry a data-parallel rank; outputs come as such a list."""
+    mesh = _Mesh(mesh_name, as_data_proto=False)
+    return {"dispatch_fn": mesh.dispatch, "collect_fn": mesh.collect}
+
+
+def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> list[int]:
+    """Ranks to collect from, in the order of their data-parallel ranks.
+
+    Raises:
+        ValueError: some data-parallel rank is missing, or has no collecting rank or several.
+    """
+    missing = sorted(set(range(max(dp_ranks) + 1)) - set(dp_ranks))
+    if missing or min(dp_ranks) < 0:
+        raise ValueError(f"mesh {mesh_name!r}: the workers registered data-parallel ranks {list(dp_ranks)}; expected 0..n without gaps")
+    chosen: dict[int, int] = {}
+    for rank, (dp_rank, collected) in enumerate(zip(dp_ranks, collects, strict=True)):
+        if not collected:
+            continue
+        if dp_rank in chosen:
+            raise ValueError(
+                f"mesh {mesh_name!r}: ranks {chosen[dp_rank]} and {rank} both collect for data-parallel rank {dp_rank}; its rows "
+                "would come back twice. Set is_collect on one rank of each data-parallel group"
+            )
+        chosen[dp_rank] = rank
+    silent = sorted(set(dp_ranks) - set(chosen))
+    if silent:
+        raise ValueError(f"mesh {mesh_name!r}: nobody collects for data-parallel ranks {silent}; their rows would be lost")
+    return [chosen[dp_rank] for dp_rank in range(len(chosen))]
+
+
+def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split every argument's rows into ``chunks``; a padded batch leaves its `Padding` under `PADDING_KEY`."""
+    padding: Padding | None = None
+    rows: int | None = None
+
+    def shards(name: object, arg: Any) -> list[Any]:
+        nonlocal padding, rows
+        if isinstance(arg, DataProto):
+            if rows is not None and len(arg) != rows:
+                raise ValueError(f"argument {name} has {len(arg)} rows and an earlier one {rows}; all must have the same rows")
+            rows = len(arg)
+            arg, added = pad_to_divisor(arg, chunks)
+            padding = added or padding
+            return arg.chunk(chunks)
+        if isinstance(arg, DataProtoFuture):
+            return _future_shards(arg, chunks)
+        if isinstance(arg, TensorDict):
+            if arg.shape[0] % chunks:
+                raise ValueError(
+                    f"argument {name} is a TensorDict of {arg.shape[0]} rows, not divisible by {chunks} ranks; only a DataProto is padded"
+                )
+            return list(arg.chunk(chunks))
+        raise TypeError(
+            f"argument {name} is a {type(arg).__name__}; this dispatch mode splits rows and takes DataProto, DataProtoFuture or TensorDict. "
+            "Put settings into the batch's meta_info"
+        )
+
+    split_args = tuple(shards(index, arg) for index, arg in enumerate(args))
+    split_kwargs: dict[str, Any] = {name: shards(repr(name), arg) for name, arg in kwargs.items()}
+    if padding is not None:
+        split_kwargs[PADDING_KEY] = padding
+    return split_args, split_kwargs
+
+
+def _future_shards(future: DataProtoFuture, chunks: int) -> list[Any]:
+    # As many shards as consumers: each consumer reads the one shard it needs, straight from the worker that made it.
+    plain = future.dispatch_fn is None and not isinstance(future.collect_fn, CollectUnpadded)
+    if plain and len(future.futures) == chunks:
+        return [DataProtoFuture(future.collect_fn, [shard]) for shard in future.futures]
+    return future.chunk(chunks)
+
+
+def _check_lists(count: int, unit: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    for name, arg in [*enumerate(args), *kwargs.items()]:
+        if not isinstance(arg, list | tuple) or len(arg) != count:
+            found = f"{len(arg)} entries" if isinstance(arg, list | tuple) else f"a {type(arg).__name__}"
+            raise ValueError(f"argument {name!r} must be a list with one entry for each of the {count} {unit}s; got {found}")
+
+
+def finish_output(output: Any, padding: Padding | None) -> Any:
+    """Take what padding added from a collected output, at once or when a future one is fetched."""
+    if padding is None:
+        return output
+    if isinstance(output, DataProtoFuture):
+        output.collect_fn = CollectUnpadded(output.collect_fn, padding)
+        return output
+    return unpad_output(output, padding)
+
+
+# --- registry -------------------------------------------------------------------------------------------------------------
+
+_DISPATCH_FNS: dict[_Mode, dict[str, Callable[..., Any]]] = {}
+_EXECUTE_FNS: dict[_Mode, dict[str, str]] = {
+    Execute.ALL: {"execute_fn_name": "execute_all"},
+    Execute.RANK_ZERO: {"execute_fn_name": "execute_rank_zero"},
+}
+
+
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> _Mode:
+    """Add a dispatch mode of one's own as ``Dispatch.<NAME>`` and return it.
+
+    Raises:
+        ValueError: the name is taken (use `update_dispatch_mode` to replace its functions).
+    """
+    _check_functions(dispatch_fn, collect_fn)
+    mode = Dispatch.register(dispatch_mode_name)
+    _DISPATCH_FNS[mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    return mode
+
+
+def update_dispatch_mode(dispatch_mode: _Mode, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
+    """Replace the two functions of an existing mode; groups made from now on use the new ones."""
+    _check_mode(dispatch_mode)
+    _check_functions(dispatch_fn, collect_fn)
+    _DISPATCH_FNS[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+def get_predefined_dispatch_fn(dispatch_mode: _Mode) -> dict[str, Callable[..., Any]]:
+    """The mode's ``{"dispatch_fn": ..., "collect_fn": ...}``."""
+    _check_mode(dispatch_mode)
+    if dispatch_mode not in _DISPATCH_FNS:
+        raise ValueError(f"{dispatch_mode!r} has no functions in this process; call register_dispatch_mode here, too")
+    return _DISPATCH_FNS[dispatch_mode]
+
+
+def get_predefined_execute_fn(execute_mode: _Mode) -> dict[str, str]:
+    """``{"execute_fn_name": ...}``: the worker group's method that runs a call of this mode."""
+    return _EXECUTE_FNS[execute_mode]
+
+
+def _check_mode(mode: Any) -> None:
+    if not isinstance(mode, _Mode) or mode.family != "Dispatch":
+        raise ValueError(f"dispatch_mode is {mode!r}; allowed are {', '.join(Dispatch.names())}, or a dict of dispatch_fn and collect_fn")
+
+
+def _check_functions(dispatch_fn: Any, collect_fn: Any) -> None:
+    for name, function in (("dispatch_fn", dispatch_fn), ("collect_fn", collect_fn)):
+        if not callable(function):
+            raise TypeError(f"{name} is {function!r}, which cannot be called")
+
+
+for _name, _dispatch_fn, _collect_fn in (
+    ("RANK_ZERO", dispatch_one_to_all, collect_all_to_all),
+    ("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all),
+    ("ALL_TO_ALL", dispatch_all_to_all, collect_all_to_all),
+    ("DP_COMPUTE", dispatch_dp_compute, collect_dp_compute),
+    ("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+    ("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
+    ("DP_COMPUTE_METRIC", dispatch_dp_compute_data_proto, collect_dp_compute),
+):
+    register_dispatch_mode(_name, _dispatch_fn, _collect_fn)
+
+
+def register(
+    dispatch_mode: Any = Dispatch.ALL_TO_ALL,
+    execute_mode: Any = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a worker method callable on the whole worker group.
+
+    Args:
+        dispatch_mode: a `Dispatch` member, or a dict with ``dispatch_fn`` and ``collect_fn`` (see the module's docstring).
+        execute_mode: `Execute.ALL`, or `Execute.RANK_ZERO` to run on rank 0 alone.
+        blocking: whether the group's method waits for the outputs; otherwise it returns at once with a `DataProtoFuture`, or with a
+            `PendingOutputs` where the mode collects a list. Both have ``get()``.
+        materialize_futures: whether a `DataProtoFuture` argument is fetched in the worker before the method runs.
+    """
+    if isinstance(dispatch_mode, dict):
+        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
+        if missing:
+            raise ValueError(f"dispatch_mode lacks {', '.join(sorted(missing))}")
+        _check_functions(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
+    else:
+        _check_mode(dispatch_mode)
+    if not isinstance(execute_mode, _Mode) or execute_mode not in _EXECUTE_FNS:
+        raise ValueError(f"execute_mode is {execute_mode!r}; allowed are {', '.join(map(repr, Execute))}")
+    if dispatch_mode is Dispatch.RANK_ZERO:
+        execute_mode = Execute.RANK_ZERO
+    attributes = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
+
+    def decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(func):
+
+            @functools.wraps(func)
+            async def method(*args: Any, **kwargs: Any) -> Any:
+                if materialize_futures:
+                    args, kwargs = _materialize(args, kwargs)
+                return await func(*args, **kwargs)
+
+        else:
+
+            @functools.wraps(func)
+            def method(*args: Any, **kwargs: Any) -> Any:
+                if materialize_futures:
+                    args, kwargs = _materialize(args, kwargs)
+                return func(*args, **kwargs)
+
+        setattr(method, MAGIC_ATTR, attributes)
+        return method
+
+    return decorator
+
+
+def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (
+        tuple(arg.get() if isinstance(arg, DataProtoFuture) else arg for arg in args),
+        {name: arg.get() if isinstance(arg, DataProtoFuture) else arg for name, arg in kwargs.items()},
+    )

@@ -1,0 +1,184 @@
+"""What can go wrong in a worker group, as exceptions that say who, where and what to do."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+from hybridrl.utils.errors import UserError
+
+
+class PlacementError(UserError):
+    """The processes that were asked for do not fit on the devices that are there."""
+
+
+class WorkerError(Exception):
+    """A worker method failed on some rank, or a worker died; the message holds the worker's own traceback.
+
+    Attributes:
+        role: the name of the worker group, e.g. ``"actor"``.
+        rank: the rank that failed first.
+        method: the worker method that was running; ``"__init__"`` while the worker was being built.
+        node: address of the worker's node.
+        pid: the worker's process id on that node.
+        remote_traceback: the traceback text of the worker's exception; empty when the process died without one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str = "",
+        rank: int = -1,
+        method: str = "",
+        node: str = "",
+        pid: int = 0,
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+        self.method = method
+        self.node = node
+        self.pid = pid
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args[0], {**self.__dict__})
+
+
+class WorkerUserError(WorkerError, UserError):
+    """A worker refused something that the user can mend: the worker's message, without a traceback."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker's process ended: killed, out of memory, or crashed."""
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """Some ranks did not answer in time; ``missing`` lists them."""
+
+    missing: tuple[int, ...] = ()
+
+
+class RemoteFailure(Exception):
+    """An exception on its way from a worker to the controller, with the place where it happened.
+
+    It holds plain text and a pickled copy of the original, so it arrives even if the original cannot be unpickled there.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        world_size: int,
+        node: str,
+        pid: int,
+        method: str,
+        summary: str,
+        traceback_text: str,
+        pickled: bytes | None,
+        is_user_error: bool,
+    ) -> None:
+        super().__init__(role, rank, world_size, node, pid, method, summary, traceback_text, pickled, is_user_error)
+        self.role = role
+        self.rank = rank
+        self.world_size = world_size
+        self.node = node
+        self.pid = pid
+        self.method = method
+        self.summary = summary
+        self.traceback_text = traceback_text
+        self.pickled = pickled
+        self.is_user_error = is_user_error
+
+    @classmethod
+    def capture(
+        cls, error: BaseException, role: str, rank: int, world_size: int, node: str, pid: int, method: str
+    ) -> RemoteFailure:
+        """Wrap the exception that is being handled in a worker."""
+        text = "".join(traceback.format_exception(error))
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        is_user_error = isinstance(error, UserError)
+        if is_user_error:
+            summary = str(error)
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # any class may refuse to be pickled; its text travels instead
+            pickled = None
+        return cls(role, rank, world_size, node, pid, method, summary, text, pickled, is_user_error)
+
+    def original(self) -> BaseException | None:
+        """The worker's exception object, or None if its class cannot be rebuilt in this process."""
+        if self.pickled is None:
+            return None
+        try:
+            error = pickle.loads(self.pickled)
+        except Exception:  # e.g. its module cannot be imported here; the text is at hand
+            return None
+        return error if isinstance(error, BaseException) else None
+
+    @property
+    def place(self) -> str:
+        """Who failed and where, for a message."""
+        return f"{self.role} rank {self.rank} of {self.world_size} in {self.method} (node {self.node}, pid {self.pid})"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.summary}\n{self.traceback_text}"
+
+    def to_error(self, notes: str = "") -> WorkerError:
+        """The exception for the user; ``notes`` go to the end of its message."""
+        fields: dict[str, Any] = {
+            "role": self.role,
+            "rank": self.rank,
+            "method": self.method,
+            "node": self.node,
+            "pid": self.pid,
+            "remote_traceback": self.traceback_text,
+        }
+        notes = f"\n{notes}" if notes else ""
+        if self.is_user_error:
+            return WorkerUserError(f"{self.summary}\n(reported by {self.place}){notes}", **fields)
+        return WorkerError(
+            f"{self.place} failed: {self.summary}\n\nTraceback on that worker:\n{self.traceback_text.rstrip()}{notes}", **fields
+        )
+
+
+def _rebuild(cls: type[WorkerError], message: str, fields: dict[str, Any]) -> WorkerError:
+    error = cls(message)
+    error.__dict__.update(fields)
+    return error
+
+
+# Texts of errors that a rank reports because a peer is gone: symptoms, never causes.
+_COLLECTIVE_MARKS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket timeout",
+    "gloo",
+    "nccl",
+    "processgroup",
+    "process group",
+    "connectfullmesh",
+    "watchdog",
+    "timed out waiting",
+    "tcpstore",
+    "store->get",
+    "distbackenderror",
+    "diststoreerror",
+    "distnetworkerror",
+    "heartbeat",
+)
+
+
+def is_collective_error(summary: str) -> bool:
+    """Whether the text is that of a collective which failed because of another rank.
+
+    Judged by the text of the error's last line: the exception types of ``torch.distributed`` are plain RuntimeErrors as often as not.
+    """
+    lowered = summary.lower()
+    is_runtime = "error" in lowered.split(":", 1)[0]
+    return is_runtime and any(mark in lowered for mark in _COLLECTIVE_MARKS)

@@ -1,0 +1,116 @@
+"""Splitting a batch over data-parallel ranks, also when its rows do not divide evenly.
+
+An uneven batch is filled up with copies of its own rows, at its end, to the next multiple of the number of shards. A copy must never count
+twice, so a padded batch tells its rows apart:
+
+* ``batch["is_padding"]`` ([B] bool) is there when, and only when, rows were added; it is true on them. It moves with its row through
+  slicing, selecting and micro-batching. A batch without tensors carries it in ``non_tensor_batch``.
+* ``response_mask`` and ``loss_mask``, where present, are zero on added rows: every sum over tokens that uses its mask is right without
+  further care. ``attention_mask`` stays as it is, because a model needs a row with at least one token.
+
+Methods that count rows use `real_rows`. After the call the added rows are cut off again from an output that has a row for each
+input row (or a fixed number of rows for each); an output without rows, such as metrics, stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hybridrl.protocol import DataProto, pad_dataproto_to_divisor
+
+IS_PADDING = "is_padding"
+_MASKS = ("response_mask", "loss_mask")
+
+
+class Padding(NamedTuple):
+    """How a batch was filled up: ``rows`` after padding, of which the last ``added`` are copies."""
+
+    rows: int
+    added: int
+
+
+def pad_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, Padding | None]:
+    """``data`` with marked copies at its end so that ``divisor`` divides its rows; ``data`` itself when it does already.
+
+    Raises:
+        ValueError: the batch has no rows.
+    """
+    rows = len(data)
+    if rows == 0:
+        raise ValueError(f"a batch without rows cannot be split over {divisor} ranks")
+    if rows % divisor == 0:
+        return data, None
+    padded, added = pad_dataproto_to_divisor(data, divisor)
+    padding = Padding(rows + added, added)
+    # pad_dataproto_to_divisor built new containers; only entries that change are replaced
+    flags = torch.zeros(padding.rows, dtype=torch.bool)
+    flags[rows:] = True
+    if padded.batch is None:
+        padded.non_tensor_batch[IS_PADDING] = flags.numpy().astype(object)
+        return padded, padding
+    padded.batch[IS_PADDING] = flags
+    for name in _MASKS:
+        mask = padded.batch.get(name, None)
+        if mask is not None:
+            mask = mask.clone()
+            mask[rows:] = 0
+            padded.batch[name] = mask
+    return padded, padding
+
+
+def padding_mask(data: DataProto) -> torch.Tensor | None:
+    """[B] bool, true on rows that were added; None when no row was."""
+    if data.batch is not None and IS_PADDING in data.batch.keys():
+        return data.batch[IS_PADDING]
+    if IS_PADDING in data.non_tensor_batch:
+        return torch.from_numpy(np.asarray(data.non_tensor_batch[IS_PADDING], dtype=bool))
+    return None
+
+
+def real_rows(data: DataProto) -> int:
+    """Rows of ``data`` that are not padding."""
+    mask = padding_mask(data)
+    return len(data) if mask is None else int((~mask).sum())
+
+
+def drop_marker(data: DataProto) -> DataProto:
+    """Remove the padding marker from a batch that echoes its input."""
+    if data.batch is not None and IS_PADDING in data.batch.keys():
+        data.batch = data.batch.exclude(IS_PADDING)
+    data.non_tensor_batch.pop(IS_PADDING, None)
+    return data
+
+
+def unpad_output(output: Any, padding: Padding) -> Any:
+    """Cut the rows that belong to padding from a collected output.
+
+    Raises:
+        ValueError: the output's rows neither carry the marker nor are a multiple of the input's, so the copies cannot be found.
+    """
+    if not isinstance(output, DataProto) or len(output) == 0:
+        return output
+    mask = padding_mask(output)
+    if mask is not None:
+        return drop_marker(output.select_idxs(torch.nonzero(~mask).flatten()))
+    per_row, rest = divmod(len(output), padding.rows)
+    if rest:
+        raise ValueError(
+            f"the batch of {padding.rows - padding.added} rows was filled up to {padding.rows} so that the ranks get equal shards, and "
+            f"the method returned {len(output)} rows, which is no multiple of that: the added rows cannot be told apart. Return "
+            f"one row for each input row, or keep the field {IS_PADDING!r} of the input in the output"
+        )
+    return output.slice(0, len(output) - padding.added * per_row)
+
+
+class CollectUnpadded:
+    """Collects shards and then cuts the padding; picklable, so that a future can travel to a worker."""
+
+    def __init__(self, collect_fn: Any, padding: Padding) -> None:
+        self.collect_fn = collect_fn
+        self.padding = padding
+
+    def __call__(self, shards: list[Any]) -> Any:
+        return unpad_output(self.collect_fn(shards), self.padding)

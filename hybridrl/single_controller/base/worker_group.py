@@ -1,0 +1,201 @@
+"""Groups of workers as the controller sees them, whatever runs the processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hybridrl.single_controller.base.decorator import (
+    MAGIC_ATTR,
+    PADDING_KEY,
+    Execute,
+    collect_order,
+    get_predefined_dispatch_fn,
+    get_predefined_execute_fn,
+)
+
+
+class ResourcePool:
+    """Processes on nodes.
+
+    Args:
+        process_on_nodes: processes on each node, e.g. ``[8, 8]``.
+        max_colocate_count: how many worker groups may share a slot of the pool as processes of their own.
+        n_gpus_per_node: devices of a node, for `add_node`'s check.
+    """
+
+    def __init__(
+        self, process_on_nodes: list[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
+    ) -> None:
+        self._store = list(process_on_nodes or [])
+        bad = [count for count in self._store if not isinstance(count, int) or count < 1]
+        if bad:
+            raise ValueError(f"process_on_nodes is {self._store}; every node needs at least one process, as a whole number")
+        if max_colocate_count < 1:
+            raise ValueError(f"max_colocate_count is {max_colocate_count}; it must be at least 1")
+        self.max_colocate_count = max_colocate_count
+        self.n_gpus_per_node = n_gpus_per_node
+
+    def add_node(self, process_count: int) -> None:
+        """One more node with ``process_count`` processes."""
+        if process_count < 1:
+            raise ValueError(f"process_count is {process_count}; a node needs at least one process")
+        self._store.append(process_count)
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all nodes."""
+        return sum(self._store)
+
+    @property
+    def store(self) -> list[int]:
+        """Processes on each node."""
+        return self._store
+
+    def local_world_size_list(self) -> list[int]:
+        """For each rank, the processes on its node."""
+        return [count for count in self._store for _ in range(count)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each rank, its number on its node."""
+        return [local_rank for count in self._store for local_rank in range(count)]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(process_on_nodes={self._store})"
+
+
+class ClassWithInitArgs:
+    """A class and the arguments to build it with, elsewhere and later."""
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self) -> Any:
+        return self.cls(*self.args, **self.kwargs)
+
+
+class GroupMethod:
+    """A worker method as the group offers it: dispatch, run on the ranks, collect."""
+
+    __slots__ = ("__name__", "__wrapped__", "blocking", "collect_fn", "dispatch_fn", "group", "name", "rank_zero")
+
+    def __init__(self, group: WorkerGroup, method: Callable[..., Any], name: str) -> None:
+        registered = getattr(method, MAGIC_ATTR)
+        mode = registered["dispatch_mode"]
+        functions = mode if isinstance(mode, dict) else get_predefined_dispatch_fn(mode)
+        self.group = group
+        self.name = name
+        self.dispatch_fn = functions["dispatch_fn"]
+        self.collect_fn = functions["collect_fn"]
+        self.blocking = registered["blocking"]
+        self.rank_zero = registered["execute_mode"] is Execute.RANK_ZERO
+        get_predefined_execute_fn(registered["execute_mode"])
+        self.__name__ = name
+        self.__wrapped__ = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.dispatch_fn(self.group, *args, **kwargs)
+        padding = kwargs.pop(PADDING_KEY, None)
+        return self.group.run_method(self, args, kwargs, padding)
+
+    def __repr__(self) -> str:
+        return f"<worker method {self.name} on {self.group!r}>"
+
+
+def registered_methods(cls: type) -> list[str]:
+    """Names of a class's methods that were decorated with `register`."""
+    names = []
+    for name in dir(cls):
+        method = getattr(cls, name, None)
+        if callable(method) and hasattr(method, MAGIC_ATTR):
+            names.append(name)
+    return names
+
+
+class WorkerGroup:
+    """The ranks of one model program, offered to the controller as one object with the workers' registered methods.
+
+    Args:
+        resource_pool: where the workers run; None for a group that attaches to workers which run already.
+    """
+
+    def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
+        self.resource_pool = resource_pool
+        self._is_init_with_detached_workers = resource_pool is None
+        self._workers: list[Any] = []
+        self._mesh_info: dict[str, tuple[list[int], list[int]]] = {}
+        self._checker: threading.Thread | None = None
+        self._checker_stop = threading.Event()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return len(self._workers)
+
+    def bind_worker_methods(self, cls: type) -> list[str]:
+        """Give the group every method of ``cls`` that was decorated with `register`; returns their names.
+
+        Raises:
+            ValueError: a worker method has the name of something that every worker group has.
+        """
+        names = registered_methods(cls)
+        for name in names:
+            if hasattr(WorkerGroup, name) or hasattr(type(self), name):
+                raise ValueError(f"{cls.__name__}.{name} cannot be offered by the group: {type(self).__name__}.{name} exists; rename it")
+            setattr(self, name, GroupMethod(self, getattr(cls, name), name))
+        return names
+
+    def run_method(self, method: GroupMethod, args: tuple[Any, ...], kwargs: dict[str, Any], padding: Any) -> Any:
+        """Run a dispatched call and collect its outputs."""
+        raise NotImplementedError
+
+    def mesh_info(self, mesh_name: str) -> tuple[list[int], list[int]]:
+        """(data-parallel rank of each rank, ranks to collect from in data-parallel order) of a mesh; asked of the workers once."""
+        if mesh_name not in self._mesh_info:
+            entries = self._query_dispatch_collect(mesh_name)  # type: ignore[attr-defined]
+            dp_ranks = [dp_rank for dp_rank, _ in entries]
+            self._mesh_info[mesh_name] = dp_ranks, collect_order(mesh_name, dp_ranks, [collects for _, collects in entries])
+        return self._mesh_info[mesh_name]
+
+    # --- aliveness
+
+    def check_alive(self) -> None:
+        """Raise the failure of a dead worker, if there is one."""
+        raise NotImplementedError
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
+        """Look after the workers in a background thread, so that a death is noticed while the controller is busy elsewhere.
+
+        The thread reports the death on the log at once; the group's next call raises it.
+        """
+        if self._checker is not None and self._checker.is_alive():
+            return
+        self._checker_stop.clear()
+        self._checker = threading.Thread(
+            target=self._check_repeatedly, args=(every_n_seconds,), name="worker-aliveness", daemon=True
+        )
+        self._checker.start()
+
+    def stop_worker_aliveness_check(self) -> None:
+        """End the background thread."""
+        self._checker_stop.set()
+        if self._checker is not None and self._checker is not threading.current_thread():
+            self._checker.join(timeout=5)
+        self._checker = None
+
+    def _check_repeatedly(self, every_n_seconds: float) -> None:
+        import logging
+
+        while not self._checker_stop.wait(every_n_seconds):
+            started = time.monotonic()
+            try:
+                self.check_alive()
+            except Exception as error:
+                logging.getLogger(__name__).error("%s", error)
+                return
+            # a slow check does not follow itself at once
+            self._checker_stop.wait(min(1.0, time.monotonic() - started))

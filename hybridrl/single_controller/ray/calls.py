@@ -1,0 +1,356 @@
+"""Calls in flight, and what the controller does until their answers are there.
+
+A call of a method on n ranks is n Ray tasks with two outputs each: the method's result, and a small `Answer` that never touches the object store.
+Waiting looks at the answers. The first rank that fails ends the wait, although others may hang in a collective; the failure
+that is reported is the cause and not a symptom (`_pick`), and the group's processes are ended.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.single_controller.base.decorator import PendingOutputs
+from hybridrl.single_controller.base.errors import (
+    RemoteFailure,
+    WorkerError,
+    WorkerTimeoutError,
+    is_collective_error,
+)
+from hybridrl.single_controller.base.padding import CollectUnpadded
+from hybridrl.single_controller.ray import postmortem
+
+if TYPE_CHECKING:
+    from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
+
+# After a symptom (a broken collective, a death) the cause may still be on its way.
+GRACE_COLLECTIVE_S = 10.0
+GRACE_DEATH_S = 1.0
+# A failure of another call is raised in place of this one when this one does not end by itself.
+GRACE_FOREIGN_S = 10.0
+
+# Answers not waited for yet, of all groups: a rank that hangs may hang because of a failure in another group.
+_IN_FLIGHT: dict[Any, Call] = {}
+
+
+class Call:
+    """One method call on some ranks of a group.
+
+    Args:
+        ranks: the ranks called, in the order of ``results`` and ``answers``.
+        results: references of the method's results.
+        answers: references of the `Answer`s.
+    """
+
+    def __init__(self, group: RayWorkerGroup, method: str, ranks: Sequence[int], results: list[Any], answers: list[Any]) -> None:
+        self.group = group
+        self.method = method
+        self.ranks = ranks
+        self.results = results
+        self.answers = answers
+        self.ended = False
+        self._holder: Any = None
+
+    def watch(self) -> None:
+        """Let waits for other calls notice this one's failure; for calls that the caller does not wait for at once."""
+        for answer in self.answers:
+            _IN_FLIGHT[answer] = self
+
+    def held_by(self, future: Any) -> None:
+        """Say which object the caller will ask for the outputs; once it is gone nobody will."""
+        try:
+            self._holder = weakref.ref(future)
+        except TypeError:
+            self._holder = None  # a collect_fn of the user's returned something that cannot tell: failures surface with the next call
+
+    def is_dropped(self) -> bool:
+        """Whether nobody is left who could ask for the outputs."""
+        return self._holder is None or self._holder() is None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until every rank has answered.
+
+        Raises:
+            WorkerError: a rank failed.
+            WorkerTimeoutError: some rank did not answer within ``timeout_s`` (the group's by default).
+        """
+        if self.ended:
+            return
+        timeout_s = self.group.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        deadline = started + timeout_s
+        foreign_failure: tuple[float, Any] | None = None
+        pending = list(self.answers)
+        watched = [answer for answer, call in _IN_FLIGHT.items() if call is not self] if _IN_FLIGHT else []
+        slowest = 0.0
+        while pending:
+            left = deadline - time.monotonic()
+            if foreign_failure is not None:
+                left = min(left, foreign_failure[0] - time.monotonic())
+            done, _ = ray.wait(pending + watched, num_returns=1, timeout=max(0.0, left))
+            if not done:
+                if foreign_failure is not None and time.monotonic() >= foreign_failure[0]:
+                    call = _IN_FLIGHT[foreign_failure[1]]
+                    _fail([foreign_failure[1]], [*pending], {**call.owners(), **self.owners()})
+                self._time_out(pending, timeout_s)
+            ref = done[0]
+            try:
+                answer = ray.get(ref)
+            except RayError:
+                if ref in pending:
+                    _fail([ref], [*(other for other in pending if other is not ref), *watched], {**_IN_FLIGHT, **self.owners()})
+                watched.remove(ref)
+                foreign_failure = foreign_failure or (time.monotonic() + GRACE_FOREIGN_S, ref)
+                continue
+            if ref in pending:
+                pending.remove(ref)
+                slowest = max(slowest, answer.seconds)
+            else:
+                watched.remove(ref)
+                _IN_FLIGHT.pop(ref, None)
+        self._end(slowest)
+
+    def owners(self) -> dict[Any, Call]:
+        """This call by each of its answers."""
+        return dict.fromkeys(self.answers, self)
+
+    def _end(self, slowest: float) -> None:
+        self.ended = True
+        for answer in self.answers:
+            _IN_FLIGHT.pop(answer, None)
+        self.group.add_seconds(self.method, slowest)
+
+    def rank_of(self, answer: Any) -> int:
+        """The rank that an answer comes from."""
+        return self.ranks[self.answers.index(answer)]
+
+    def _time_out(self, pending: list[Any], timeout_s: float) -> NoReturn:
+        missing = [self.rank_of(answer) for answer in pending]
+        answered = [rank for rank in self.ranks if rank not in missing]
+        error = WorkerTimeoutError(
+            f"{self.group.role}.{self.method}: no answer from ranks {missing} within {timeout_s:g} s "
+            f"({'ranks ' + str(answered) + ' answered' if answered else 'no rank answered'}).\n"
+            + "\n".join(self.group.describe_rank(rank) for rank in missing)
+            + "\nRaise timeout_s of the worker group if the method may take that long. The group's workers are ended."
+            + postmortem.stacks_of([self.group.info(rank) for rank in missing]),
+            role=self.group.role,
+            rank=missing[0],
+            method=self.method,
+        )
+        error.missing = tuple(missing)
+        _end_groups(error, self.group)
+        raise error
+
+
+def forget(group: RayWorkerGroup) -> None:
+    """Stop watching the calls of a group whose workers are ended."""
+    for answer in [answer for answer, call in _IN_FLIGHT.items() if call.group.shares_workers(group)]:
+        del _IN_FLIGHT[answer]
+
+
+def check_in_flight(group: RayWorkerGroup) -> None:
+    """Raise the failure of a call on ``group`` whose future nobody holds any more; forget such calls that went well."""
+    dropped = [answer for answer, call in _IN_FLIGHT.items() if call.group.shares_workers(group) and call.is_dropped()]
+    if not dropped:
+        return
+    done, _ = ray.wait(dropped, num_returns=len(dropped), timeout=0)
+    for answer in done:
+        call = _IN_FLIGHT[answer]
+        try:
+            ray.get(answer)
+        except RayError:
+            _fail([answer], [], call.owners())
+        _IN_FLIGHT.pop(answer, None)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------------
+
+
+class _Failure:
+    """One rank's failed answer, judged."""
+
+    def __init__(self, call: Call, rank: int, error: BaseException) -> None:
+        self.call = call
+        self.rank = rank
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        self.remote = cause if isinstance(cause, RemoteFailure) else None
+        self.error = cause
+        if self.remote is not None:
+            self.kind = 2 if is_collective_error(self.remote.summary) else 0
+        elif isinstance(cause, RayActorError):
+            self.kind = 1
+        else:
+            self.kind = 0
+
+    @property
+    def summary(self) -> str:
+        if self.remote is not None:
+            return f"{self.remote.role} rank {self.remote.rank}: {self.remote.summary.splitlines()[-1][:300]}"
+        return f"{self.call.group.role} rank {self.rank}: {str(self.error).splitlines()[0]}"
+
+
+def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoReturn:
+    """Raise the cause behind failed answers. ``others`` are answers that may still bring it."""
+    for answer in failed:
+        owners[answer].group.raise_if_ended()
+    failures = [_judge(answer, owners) for answer in failed]
+    grace = {0: 0.0, 1: GRACE_DEATH_S, 2: GRACE_COLLECTIVE_S}
+    until = time.monotonic() + grace[failures[0].kind]
+    others = list(others)
+    while others:
+        best = min(failure.kind for failure in failures)
+        left = 0.0 if best == 0 else until - time.monotonic()
+        done, others = ray.wait(others, num_returns=1, timeout=max(0.0, left))
+        if not done:
+            break
+        try:
+            ray.get(done[0])
+        except RayError:
+            failures.append(_judge(done[0], owners))
+            if failures[-1].kind == 1:
+                until = min(until, time.monotonic() + GRACE_DEATH_S)
+    chosen = min(failures, key=lambda failure: failure.kind)
+    error = _to_error(chosen, [failure for failure in failures if failure is not chosen])
+    _end_groups(error, *{failure.call.group for failure in failures})
+    raise error from (chosen.remote.original() if chosen.remote is not None else None)
+
+
+def _judge(answer: Any, owners: dict[Any, Call]) -> _Failure:
+    call = owners[answer]
+    try:
+        ray.get(answer)
+    except RayError as error:
+        return _Failure(call, call.rank_of(answer), error)
+    raise AssertionError("an answer that failed cannot have come back good")
+
+
+def _to_error(chosen: _Failure, also: list[_Failure]) -> WorkerError:
+    notes = ""
+    others = list(dict.fromkeys(failure.summary for failure in also))
+    others = [other for other in others if other != chosen.summary]
+    if others:
+        notes = "\nOther failures that came with it:\n" + "\n".join(f"  {other}" for other in others)
+    if chosen.remote is not None:
+        return chosen.remote.to_error(notes)
+    group = chosen.call.group
+    if isinstance(chosen.error, RayActorError):
+        return postmortem.died(group, chosen.rank, chosen.call.method, chosen.error, notes)
+    return WorkerError(
+        f"{group.role} rank {chosen.rank} in {chosen.call.method}: {chosen.error}{notes}",
+        role=group.role,
+        rank=chosen.rank,
+        method=chosen.call.method,
+    )
+
+
+def _end_groups(error: WorkerError, *groups: RayWorkerGroup) -> None:
+    for group in groups:
+        group.end_with(error)
+
+
+# --- what a call gives back when the caller does not wait -----------------------------------------------------------------
+
+
+class RayPendingOutputs(PendingOutputs):
+    """References to a call's results, in rank order; ``ray.get`` takes it as the list it is, ``get()`` also names failures."""
+
+    def __init__(self, call: Call, indices: Sequence[int] | None = None, single: bool = False) -> None:
+        self.call = call
+        self.single = single
+        self.indices = range(len(call.results)) if indices is None else indices
+        super().__init__(call.results[index] for index in self.indices)
+
+    def select(self, indices: Sequence[int]) -> RayPendingOutputs:
+        """The outputs of some of the ranks."""
+        return RayPendingOutputs(self.call, [self.indices[index] for index in indices])
+
+    def concat(self) -> DataProtoFuture:
+        """The outputs, each a `DataProto`, as one future `DataProto`."""
+        return RayDataProtoFuture(self.call, list(self.indices))
+
+    def get(self) -> Any:
+        """Wait for all ranks and return their values; of a call on rank 0 alone, its value."""
+        self.call.wait()
+        return ray.get(self[0]) if self.single else ray.get(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+class RayDataProtoFuture(DataProtoFuture):
+    """The concatenated output of a call that may still be running.
+
+    ``get()`` on the controller waits under the group's watch. Passed to another group's method, each of that group's ranks reads the rows of its
+    shard straight from the workers that made them.
+    """
+
+    def __init__(self, call: Call, indices: list[int]) -> None:
+        super().__init__(collect_fn=DataProto.concat, futures=[call.results[index] for index in indices])
+        self.call = call
+        self.answers = [call.answers[index] for index in indices]
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Wait for the batch.
+
+        Raises:
+            WorkerError: a rank failed.
+            WorkerTimeoutError: ``timeout`` seconds (by default the group's ``timeout_s``) passed.
+        """
+        self.call.wait(timeout)
+        return super().get()
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """One future shard for each of ``chunks`` consumers."""
+        return [RayShardFuture(self.collect_fn, self.futures, self.answers, index, chunks) for index in range(chunks)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DataProtoFuture, (self.collect_fn, self.futures, self.dispatch_fn)
+
+
+class RayShardFuture(DataProtoFuture):
+    """Shard ``index`` of ``chunks`` of a future batch: reads the answers for the parts' rows, then only the parts it needs."""
+
+    def __init__(self, collect_fn: Callable[[list[Any]], Any], futures: list[Any], answers: list[Any], index: int, chunks: int) -> None:
+        super().__init__(collect_fn=collect_fn, futures=futures)
+        self.answers = answers
+        self.index = index
+        self.chunks = chunks
+
+    def get(self, timeout: float | None = None) -> DataProto:
+        """Wait for the shard's rows.
+
+        Raises:
+            TypeError: the method that makes the batch returned something else than a `DataProto`.
+            ValueError: the batch's rows do not divide evenly.
+        """
+        counts = [answer.rows for answer in ray.get(self.answers, timeout=timeout)]
+        if min(counts) < 0:
+            raise TypeError(f"part {counts.index(-1)} of a future batch is no DataProto; the method must return one on every rank")
+        total = sum(counts)
+        if isinstance(self.collect_fn, CollectUnpadded):
+            padding = self.collect_fn.padding
+            total -= padding.added * (total // padding.rows)
+        if total % self.chunks:
+            raise ValueError(
+                f"a future batch of {total} rows cannot be split over {self.chunks} ranks: padding needs the rows. Call get() on it "
+                "first and pass the batch"
+            )
+        start = total // self.chunks * self.index
+        stop = start + total // self.chunks
+        parts, first = [], 0
+        for future, count in zip(self.futures, counts, strict=True):
+            low, high = max(start - first, 0), min(stop - first, count)
+            if low < high or total == 0:
+                part = ray.get(future, timeout=timeout)
+                parts.append(part if (low, high) == (0, count) else part.slice(low, high))
+            first += count
+        return DataProto.concat(parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayShardFuture, (self.collect_fn, self.futures, self.answers, self.index, self.chunks)

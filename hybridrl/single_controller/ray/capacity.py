@@ -1,0 +1,108 @@
+"""Whether a placement fits on the nodes, found before Ray would wait for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from hybridrl.single_controller.base.errors import PlacementError
+
+if TYPE_CHECKING:
+    from hybridrl.single_controller.ray.resource_pool import RayResourcePool
+
+# Resources of workers that were just killed come back with the node's next report.
+_SETTLE_S = 5.0
+_PREFIXES = ("memory", "object_store_memory", "node:")
+
+
+def cluster_has_gpus() -> bool:
+    """Whether any node of the cluster offers a GPU to Ray."""
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def check_placement(pools: Mapping[str, RayResourcePool], strategy: str = "STRICT_PACK") -> None:
+    """Refuse pools that the nodes cannot host together. Pools that have their placement groups already are passed over.
+
+    Raises:
+        PlacementError: says what each pool asks for, what each node offers, and what to change.
+    """
+    wanted = [(name, pool, count) for name, pool in pools.items() if pool.pgs is None for count in pool.store]
+    if not wanted:
+        return
+    whole_nodes = strategy.startswith("STRICT_PACK")
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        free = _free_by_node()
+        if _fits(wanted, free, whole_nodes):
+            return
+        could_ever = _fits(wanted, _total_by_node(), whole_nodes)
+        if not could_ever or time.monotonic() > deadline:
+            raise PlacementError(_explain(pools, wanted, busy=could_ever))
+        time.sleep(0.1)
+
+
+def _fits(wanted: list[tuple[str, RayResourcePool, int]], nodes: dict[str, dict[str, float]], whole_nodes: bool) -> bool:
+    """First fit, largest first: exact for equal slots, as placement groups of one job nearly always are."""
+    free = {node: dict(resources) for node, resources in nodes.items()}
+    parts = [(pool.bundle_resources(), count) for _, pool, count in wanted]
+    if not whole_nodes:
+        parts = [(bundle, 1) for bundle, count in parts for _ in range(count)]
+    for bundle, count in sorted(parts, key=lambda part: -part[1]):
+        for resources in free.values():
+            if all(resources.get(name, 0) + 1e-9 >= amount * count for name, amount in bundle.items()):
+                for name, amount in bundle.items():
+                    resources[name] -= amount * count
+                break
+        else:
+            return False
+    return True
+
+
+def _total_by_node() -> dict[str, dict[str, float]]:
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _free_by_node() -> dict[str, dict[str, float]]:
+    import ray._private.state as state
+
+    return dict(state.available_resources_per_node())
+
+
+def _explain(pools: Mapping[str, RayResourcePool], wanted: list[tuple[str, RayResourcePool, int]], busy: bool) -> str:
+    asked = [
+        f"  pool {name!r} asks for {' + '.join(map(str, pool.store))} slots of {_text(pool.bundle_resources())}"
+        for name, pool in pools.items()
+    ]
+    totals, free = _total_by_node(), _free_by_node()
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    offered = [
+        f"  node {addresses.get(node, node[:8])} has {_text(total)}, free {_text(free.get(node, {}))}"
+        for node, total in totals.items()
+    ]
+    slots = sum(count for _, _, count in wanted)
+    kind = "GPU" if any(pool.use_gpu for _, pool, _ in wanted) else "CPU"
+    available = int(sum(resources.get(kind, 0) for resources in totals.values()))
+    if busy:
+        mend = "Other jobs or worker groups hold the rest: end them (`ray status` names them), or ask for fewer slots."
+    elif kind == "GPU" and available == 0:
+        mend = "No node offers a GPU: train on the CPU (use_gpu=False, trainer.device=cpu), or start Ray on machines with GPUs."
+    elif slots <= available:
+        mend = "There are enough slots, but not on one node: spread the pool over more nodes with fewer slots on each."
+    else:
+        mend = (
+            f"Ask for at most {available} slots (trainer.n_gpus_per_node x trainer.nnodes, or the pools of placement.pools), or "
+            + ("add machines." if kind == "GPU" else "start Ray with more CPUs (`ray start --num-cpus=N`).")
+        )
+    return "\n".join(["the placement does not fit:", *asked, "while", *offered, mend])
+
+
+def _text(resources: Mapping[str, Any]) -> str:
+    shown = {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if not name.startswith(_PREFIXES) and "_group_" not in name and amount
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"

@@ -1,0 +1,117 @@
+"""Ray itself: started from the placement, or joined where it runs already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.job_config import JobConfig
+
+from hybridrl.single_controller.base.errors import PlacementError
+from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
+from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
+
+_started_here = False
+
+
+def init_ray(
+    pools: Mapping[str, Sequence[int]] | None = None,
+    *,
+    use_gpu: bool | None = None,
+    ray_init_kwargs: Mapping[str, Any] | None = None,
+    extra_cpus: int = 1,
+) -> bool:
+    """Make Ray ready for a placement.
+
+    A cluster that is there is joined: the ``address`` in ``ray_init_kwargs``, the one in ``RAY_ADDRESS``, or one that ``ray start`` began on
+    this machine. Otherwise Ray is started here with as many CPUs as the placement has slots, however many cores there are: a slot without
+    a GPU is a process, not a core.
+
+    Args:
+        pools: slots on each node, by pool name, as `ResourcePoolManager` takes them.
+        use_gpu: whether slots are GPUs; None asks Ray whether there are any.
+        ray_init_kwargs: further arguments of ``ray.init``; entries that are None count as not given.
+        extra_cpus: CPUs beyond the slots when Ray is started here, for Ray tasks of the user's own.
+
+    Returns:
+        Whether slots are GPUs.
+
+    Raises:
+        PlacementError: the placement does not fit on the nodes; found before Ray would wait for it.
+    """
+    global _started_here
+    pools = dict(pools or {})
+    check_mapping(pools, {})
+    if not ray.is_initialized():
+        given = {name: value for name, value in (ray_init_kwargs or {}).items() if value is not None}
+        address = given.pop("address", None) or os.environ.get("RAY_ADDRESS") or _running_cluster()
+        slots = sum(map(sum, pools.values()))
+        options = _options(given, address, slots + extra_cpus)
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+        try:
+            ray.init(**options)
+        except ConnectionError as error:
+            raise PlacementError(
+                f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or ray_kwargs.ray_init.address) to start Ray "
+                "on this machine, or start the cluster with `ray start --head`"
+            ) from error
+        _started_here = True
+    wants_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
+    check_placement({name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()})
+    return wants_gpu
+
+
+def shutdown_ray() -> None:
+    """End what `init_ray` began: the processes of this driver, and Ray where it was started here. Does nothing otherwise."""
+    global _started_here
+    if _started_here and ray.is_initialized():
+        ray.shutdown()
+    _started_here = False
+
+
+def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "ignore_reinit_error": False, **given}
+    job_config = options.setdefault("job_config", JobConfig())
+    # Workers find what this process can import: the package run with -m, and the user's own modules.
+    job_config._py_driver_sys_path.extend(_own_import_path())
+    if address is not None and address != "local":
+        for name in ("num_cpus", "num_gpus"):
+            if name in given:
+                raise PlacementError(
+                    f"ray_kwargs.ray_init.{name}={given[name]} cannot be set: the run joins the Ray cluster at {address!r}, whose nodes "
+                    f"have their resources already. Give it to `ray start`, or unset the address to start Ray here"
+                )
+        return {**options, "address": address}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Failures are raised from the call that saw them, once; Ray would print each failed rank again.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    system = {
+        # what a worker started (an inference server, a data loader) ends with it
+        "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
+        **options.pop("_system_config", {}),
+    }
+    return {"include_dashboard": False, "num_cpus": max(1, num_cpus), **options, "address": "local", "_system_config": system}
+
+
+def _running_cluster() -> str | None:
+    """Address of a cluster that ``ray start`` began on this machine, if it still runs."""
+    from ray._private import services, utils
+
+    address = utils.read_ray_address()
+    if not address:
+        return None
+    return address if address in services.find_gcs_addresses() else None
+
+
+def _own_import_path() -> list[str]:
+    """Entries of ``sys.path`` that a fresh interpreter would not have."""
+    fixed = {os.path.realpath(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages())}
+    fixed.add(os.path.realpath(os.path.join(sysconfig.get_paths()["stdlib"], "lib-dynload")))
+    own = [os.path.abspath(path or os.curdir) for path in sys.path]
+    return [path for path in dict.fromkeys(own) if os.path.isdir(path) and os.path.realpath(path) not in fixed]

@@ -1,0 +1,134 @@
+"""What can be found out about a worker that died or does not answer: its log, the kernel's counters, its threads' stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import ray
+
+from hybridrl.single_controller.base.errors import WorkerDiedError
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
+
+    from hybridrl.single_controller.ray.host import WorkerInfo
+    from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
+
+_TAIL_LINES = 25
+_CRASH_MARKS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "Fatal Python error")
+
+
+def oom_kills() -> int | None:
+    """Processes that this machine's kernel has killed for lack of memory since it started; None where it does not say."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    except OSError:
+        pass  # not Linux, or hidden
+    return None
+
+
+def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, notes: str) -> WorkerDiedError:
+    """The error for a rank whose process ended."""
+    info = group.info(rank)
+    pid = info.pid if info is not None else _number_after("pid: ", str(error))
+    node = info.node if info is not None else "unknown"
+    tail = log_tail(pid) if pid and _is_here(info) else ""
+    lines = [
+        f"{group.role} rank {rank} of {group.world_size} died in {method} (node {node}, pid {pid or 'unknown'}): "
+        f"{_likely_cause(str(error), tail, group.oom_kills_at_start if _is_here(info) else None)}"
+    ]
+    if tail:
+        lines += ["Last lines of its log:", *(f"  {line}" for line in tail.splitlines())]
+    elif pid:
+        lines.append(f"Its output is in worker-*-{pid}.err in Ray's log folder on that node.")
+    lines.append(f"Ray says: {_flat(str(error))}")
+    return WorkerDiedError(
+        "\n".join(lines) + (f"\n{notes}" if notes else ""), role=group.role, rank=rank, method=method, node=node, pid=pid or 0
+    )
+
+
+def _likely_cause(ray_text: str, tail: str, oom_kills_before: int | None) -> str:
+    lowered = ray_text.lower()
+    if "running low on memory" in lowered or "oomkilled" in lowered or "memory monitor" in lowered:
+        return "Ray killed it because the node ran out of memory; use fewer workers a node, smaller batches, or offloading"
+    now = oom_kills()
+    if oom_kills_before is not None and now is not None and now > oom_kills_before:
+        return "the kernel killed it (or another process) for lack of memory; use fewer workers a node, smaller batches, or offloading"
+    for mark in _CRASH_MARKS:
+        if mark in tail:
+            return f"it crashed ({mark}), most likely in native code; the stack is below"
+    if "node" in lowered and ("died" in lowered and "node died" in lowered or "node was terminated" in lowered):
+        return "its node went away"
+    if "exit()" in lowered or "intended" in lowered or "ray.kill" in lowered:
+        return "it was ended on purpose (ray.kill, exit, or another failure of the same group)"
+    return "it was killed from outside (SIGKILL), by the out-of-memory killer or by a user, or it crashed without a word"
+
+
+def stacks_of(infos: list[WorkerInfo | None]) -> str:
+    """Python stacks of workers that hang, as far as they run on this machine; an empty text otherwise."""
+    here = [info for info in infos if info is not None and _is_here(info)]
+    before = {info.pid: _log_size(info.pid) for info in here}
+    for info in here:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(info.pid, signal.SIGUSR1)
+    if here:
+        time.sleep(0.3)
+    texts = []
+    for info in here:
+        text = _log_since(info.pid, before[info.pid])
+        if text:
+            texts.append(f"\nRank {info.rank} is at:\n" + "\n".join(f"  {line}" for line in text.splitlines()[:60]))
+    return "".join(texts)
+
+
+def log_tail(pid: int, lines: int = _TAIL_LINES) -> str:
+    """The last lines that a worker of this machine wrote to stderr."""
+    with contextlib.suppress(OSError):
+        for path in _log_files(pid):
+            with open(path, "rb") as file:
+                file.seek(max(0, os.path.getsize(path) - 16384))
+                text = file.read().decode(errors="replace")
+            kept = [line for line in text.splitlines() if line.strip() and not line.startswith(":")]
+            return "\n".join(kept[-lines:])
+    return ""
+
+
+def _log_files(pid: int) -> list[str]:
+    if not ray.is_initialized():
+        return []
+    folder = ray._private.worker.global_worker.node.get_logs_dir_path()  # Ray tells nobody else where its logs are
+    return glob.glob(os.path.join(folder, f"worker-*-{pid}.err"))
+
+
+def _log_size(pid: int) -> int:
+    return sum(os.path.getsize(path) for path in _log_files(pid))
+
+
+def _log_since(pid: int, start: int) -> str:
+    for path in _log_files(pid):
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(32768).decode(errors="replace")
+    return ""
+
+
+def _is_here(info: WorkerInfo | None) -> bool:
+    return info is None or info.node_id == ray.get_runtime_context().get_node_id()
+
+
+def _number_after(mark: str, text: str) -> int | None:
+    found = re.search(re.escape(mark) + r"(\d+)", text)
+    return int(found.group(1)) if found else None
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
