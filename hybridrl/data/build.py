@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.data.errors import DataError
-from hybridrl.data.loader import PromptLoader, SFTLoader
+from hybridrl.data.loader import PromptLoader, Rows, SFTLoader
 from hybridrl.data.rl_dataset import RLHFDataset, seed_of
 from hybridrl.data.sampler import EpochSampler
 from hybridrl.data.sft_dataset import SFTDataset
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset, Sampler
+    from torch.utils.data import Sampler
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import DataConfig, SFTDataConfig
@@ -31,7 +31,7 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     key: str = "data.train_files",
-) -> Dataset:
+) -> Rows:
     """The prompts of ``files``: an ``RLHFDataset``, or the class that ``data.custom_cls.{path,name}`` names.
 
     Args:
@@ -53,7 +53,7 @@ def create_sft_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     key: str = "data.train_files",
-) -> Dataset:
+) -> Rows:
     """The conversations of ``files``: an ``SFTDataset``, or the class that ``data.custom_cls.{path,name}`` names.
 
     Args and errors: those of ``create_rl_dataset``.
@@ -62,8 +62,13 @@ def create_sft_dataset(
 
 
 def _create(
-    files: Files, config: Any, tokenizer: PreTrainedTokenizerBase, max_samples: int, key: str, default: type[Dataset]
-) -> Dataset:
+    files: Files,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+    key: str,
+    default: type[RLHFDataset] | type[SFTDataset],
+) -> Rows:
     custom = config.custom_cls
     cls: Any = default
     if custom is not None and custom.path is not None:
@@ -81,22 +86,24 @@ def _create(
     except TypeError as error:
         raise DataError(
             f"data.custom_cls: {cls.__name__} in {custom.path} is not made for this use ({error}). It is called as "
-            f"{cls.__name__}(data_files=, tokenizer=, config=, max_samples=); the simplest is to derive it from hybridrl.data.{default.__name__}."
+            f"{cls.__name__}(data_files=, tokenizer=, config=, max_samples=); the simplest is to derive it from "
+            f"hybridrl.data.{default.__name__}."
         ) from error
     return cls(**arguments)
 
 
-def create_sampler(config: DataConfig | SFTDataConfig, dataset: Dataset) -> Sampler:
+def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler:
     """The order of training: ``EpochSampler``, or the class that ``data.sampler.{class_path,class_name}`` names.
 
-    A custom class is called as ``cls(data_source=dataset, data_config=config)``; see ``StatefulLoader`` for what it may bring.
+    A custom class is called as ``cls(data_source=dataset, data_config=config)``; see ``StatefulLoader`` for what it may
+    bring.
 
     Raises:
         DataError: the class cannot be loaded or called so.
     """
     custom = getattr(config, "sampler", None)
     if custom is None or custom.class_path is None:
-        return EpochSampler(len(dataset), shuffle=config.shuffle, seed=seed_of(config))  # type: ignore[arg-type]
+        return EpochSampler(len(dataset), shuffle=config.shuffle, seed=seed_of(config))
     cls = load_class(custom.class_path, custom.class_name, "data.sampler.class_path", "data.sampler.class_name")
     arguments: dict[str, Any] = {"data_source": dataset, "data_config": config}
     try:
@@ -109,7 +116,7 @@ def create_sampler(config: DataConfig | SFTDataConfig, dataset: Dataset) -> Samp
     return cls(**arguments)
 
 
-def create_train_loader(config: DataConfig, dataset: Dataset) -> PromptLoader:
+def create_train_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
     """Training prompts: ``data.gen_batch_size`` (or ``data.train_batch_size``) a batch, full batches only."""
     gen_batch_size = config.get("gen_batch_size")
     size = gen_batch_size or config.train_batch_size
@@ -124,18 +131,18 @@ def create_train_loader(config: DataConfig, dataset: Dataset) -> PromptLoader:
     )
 
 
-def create_val_loader(config: DataConfig, dataset: Dataset) -> PromptLoader:
+def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
     """Validation prompts: ``data.val_batch_size`` (default: all at once) a batch, every row once."""
-    size = config.val_batch_size or len(dataset)  # type: ignore[arg-type]
-    sampler = EpochSampler(len(dataset), shuffle=config.validation_shuffle, seed=seed_of(config))  # type: ignore[arg-type]
+    size = config.val_batch_size or len(dataset)
+    sampler = EpochSampler(len(dataset), shuffle=config.validation_shuffle, seed=seed_of(config))
     return PromptLoader(dataset, size, sampler, drop_last=False, seed=seed_of(config), key="data.val_batch_size")
 
 
 def create_sft_loader(
-    config: SFTDataConfig, dataset: Dataset, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
+    config: SFTDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
 ) -> SFTLoader:
-    """Conversations for supervised training (``train``: in the sampler's order, full batches) or validation (each row once)."""
-    sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)  # type: ignore[arg-type]
+    """Conversations for training (in the sampler's order, full batches) or validation (each row once)."""
+    sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
     return SFTLoader(
         dataset, batch_size, sampler, drop_last=train, num_workers=config.num_workers, seed=seed_of(config), key=key
     )

@@ -1,7 +1,7 @@
 """Chat messages to token ids.
 
-A conversation is rendered by the tokenizer's chat template and the text is tokenised without adding special tokens: the template
-has written them already, and a second BOS would change what the model sees.
+A conversation is rendered by the tokenizer's chat template and the text is tokenised without adding special tokens: the
+template has written them already, and a second BOS would change what the model sees.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot be turned into a prompt. "
-            "Use an instruction-tuned model, or give a Jinja template with actor_rollout_ref.model.custom_chat_template='...' "
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot be "
+            "turned into a prompt. "
+            "Use an instruction-tuned model, or give a Jinja template with "
+            "actor_rollout_ref.model.custom_chat_template='...' "
             "(for main_sft: model.custom_chat_template)."
         )
 
@@ -104,8 +106,10 @@ def render(
         except Exception as error:
             # A template is a program of its author: it may fail in any way, and the row that it fails on is what helps.
             raise DataError(
-                f"{locate(index)}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses this conversation: "
-                f"{type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs or model.custom_chat_template."
+                f"{locate(index)}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses this "
+                "conversation: "
+                f"{type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs or "
+                "model.custom_chat_template."
             ) from error
     return texts
 
@@ -121,7 +125,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
     """Cut a sequence to ``limit`` tokens.
 
-    ``left`` drops the beginning, ``right`` the end, ``middle`` keeps the first ``limit // 2`` and the last ``limit - limit // 2``.
+    ``left`` drops the beginning, ``right`` the end, ``middle`` keeps the first ``limit // 2`` and the last ``limit -
+    limit // 2``.
     """
     if len(ids) <= limit:
         return ids

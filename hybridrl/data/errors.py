@@ -4,4 +4,4 @@ from hybridrl.utils.errors import UserError
 
 
 class DataError(UserError):
-    """A data file, row, dataset class or sampler cannot be used; the message names the file and row and says what to change."""
+    """A data file, row, dataset class or sampler cannot be used; the message names it and says what to change."""

@@ -1,7 +1,7 @@
 """Rows of parquet, JSON and JSON-lines files as one table.
 
-Parquet stays in Arrow memory and a row becomes Python objects when it is asked for; JSON rows are Python objects from the start.
-A row keeps its address, so that an error can say which line of which file to mend.
+Parquet stays in Arrow memory and a row becomes Python objects when it is asked for; JSON rows are Python objects from
+the start. A row keeps its address, so that an error can say which line of which file to mend.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _read_file(name: str | Path, key: str) -> _ParquetPart | _JsonPart:
         raise DataError(f"{key}={name} is a directory. Name the files in it: {example}")
     if not path.exists():
         raise DataError(
-            f"{key}={name}: no such file (looked for {path.absolute()}). Check the path, or make it with hybridrl.data.preprocess."
+            f"{key}={name}: no such file (looked for {path.absolute()}). Check the path, or make it with "
+            "hybridrl.data.preprocess."
         )
     if path.suffix not in SUFFIXES:
         raise DataError(f"{key}={name}: unknown kind of file {path.suffix!r}. Allowed are {', '.join(SUFFIXES)}.")
@@ -176,7 +177,8 @@ def _read_parquet(path: Path, key: str) -> _ParquetPart:
     except (pyarrow.ArrowException, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"{key}={path}: cannot be read as parquet ({first_line}). The file is damaged or of another kind; write it again."
+            f"{key}={path}: cannot be read as parquet ({first_line}). The file is damaged or of another kind; write it "
+            "again."
         ) from error
 
 
@@ -210,7 +212,8 @@ def _read_json_lines(path: Path, text: str, key: str) -> tuple[list[Any], list[i
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{key}={path}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or one list of them."
+                f"{key}={path}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or "
+                "one list of them."
             ) from error
         lines.append(number)
     return rows, lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,9 +15,18 @@ from hybridrl.data.errors import DataError
 from hybridrl.data.sampler import EpochSampler
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset, Sampler
+    from torch.utils.data import Sampler
 
     from hybridrl.protocol import DataProto
+
+
+class Rows(Protocol):
+    """A map-style dataset: what it may bring besides is asked for by name."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> dict[str, Any]: ...
+
 
 Collated = tuple[dict[str, torch.Tensor], dict[str, list[Any]]]
 
@@ -25,9 +34,10 @@ Collated = tuple[dict[str, torch.Tensor], dict[str, list[Any]]]
 class StatefulLoader:
     """Iterates batches of one epoch at a time and knows its place for ever.
 
-    ``for batch in loader`` yields what is left of the current epoch: all of it at first, the rest after ``load_state_dict`` or after
-    a ``break``. While the last batch of an epoch is in hand the place is already the start of the next epoch, so a run that is
-    saved there and resumed goes on with the next epoch and does not find an exhausted one.
+    ``for batch in loader`` yields what is left of the current epoch: all of it at first, the rest after
+    ``load_state_dict`` or after a ``break``. While the last batch of an epoch is in hand the place is already the start
+    of the next epoch, so a run that is saved there and resumed goes on with the next epoch and does not find an
+    exhausted one.
 
     Args:
         dataset: a map-style dataset.
@@ -46,7 +56,7 @@ class StatefulLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Rows,
         batch_size: int,
         sampler: Sampler | None = None,
         drop_last: bool = True,
@@ -58,7 +68,7 @@ class StatefulLoader:
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self.sampler = EpochSampler(len(dataset), shuffle=False, seed=seed) if sampler is None else sampler  # type: ignore[arg-type]
+        self.sampler: Any = EpochSampler(len(dataset), shuffle=False, seed=seed) if sampler is None else sampler
         self.seed = seed
         self._generator = torch.Generator()  # its own, so that reading data draws nothing from the global one
         with warnings.catch_warnings():
@@ -75,8 +85,8 @@ class StatefulLoader:
             )
         if len(self) == 0:
             raise DataError(
-                f"{key}={batch_size} is larger than the data set of {len(self.sampler)} rows, so an epoch has no full batch. "  # type: ignore[arg-type]
-                f"Lower {key} to at most {len(self.sampler)}, or supply more rows."  # type: ignore[arg-type]
+                f"{key}={batch_size} is larger than the data set of {len(dataset)} rows, so an epoch has no full batch. "
+                f"Lower {key} to at most {len(dataset)}, or supply more rows."
             )
         self._epoch = 0
         self._batches = 0
@@ -118,7 +128,8 @@ class StatefulLoader:
             any_batch = True
             yield collated
         if not any_batch and self._resumed_at_boundary:
-            # A sampler that was saved at the end of its epoch may first have to run out, as it did in the run that saved it.
+            # A sampler that was saved at the end of its epoch may first have to run out, as it did in the run that
+            # saved it.
             yield from self._loader
         self._resumed_at_boundary = False
 
@@ -149,7 +160,8 @@ class StatefulLoader:
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"the state of the data loader cannot be written as JSON ({error}). state_dict() of the sampler {type(self.sampler).__name__} "
+                f"the state of the data loader cannot be written as JSON ({error}). state_dict() of the sampler "
+                f"{type(self.sampler).__name__} "
                 f"and of the data set {type(self.dataset).__name__} must return numbers, strings, lists and dicts only."
             ) from error
 
@@ -167,7 +179,8 @@ class StatefulLoader:
         if changed and state["batches"]:
             differences = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in changed.items())
             raise DataError(
-                f"the saved place in the data (epoch {state['epoch']}, batch {state['batches']}) does not fit this run: {differences}. "
+                f"the saved place in the data (epoch {state['epoch']}, batch {state['batches']}) does not fit this "
+                f"run: {differences}. "
                 "Resume with the settings of the saved run, or from a checkpoint at the end of an epoch."
             )
         self._epoch = state["epoch"]
@@ -175,12 +188,12 @@ class StatefulLoader:
         self._pending = state["loader"]
         self._resumed_at_boundary = self._batches == 0 and state["sampler"] is not None
         if self._resumed_at_boundary:
-            self.sampler.load_state_dict(state["sampler"])  # type: ignore[attr-defined]
+            self.sampler.load_state_dict(state["sampler"])
 
     def _made_with(self) -> dict[str, Any]:
         sampler = self.sampler
         return {
-            "rows": len(self.dataset),  # type: ignore[arg-type]
+            "rows": len(self.dataset),
             "batch_size": self.batch_size,
             "sampler": type(sampler).__name__,
             "shuffle": getattr(sampler, "shuffle", None),
@@ -192,9 +205,9 @@ class StatefulLoader:
 class PromptLoader(StatefulLoader):
     """Batches of prompts for reinforcement learning.
 
-    A batch holds ``input_ids, attention_mask, position_ids`` ``[B, P]`` (int64), left-padded to the longest prompt of the batch, and
-    as non-tensors ``uid, raw_prompt, index`` and the other columns of the rows. ``uid`` is ``"{epoch}-{index}"``: the same in
-    every run of the same data, different for every prompt of a run.
+    A batch holds ``input_ids, attention_mask, position_ids`` ``[B, P]`` (int64), left-padded to the longest prompt of
+    the batch, and as non-tensors ``uid, raw_prompt, index`` and the other columns of the rows. ``uid`` is
+    ``"{epoch}-{index}"``: the same in every run of the same data, different for every prompt of a run.
 
     Args: those of ``StatefulLoader``, and
 
@@ -203,7 +216,7 @@ class PromptLoader(StatefulLoader):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Rows,
         batch_size: int,
         sampler: Sampler | None = None,
         drop_last: bool = True,
@@ -232,13 +245,14 @@ class PromptLoader(StatefulLoader):
 class SFTLoader(StatefulLoader):
     """Batches of whole conversations for supervised training.
 
-    A batch holds ``input_ids, attention_mask, position_ids, loss_mask`` ``[B, S]`` (int64), right-padded to the longest of the batch,
-    and as non-tensor ``index``. ``loss_mask[b, t]`` is 1 where token t is to be learnt (from the tokens before it).
+    A batch holds ``input_ids, attention_mask, position_ids, loss_mask`` ``[B, S]`` (int64), right-padded to the longest
+    of the batch, and as non-tensor ``index``. ``loss_mask[b, t]`` is 1 where token t is to be learnt (from the tokens
+    before it).
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Rows,
         batch_size: int,
         sampler: Sampler | None = None,
         drop_last: bool = True,
@@ -266,7 +280,8 @@ class PromptCollator:
             if not isinstance(row, dict) or "input_ids" not in row or "index" not in row:
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise DataError(
-                    f"the data set class must return dicts with 'input_ids' (unpadded token ids) and 'index' (row number); found: {found}. "
+                    "the data set class must return dicts with 'input_ids' (unpadded token ids) and 'index' (row "
+                    f"number); found: {found}. "
                     "Derive it from hybridrl.data.RLHFDataset, or add them in its __getitem__."
                 )
         ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=True)
@@ -286,7 +301,8 @@ class SFTCollator:
             if not isinstance(row, dict) or not {"input_ids", "loss_mask", "index"} <= row.keys():
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise DataError(
-                    "the data set class must return dicts with 'input_ids', 'loss_mask' (as long as input_ids) and 'index' (row number); "
+                    "the data set class must return dicts with 'input_ids', 'loss_mask' (as long as input_ids) and "
+                    "'index' (row number); "
                     f"found: {found}. Derive it from hybridrl.data.SFTDataset, or add them in its __getitem__."
                 )
         ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=False)
@@ -324,10 +340,11 @@ def _is_stateful(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def _pad_id(dataset: Dataset, given: int | None) -> int:
+def _pad_id(dataset: Rows, given: int | None) -> int:
     value = getattr(dataset, "pad_token_id", None) if given is None else given
     if value is None:
         raise DataError(
-            f"the data set {type(dataset).__name__} has no pad_token_id. Give it one, or pass pad_token_id to the loader."
+            f"the data set {type(dataset).__name__} has no pad_token_id. Give it one, or pass pad_token_id to the "
+            "loader."
         )
     return int(value)

@@ -74,19 +74,21 @@ class TokenCache:
 class RLHFDataset(Dataset):
     """Prompts as token ids, with the columns that rewards need.
 
-    A row holds ``config.prompt_key`` (a list of messages) and whatever else the reward function reads: usually ``data_source``,
-    ``reward_model`` (``{"style", "ground_truth"}``), ``extra_info``. Every row is checked when the dataset is made. Where a length
-    decides something at once (``filter_overlong_prompts``, or ``truncation=error``) all prompts are tokenised then too, and kept.
+    A row holds ``config.prompt_key`` (a list of messages) and whatever else the reward function reads: usually
+    ``data_source``, ``reward_model`` (``{"style", "ground_truth"}``), ``extra_info``. Every row is checked when the
+    dataset is made. Where a length decides something at once (``filter_overlong_prompts``, or ``truncation=error``) all
+    prompts are tokenised then too, and kept.
 
-    An item is ``{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}``; ``index`` counts the rows of all
-    files from 0, before any filter, so that it names the same row whatever is filtered.
+    An item is ``{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}``; ``index`` counts the
+    rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
     Args:
         data_files: one path or several.
         tokenizer: with a chat template.
         config: ``DataConfig``.
         processor: accepted for the sake of subclasses written for verl; must be None.
-        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``. -1: all.
+        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``. -1:
+        all.
         key: the configuration key that named the files, for messages.
 
     Raises:
@@ -121,7 +123,8 @@ class RLHFDataset(Dataset):
         if not len(self._rows):
             raise DataError(
                 f"{key}: no row is left; all {len(self.table)} prompts are longer than data.max_prompt_length="
-                f"{config.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with data.truncation=left."
+                f"{config.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with "
+                "data.truncation=left."
             )
 
     # What a subclass may want to change
@@ -178,7 +181,8 @@ class RLHFDataset(Dataset):
         for name in _MEDIA_COLUMNS:
             if name in self.table.columns and any(self.table.column(name)):
                 raise DataError(
-                    f"{self.key}: column {name!r} holds media, which is not supported. Use a text-only data set and model."
+                    f"{self.key}: column {name!r} holds media, which is not supported. Use a text-only data set and "
+                    "model."
                 )
 
     def _checked_prompts(self) -> list[Any]:
@@ -189,7 +193,8 @@ class RLHFDataset(Dataset):
             fault = fault_in_messages(prompt)
             if fault:
                 raise DataError(
-                    f"{self.table.locate(int(index))}: column {self.config.prompt_key!r} cannot be used as a prompt: {fault}."
+                    f"{self.table.locate(int(index))}: column {self.config.prompt_key!r} cannot be used as a prompt: "
+                    f"{fault}."
                 )
         return prompts
 
@@ -220,7 +225,8 @@ class RLHFDataset(Dataset):
             index, length = overlong[0]
             raise DataError(
                 f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length={limit} "
-                f"({len(overlong)} such rows of {len(prompts)}, the longest with {max(n for _, n in overlong)}). Raise data.max_prompt_length, "
+                f"({len(overlong)} such rows of {len(prompts)}, the longest with {max(n for _, n in overlong)}). Raise "
+                "data.max_prompt_length, "
                 "or set data.filter_overlong_prompts=True, or data.truncation to left, right or middle."
             )
         cache.freeze()
@@ -252,5 +258,6 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if value is not None:
             return int(value)
     raise DataError(
-        f"the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an EOS token; set one in its tokenizer_config.json."
+        f"the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an EOS token; set one in its "
+        "tokenizer_config.json."
     )

@@ -31,10 +31,10 @@ Span = tuple[int, int]
 class SFTDataset(Dataset):
     """Whole conversations as token ids, with a mask of the tokens to learn.
 
-    A row holds ``config.messages_key``, a list of messages with at least one from the assistant; or, where ``config.prompt_key`` and
-    ``config.response_key`` are set, a prompt (text or messages) and a response (text). Learnt are the assistant's turns: the text
-    between the opening of the turn, as the generation prompt writes it, and its end, the template's end-of-turn token included and
-    white space after that not.
+    A row holds ``config.messages_key``, a list of messages with at least one from the assistant; or, where
+    ``config.prompt_key`` and ``config.response_key`` are set, a prompt (text or messages) and a response (text). Learnt
+    are the assistant's turns: the text between the opening of the turn, as the generation prompt writes it, and its
+    end, the template's end-of-turn token included and white space after that not.
 
     An item is ``{"input_ids": list[int], "loss_mask": list[int], "index": int}``, both lists of one length.
 
@@ -46,8 +46,9 @@ class SFTDataset(Dataset):
         key: the configuration key that named the files, for messages.
 
     Raises:
-        DataError: unreadable files, missing columns, a bad or overlong row (each named), or a chat template that renders earlier
-            turns differently once later ones follow, so that what the model is asked later was never trained.
+        DataError: unreadable files, missing columns, a bad or overlong row (each named), or a chat template that
+            renders earlier turns differently once later ones follow, so that what the model is asked later was never
+            trained.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class SFTDataset(Dataset):
             raise DataError(f"data.truncation={config.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path or 'the model'} ({type(tokenizer).__name__}) gives no character offsets, which are "
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'} ({type(tokenizer).__name__}) gives no "
+                "character offsets, which are "
                 "needed to find the assistant's tokens. Use a fast tokenizer (a model directory with tokenizer.json)."
             )
         check_chat_template(tokenizer)
@@ -101,7 +103,8 @@ class SFTDataset(Dataset):
         prompt_key, response_key = self.config.prompt_key, self.config.response_key
         if (prompt_key is None) != (response_key is None):
             raise DataError(
-                f"data.prompt_key={prompt_key} and data.response_key={response_key}: set both for rows of prompt and response, or neither "
+                f"data.prompt_key={prompt_key} and data.response_key={response_key}: set both for rows of prompt and "
+                "response, or neither "
                 "for rows of messages (data.messages_key)."
             )
         if prompt_key is not None and response_key is not None:
@@ -211,10 +214,14 @@ class SFTDataset(Dataset):
                     (i for i, (a, b) in enumerate(zip(text, part, strict=False)) if a != b), min(len(text), len(part))
                 )
                 raise DataError(
-                    f"{self.locate(item)}: the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is not append-only: {what} is "
-                    f"rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as {text[max(0, at - 20) : at + 30]!r} in the whole conversation. "
-                    "Which tokens to learn cannot be told. Make one row of each assistant turn (it last, the turns before it as its prompt), set "
-                    "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only model.custom_chat_template."
+                    f"{self.locate(item)}: the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is "
+                    f"not append-only: {what} is "
+                    f"rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
+                    f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. "
+                    "Which tokens to learn cannot be told. Make one row of each assistant turn (it last, the turns "
+                    "before it as its prompt), set "
+                    "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
+                    "model.custom_chat_template."
                 )
 
     def _check_end_of_turn(self) -> None:
@@ -224,7 +231,8 @@ class SFTDataset(Dataset):
             (ids[mask.astype(bool)] == eos).any() for ids, mask in zip(self._ids, self._masks, strict=True)
         ):
             logger.warning(
-                "%s: no learnt turn contains the EOS token %r; the chat template ends turns in another way, so generation must stop at that token",
+                "%s: no learnt turn contains the EOS token %r; the chat template ends turns in another way, so "
+                "generation must stop at that token",
                 self.key,
                 self.tokenizer.eos_token,
             )

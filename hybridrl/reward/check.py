@@ -25,7 +25,8 @@ def reward_function(config: PPOTrainerConfig, manager: type[RewardManager] | Non
     custom = config.reward.custom_reward_function
     if custom.path is None and custom.name is not None:
         raise RewardError(
-            f"reward.custom_reward_function.name={custom.name} is set but {PATH_KEY} is not. Set it to the file that holds {custom.name}."
+            f"reward.custom_reward_function.name={custom.name} is set but {PATH_KEY} is not. Set it to the file that "
+            f"holds {custom.name}."
         )
     return RewardFunction(
         custom.path, custom.name, dict(custom.reward_kwargs or {}), manager.form if manager else "sample"
@@ -49,11 +50,13 @@ def check_reward(config: PPOTrainerConfig) -> None:
 
 
 def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
-    """Refuse data that the built-in scorers cannot score, by file and row. A function of the user's own may need anything.
+    """Refuse data that the built-in scorers cannot score, by file and row. A function of the user's own may need
+    anything.
 
     Args:
         config: the run's configuration.
-        dataset: with ``column(name)`` and ``locate(item)``, as ``hybridrl.data.RLHFDataset``; of another the first batch tells.
+        dataset: with ``column(name)`` and ``locate(item)``, as ``hybridrl.data.RLHFDataset``; of another the first
+            batch tells.
 
     Raises:
         RewardError: an unknown data source, or a row without ground truth.

@@ -198,7 +198,8 @@ def _choose(module: Any, function: RewardFunction) -> tuple[str, Callable[..., A
         if callable(getattr(module, name, None)):
             return name, getattr(module, name)
     raise RewardError(
-        f"{PATH_KEY}={function.path}: which function scores is not clear; none is called compute_score or compute_reward. "
+        f"{PATH_KEY}={function.path}: which function scores is not clear; none is called compute_score or "
+        "compute_reward. "
         f"Functions found there: {listed}. Set {NAME_KEY} to one of them."
     )
 
@@ -276,7 +277,8 @@ def _check_call(
             inspect.signature(call).bind(*chosen, **function.kwargs)
     except TypeError as error:
         raise RewardError(
-            f"{PATH_KEY}={function.path}: {label} cannot be called with ({', '.join((*chosen, *function.kwargs))}): {error}. "
+            f"{PATH_KEY}={function.path}: {label} cannot be called with ({', '.join((*chosen, *function.kwargs))}): "
+            f"{error}. "
             f"{_EXPECTED}; give further arguments with {KWARGS_KEY}."
         ) from error
 
@@ -346,5 +348,6 @@ def _plain(value: Any, key: str) -> Any:
     if hasattr(value, "item"):
         return value.item()
     raise BadScore(
-        f"returned {type(value).__name__} under {key!r}; besides 'score', a dict may hold numbers, text, lists and dicts"
+        f"returned {type(value).__name__} under {key!r}; besides 'score', a dict may hold numbers, text, lists and "
+        "dicts"
     )

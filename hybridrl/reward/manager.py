@@ -14,6 +14,7 @@ from hybridrl.reward.function import Form, Sample
 from hybridrl.reward.pool import Outcome, RewardPool
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PPOTrainerConfig
@@ -49,7 +50,8 @@ def get_reward_manager_cls(name: str) -> type[RewardManager]:
     """
     if name not in REGISTRY:
         raise RewardError(
-            f"reward.reward_manager.name={name}: no such manager. Known: {', '.join(sorted(REGISTRY))}. For one of your own set "
+            f"reward.reward_manager.name={name}: no such manager. Known: {', '.join(sorted(REGISTRY))}. For one of "
+            "your own set "
             "reward.reward_manager.source=importlib, .module.path=FILE.py and .module.name=CLASS."
         )
     return REGISTRY[name]
@@ -82,8 +84,10 @@ class RewardManager:
         for name in config.reward.reward_kwargs or {}:
             if name not in self.kwargs_allowed:
                 raise RewardError(
-                    f"reward.reward_kwargs.{name}: the manager {config.reward.reward_manager.name!r} has no such setting "
-                    f"(it has: {', '.join(self.kwargs_allowed) or 'none'}). Arguments of the reward function itself belong into "
+                    f"reward.reward_kwargs.{name}: the manager {config.reward.reward_manager.name!r} has no such "
+                    "setting "
+                    f"(it has: {', '.join(self.kwargs_allowed) or 'none'}). Arguments of the reward function itself "
+                    "belong into "
                     "reward.custom_reward_function.reward_kwargs."
                 )
 
@@ -108,15 +112,17 @@ class RewardManager:
         """Score a batch.
 
         Args:
-            batch: ``responses`` ``[B, T]``, ``attention_mask`` ``[B, P + T]`` (or ``response_mask`` ``[B, T]``); non-tensors
-                ``reward_model``, ``extra_info``, and the column ``data.reward_fn_key``, each if there is one.
+            batch: ``responses`` ``[B, T]``, ``attention_mask`` ``[B, P + T]`` (or ``response_mask`` ``[B, T]``);
+                non-tensors ``reward_model``, ``extra_info``, and the column ``data.reward_fn_key``, each if there is
+                one.
             return_dict: return more than the tensor.
 
         Returns:
-            The reward tensor, float32 ``[B, T]``: each score on its response's last token, 0 elsewhere. With ``return_dict``
-            ``{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float}}``. The extra information is
-            that of the function's dicts (None where a sample's dict lacks a name), or ``acc``, the score itself, where it
-            returned numbers. Metrics: ``reward/timeouts``, ``reward/seconds/mean`` and ``/max`` of a sample, ``reward/seconds/all``.
+            The reward tensor, float32 ``[B, T]``: each score on its response's last token, 0 elsewhere. With
+            ``return_dict`` ``{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float}}``. The
+            extra information is that of the function's dicts (None where a sample's dict lacks a name), or ``acc``, the
+            score itself, where it returned numbers. Metrics: ``reward/timeouts``, ``reward/seconds/mean`` and ``/max``
+            of a sample, ``reward/seconds/all``.
 
         Raises:
             RewardError: see ``RewardPool.run``; the sample is named by data source, uid and prompt.
@@ -132,7 +138,7 @@ class RewardManager:
             scores.append(score)
             extras.append(extra)
         self.metrics = _metrics(outcomes, time.monotonic() - began)
-        tensor = torch.zeros(batch.batch["responses"].shape, dtype=torch.float32)
+        tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         tensor[torch.arange(len(scores)), (lengths - 1).clamp(min=0)] = torch.tensor(scores, dtype=torch.float32)
         if not return_dict:
             return tensor
@@ -145,7 +151,7 @@ class RewardManager:
         Raises:
             RewardError: a response has no known data source or ground truth and no custom function scores it.
         """
-        responses = batch.batch["responses"]
+        responses = tensors_of(batch)["responses"]
         texts = self.tokenizer.batch_decode(
             [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)],
             skip_special_tokens=True,
@@ -193,8 +199,8 @@ class RewardManager:
 class BatchRewardManager(RewardManager):
     """Like ``naive``, for a function that takes the whole batch.
 
-    Any manager calls a function of parameters ``(responses, ground_truths)`` or ``(data_sources, solution_strs, ground_truths,
-    extra_infos)`` once with lists; this one also a function whose parameter names do not tell.
+    Any manager calls a function of parameters ``(responses, ground_truths)`` or ``(data_sources, solution_strs,
+    ground_truths, extra_infos)`` once with lists; this one also a function whose parameter names do not tell.
     """
 
     form = "batch"
@@ -207,8 +213,9 @@ class DAPORewardManager(RewardManager):
     With L the response's length, ``max_resp_len`` M and ``overlong_buffer_cfg.len`` b:
     ``penalty = min(0, -(L - (M - b)) / b * penalty_factor)``.
 
-    Settings (``reward.reward_kwargs``): ``max_resp_len`` (default ``data.max_response_length``), ``overlong_buffer_cfg.{enable, len,
-    penalty_factor, log}``; ``log`` adds ``overlong_reward`` and ``overlong`` to the extra information.
+    Settings (``reward.reward_kwargs``): ``max_resp_len`` (default ``data.max_response_length``),
+    ``overlong_buffer_cfg.{enable, len, penalty_factor, log}``; ``log`` adds ``overlong_reward`` and ``overlong`` to the
+    extra information.
     """
 
     kwargs_allowed = ("max_resp_len", "overlong_buffer_cfg")
@@ -230,7 +237,8 @@ class DAPORewardManager(RewardManager):
             length = buffer.get("len")
             if not isinstance(length, int) or not 0 < length <= self.max_length:
                 raise RewardError(
-                    f"{key}.len={length}: with enable=True it must be a whole number of tokens from 1 to the longest response "
+                    f"{key}.len={length}: with enable=True it must be a whole number of tokens from 1 to the longest "
+                    "response "
                     f"({self.max_length}, from reward.reward_kwargs.max_resp_len or data.max_response_length)."
                 )
             self.buffer = length
@@ -245,16 +253,25 @@ class DAPORewardManager(RewardManager):
         return score + penalty, extra
 
 
+def tensors_of(batch: DataProto) -> TensorDict:
+    """The batch's tensors.
+
+    Raises:
+        RewardError: there are no responses among them.
+    """
+    if batch.batch is None or batch.batch.get("responses", None) is None:
+        raise RewardError("the batch to score has no tensor 'responses'; rewards are given to generated batches.")
+    return batch.batch
+
+
 def response_lengths(batch: DataProto) -> torch.Tensor:
     """Tokens of each response up to its end, int64 ``[B]``."""
-    width = batch.batch["responses"].shape[-1]
-    if "attention_mask" in batch.batch.keys():  # noqa: SIM118 (a TensorDict is no mapping: `in` asks for something else)
-        return (
-            batch.batch["attention_mask"][:, -width:].sum(dim=-1)
-            if width
-            else torch.zeros(len(batch), dtype=torch.int64)
-        )
-    return batch.batch["response_mask"].sum(dim=-1)
+    tensors = tensors_of(batch)
+    width = tensors["responses"].shape[-1]
+    mask = tensors.get("attention_mask", None)
+    if mask is None:
+        return tensors["response_mask"].sum(dim=-1)
+    return mask[:, mask.shape[-1] - width :].sum(dim=-1)
 
 
 def check_built_in(samples: list[Sample], key: str) -> None:

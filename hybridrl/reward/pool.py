@@ -1,12 +1,13 @@
 """Processes that run the reward function, each sample under a time limit.
 
-The processes are programs of their own (nothing of the trainer is imported or copied into them), load the function from its file, and
-end with this process, however it ends. Samples travel in chunks sized by how long samples take; a sample that exceeds the limit is
-ended with its process, and what else that process had to do goes to another.
+The processes are programs of their own (nothing of the trainer is imported or copied into them), load the function from
+its file, and end with this process, however it ends. Samples travel in chunks sized by how long samples take; a sample
+that exceeds the limit is ended with its process, and what else that process had to do goes to another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
@@ -77,7 +78,8 @@ class RewardPool:
         """Start the processes that are missing; with ``wait_for_one`` return when the first has loaded the function.
 
         Raises:
-            RewardError: the function cannot be loaded (only with ``wait_for_one``; otherwise the first ``run`` says so).
+            RewardError: the function cannot be loaded (only with ``wait_for_one``; otherwise the first ``run`` says
+            so).
         """
         with self._lock:
             self._start_missing()
@@ -191,7 +193,8 @@ class RewardPool:
 
     def _timed_out(self, sample: str, seconds: float) -> Outcome:
         logger.warning(
-            "reward of %s took more than reward.timeout_s=%g seconds: it scores 0. Raise the limit if the function needs the time.",
+            "reward of %s took more than reward.timeout_s=%g seconds: it scores 0. Raise the limit if the function "
+            "needs the time.",
             sample,
             self.timeout_s,
         )
@@ -214,7 +217,7 @@ class RewardPool:
             self._end(worker)
 
     def _check_dead(self, pending: deque[int], describe: Callable[[int], str]) -> None:
-        """A process that ended by itself: killed for memory, crashed in a C extension, or os._exit() in the function."""
+        """A process that ended by itself: killed for memory, crashed in a C extension, os._exit() in the function."""
         for worker in [w for w in self._workers if w.gone]:
             number, _ = worker.cell.read()
             if worker.busy:
@@ -237,7 +240,8 @@ class RewardPool:
                 )
             if message is None:
                 raise RewardError(
-                    f"{worker.label} took more than reward.timeout_s={self.timeout_s:g} seconds for one call with {len(samples)} "
+                    f"{worker.label} took more than reward.timeout_s={self.timeout_s:g} seconds for one call with "
+                    f"{len(samples)} "
                     "responses and was ended. Raise reward.timeout_s if it needs the time."
                 )
             for _, kind, payload, seconds in message[1]:
@@ -260,7 +264,8 @@ class RewardPool:
                 raise RewardError(f"{self.function.label}: its process {worker.death()} while it loaded the function.")
             if time.monotonic() - worker.started > _START_LIMIT_S:
                 raise RewardError(
-                    f"{self.function.label}: not imported after {_START_LIMIT_S:g} seconds. What does the file do on import?"
+                    f"{self.function.label}: not imported after {_START_LIMIT_S:g} seconds. What does the file do on "
+                    "import?"
                 )
 
     def _end(self, worker: _Worker) -> None:
@@ -344,10 +349,8 @@ class _Worker:
     def end(self) -> None:
         """End it and all that it started."""
         self.connection.close()
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended and nothing that it started is left
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it has ended and nothing that it started is left
         self._process.wait()
         os.close(self._life)
 

@@ -2,12 +2,13 @@
 
 Run as ``main`` in a process of its own; imports neither torch nor numpy.
 
-Messages (pickled tuples). From the pool: ``("samples", [(number, Sample), ...])``, ``("batch", [Sample, ...])``. To the pool:
-``("ready", form, is_async)`` or ``("failed", message)`` once; ``("results", [(number, kind, payload, seconds), ...], done)``, where kind is
-``score``, ``bad`` (payload: what was wrong), ``raised`` (payload: traceback) or ``timeout``. Number -1 stands for a whole batch.
+Messages (pickled tuples). From the pool: ``("samples", [(number, Sample), ...])``, ``("batch", [Sample, ...])``. To the
+pool: ``("ready", form, is_async)`` or ``("failed", message)`` once; ``("results", [(number, kind, payload, seconds),
+...], done)``, where kind is ``score``, ``bad`` (payload: what was wrong), ``raised`` (payload: traceback) or
+``timeout``. Number -1 stands for a whole batch.
 
-The cell, 16 bytes of memory shared with the pool, says which sample is being worked on since when, so that the pool can tell a hung
-one and name it.
+The cell, 16 bytes of memory shared with the pool, says which sample is being worked on since when, so that the pool can
+tell a hung one and name it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def main(connection_fd: int, life_fd: int, cell_fd: int) -> None:
     """Serve until the pool closes the connection."""
     end_with_parent(life_fd)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C goes to every process of the terminal, but the run saves its state first. A handler, not SIG_IGN: programs that the
-        # reward function starts would inherit that.
+        # Ctrl-C goes to every process of the terminal, but the run saves its state first. A handler, not SIG_IGN:
+        # programs that the reward function starts would inherit that.
         signal.signal(number, lambda *_: None)
     connection = Connection(connection_fd)
     cell = Cell(mmap.mmap(cell_fd, CELL.size))
@@ -174,8 +175,8 @@ class Outbox:
 class EventLoop:
     """Runs the samples of an async function at the same time.
 
-    A sample that waits too long is cancelled here. One that blocks the loop is the pool's affair: every step of every task of a sample
-    stands in the cell while it runs.
+    A sample that waits too long is cancelled here. One that blocks the loop is the pool's affair: every step of every
+    task of a sample stands in the cell while it runs.
     """
 
     def __init__(self, cell: Cell, timeout_s: float) -> None:
@@ -264,10 +265,11 @@ class _Steps:
 
 
 def end_with_parent(life_fd: int) -> None:
-    """Have this process and all that it started killed when the other end of a pipe closes, that is when the parent dies.
+    """Have this process and all that it started killed when the other end of a pipe closes, that is when the parent
+    dies.
 
-    On Linux the kernel does it, whatever this process is busy with. Elsewhere a thread does, which a C function that keeps the
-    interpreter lock can hold up.
+    On Linux the kernel does it, whatever this process is busy with. Elsewhere a thread does, which a C function that
+    keeps the interpreter lock can hold up.
     """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())

@@ -15,7 +15,8 @@ _HUGE_POWER = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}`` (or ``\fbox``) with its braces balanced, or of ``\boxed x``; else None."""
+    r"""The content of the last ``\boxed{...}`` (or ``\fbox``) with its braces balanced, or of ``\boxed x``; else
+    None."""
     starts = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{| )", text))
     if not starts:
         return None
@@ -35,7 +36,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize(answer: str) -> str:
-    """An answer without what carries no meaning: spaces, ``$``, ``\\left``, ``\\text`` units, thousands commas, ``x =``."""
+    r"""An answer without what carries no meaning: spaces, ``$``, ``\left``, units, thousands commas, ``x =``."""
     text = answer.strip().strip("$").strip()
     text = re.sub(r"^[A-Za-z]\s*=\s*(?=.)", "", text)
     text = text.replace("\\left", "").replace("\\right", "").replace("\\!", "").replace("\\,", "").replace("\\;", "")

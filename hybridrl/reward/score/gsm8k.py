@@ -22,7 +22,8 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
         method: ``strict``: the last number that follows ``####``. ``flexible``: the last number of the text.
 
     Returns:
-        The number as it is written, without ``$``, thousands separators and a full stop after it; None if there is none.
+        The number as it is written, without ``$``, thousands separators and a full stop after it; None if there is
+        none.
 
     Raises:
         RewardError: another method.

@@ -23,8 +23,8 @@ def compute_score(
     Args:
         solution_str: the response.
         ground_truth: the reference answer.
-        strict_box_verify: only a ``\boxed{}`` counts, and it must equal the reference letter by letter; otherwise the text
-            after the last ``Answer:`` counts, or a ``\boxed{}`` in it, compared mathematically.
+        strict_box_verify: only a ``\boxed{}`` counts, and it must equal the reference letter by letter; otherwise the
+            text after the last ``Answer:`` counts, or a ``\boxed{}`` in it, compared mathematically.
         pause_tokens_index: four positions of pause tokens; with ``strict_box_verify`` the answer is looked for from 100
             characters before the last one.
 
