@@ -24,7 +24,8 @@ def tensordict_of(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict
             raise TypeError(f"field '{key}' must be a tensor, found {type(value).__name__}; lists go to non_tensors")
         if value.ndim < num_batch_dims:
             raise ValueError(f"field '{key}' has {value.ndim} dimensions, fewer than num_batch_dims={num_batch_dims}")
-        size = tuple(value.shape[:num_batch_dims])
+        # Not value.shape: a nested tensor of strided layout has none.
+        size = tuple(value.size(dim) for dim in range(num_batch_dims))
         if not first:
             batch_size, first = size, key
         elif size != batch_size:

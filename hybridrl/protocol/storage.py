@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class _Reader:
             return [self.value(entry) for entry in value]
         if not isinstance(value, dict):
             return value
-        return getattr(self, "_" + value["$"])(value)
+        return _KINDS[value["$"]](self, value)
 
     def _tensor(self, value: dict[str, Any]) -> torch.Tensor:
         return self.tensors.get_tensor(value["name"])
@@ -137,7 +138,10 @@ class _Reader:
         return object_array(self.value(value["values"])).reshape(value["shape"])
 
     def _strings(self, value: dict[str, Any]) -> np.ndarray:
-        return np.array(value["values"], dtype=value["dtype"]).reshape(value["shape"])
+        dtype = np.dtype(value["dtype"])
+        if dtype.kind != "U":
+            raise ValueError(f"strings of dtype {dtype}")
+        return np.array(value["values"], dtype=dtype).reshape(value["shape"])
 
     def _array(self, value: dict[str, Any]) -> np.ndarray:
         return self._tensor(value["tensor"]).numpy()
@@ -155,11 +159,27 @@ class _Reader:
         return base64.b64decode(value["base64"])
 
 
+_KINDS: dict[str, Callable[[_Reader, dict[str, Any]], Any]] = {
+    "tensor": _Reader._tensor,
+    "jagged": _Reader._jagged,
+    "nested": _Reader._nested,
+    "tensordict": _Reader._tensordict,
+    "objects": _Reader._objects,
+    "strings": _Reader._strings,
+    "array": _Reader._array,
+    "scalar": _Reader._scalar,
+    "tuple": _Reader._tuple,
+    "dict": _Reader._dict,
+    "bytes": _Reader._bytes,
+}
+
+
 def save(path: str | os.PathLike[str], batch: TensorDictBase | None, non_tensors: dict[str, Any], meta: dict) -> None:
     """Write the three parts of a batch to `path`: first to a file beside it, which then takes its name.
 
     Raises:
-        StorageError: naming field and row of a value that cannot be stored; no file is written.
+        StorageError: naming field and row of a value that cannot be stored, or the file that could not be written. A
+            file that was there stays as it was.
     """
     writer = _Writer()
     document = {
@@ -176,9 +196,13 @@ def save(path: str | os.PathLike[str], batch: TensorDictBase | None, non_tensors
     os.close(handle)
     try:
         save_file(writer.tensors, beside, metadata={"format": FORMAT})
+        with open(beside, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         os.unlink(beside)
+        if isinstance(error, SafetensorError):  # how safetensors reports what the operating system refused
+            raise StorageError(f"{path}: the batch could not be written: {error}") from error
         raise
 
 
@@ -200,7 +224,7 @@ def load(path: str | os.PathLike[str]) -> tuple[TensorDict | None, dict[str, np.
             batch = None if document["batch"] is None else reader.value(document["batch"])
             non_tensors = {key: reader.value(value) for key, value in document["non_tensor_batch"].items()}
             return batch, non_tensors, reader.value(document["meta_info"])
-    except (SafetensorError, KeyError, ValueError, AttributeError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise StorageError(
             f"{path}: not a batch stored by DataProto.save_to_disk, or damaged ({error}). Pickled files are not read: "
             "they could run code"
