@@ -6,19 +6,19 @@ A *dispatch mode* is a pair of functions:
     collect_fn(worker_group, output) -> result                      `output`: the ranks' return values in rank order;
                                                                     of a call on rank 0 alone, its value
 
-`collect_fn` of a call that does not block gets a `PendingOutputs`, a list of references, in place of the values. A rank's argument that is
-the same object as another rank's is sent once.
+`collect_fn` of a call that does not block gets a `PendingOutputs`, a list of references, in place of the values. A
+rank's argument that is the same object as another rank's is sent once.
 
 | mode | dispatch | collect |
 |---|---|---|
 | RANK_ZERO | arguments as they are, to rank 0 alone | rank 0's value |
 | ONE_TO_ALL | the same to every rank | list of all values |
-| ALL_TO_ALL | nothing done: lists of world_size entries are taken as one a rank, anything else goes to every rank | list of all values |
+| ALL_TO_ALL | nothing: lists of world_size entries go one to a rank, anything else to every rank | list of all values |
 | DP_COMPUTE | the caller's lists, one entry a rank | list of all values |
 | DP_COMPUTE_PROTO | `DataProto` rows split over all ranks, uneven batches padded | shards concatenated, unpadded |
 | DP_COMPUTE_PROTO_WITH_FUNC | likewise, but the first argument, a function, goes to every rank | likewise |
 | DP_COMPUTE_METRIC | like DP_COMPUTE_PROTO | list of all values |
-| make_nd_compute_dataproto_dispatch_fn(mesh) | rows split over the data-parallel axis of a named mesh | from one rank a data-parallel group |
+| make_nd_compute_dataproto_dispatch_fn | rows split over a named mesh's data-parallel axis | one rank of each group |
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class PendingOutputs(list[Any]):
         raise NotImplementedError
 
 
-# --- dispatch and collect functions ---------------------------------------------------------------------------------------
+# --- dispatch and collect functions ---------------------------------------------------------------------------------
 
 
 def _to_all(worker_group: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -174,8 +174,11 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
     return output
 
 
-def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rows of every `DataProto` (or future one) split evenly over all ranks; uneven batches are padded (see `padding`)."""
+def dispatch_dp_compute_data_proto(
+    worker_group: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rows of every `DataProto` (or future one) split evenly over all ranks; uneven batches are padded (see
+    `padding`)."""
     return _split(worker_group.world_size, args, kwargs)
 
 
@@ -196,7 +199,8 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> DataProto |
     for rank, shard in enumerate(output):
         if not isinstance(shard, DataProto):
             raise TypeError(
-                f"a method collected as DataProto returned {type(shard).__name__} on rank {rank}; return a DataProto there, or "
+                f"a method collected as DataProto returned {type(shard).__name__} on rank {rank}; return a "
+                "DataProto there, or "
                 "register the method with a mode that collects a list, e.g. Dispatch.DP_COMPUTE_METRIC"
             )
     return DataProto.concat(output)
@@ -236,7 +240,9 @@ def dispatch_nd_compute_dataproto(
     return split_args, split_kwargs
 
 
-def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> DataProto | DataProtoFuture:
+def collect_nd_compute_dataproto(
+    collect_mask: list[bool], worker_group: Any, output: Any
+) -> DataProto | DataProtoFuture:
     """`DataProto` outputs of the collecting ranks, concatenated in rank order."""
     return collect_dp_compute_data_proto(worker_group, collect_nd_compute(collect_mask, worker_group, output))
 
@@ -263,14 +269,18 @@ class _Mesh:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """A dispatch mode over the named n-dimensional mesh: rows are split over its data-parallel axis, every rank of a
-    data-parallel group gets the same rows, and one rank of each group is collected from, in the order of the data-parallel ranks."""
+    """A dispatch mode over the named n-dimensional mesh.
+
+    Rows are split over its data-parallel axis, every rank of a data-parallel group gets the same rows, and one rank of
+    each group is collected from, in the order of the data-parallel ranks.
+    """
     mesh = _Mesh(mesh_name, as_data_proto=True)
     return {"dispatch_fn": mesh.dispatch, "collect_fn": mesh.collect}
 
 
 def make_nd_compute_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """Like `make_nd_compute_dataproto_dispatch_fn` for lists with one entry a data-parallel rank; outputs come as such a list."""
+    """Like `make_nd_compute_dataproto_dispatch_fn` for lists with one entry a data-parallel rank; outputs come as
+    such a list."""
     mesh = _Mesh(mesh_name, as_data_proto=False)
     return {"dispatch_fn": mesh.dispatch, "collect_fn": mesh.collect}
 
@@ -283,20 +293,26 @@ def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bo
     """
     missing = sorted(set(range(max(dp_ranks) + 1)) - set(dp_ranks))
     if missing or min(dp_ranks) < 0:
-        raise ValueError(f"mesh {mesh_name!r}: the workers registered data-parallel ranks {list(dp_ranks)}; expected 0..n without gaps")
+        raise ValueError(
+            f"mesh {mesh_name!r}: the workers registered data-parallel ranks {list(dp_ranks)}; expected 0..n "
+            "without gaps"
+        )
     chosen: dict[int, int] = {}
     for rank, (dp_rank, collected) in enumerate(zip(dp_ranks, collects, strict=True)):
         if not collected:
             continue
         if dp_rank in chosen:
             raise ValueError(
-                f"mesh {mesh_name!r}: ranks {chosen[dp_rank]} and {rank} both collect for data-parallel rank {dp_rank}; its rows "
+                f"mesh {mesh_name!r}: ranks {chosen[dp_rank]} and {rank} both collect for data-parallel rank "
+                f"{dp_rank}; its rows "
                 "would come back twice. Set is_collect on one rank of each data-parallel group"
             )
         chosen[dp_rank] = rank
     silent = sorted(set(dp_ranks) - set(chosen))
     if silent:
-        raise ValueError(f"mesh {mesh_name!r}: nobody collects for data-parallel ranks {silent}; their rows would be lost")
+        raise ValueError(
+            f"mesh {mesh_name!r}: nobody collects for data-parallel ranks {silent}; their rows would be lost"
+        )
     return [chosen[dp_rank] for dp_rank in range(len(chosen))]
 
 
@@ -309,7 +325,9 @@ def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tu
         nonlocal padding, rows
         if isinstance(arg, DataProto):
             if rows is not None and len(arg) != rows:
-                raise ValueError(f"argument {name} has {len(arg)} rows and an earlier one {rows}; all must have the same rows")
+                raise ValueError(
+                    f"argument {name} has {len(arg)} rows and an earlier one {rows}; all must have the same rows"
+                )
             rows = len(arg)
             arg, added = pad_to_divisor(arg, chunks)
             padding = added or padding
@@ -319,11 +337,13 @@ def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tu
         if isinstance(arg, TensorDict):
             if arg.shape[0] % chunks:
                 raise ValueError(
-                    f"argument {name} is a TensorDict of {arg.shape[0]} rows, not divisible by {chunks} ranks; only a DataProto is padded"
+                    f"argument {name} is a TensorDict of {arg.shape[0]} rows, not divisible by {chunks} "
+                    "ranks; only a DataProto is padded"
                 )
             return list(arg.chunk(chunks))
         raise TypeError(
-            f"argument {name} is a {type(arg).__name__}; this dispatch mode splits rows and takes DataProto, DataProtoFuture or TensorDict. "
+            f"argument {name} is a {type(arg).__name__}; this dispatch mode splits rows and takes DataProto, "
+            "DataProtoFuture or TensorDict. "
             "Put settings into the batch's meta_info"
         )
 
@@ -346,7 +366,9 @@ def _check_lists(count: int, unit: str, args: Sequence[Any], kwargs: dict[str, A
     for name, arg in [*enumerate(args), *kwargs.items()]:
         if not isinstance(arg, list | tuple) or len(arg) != count:
             found = f"{len(arg)} entries" if isinstance(arg, list | tuple) else f"a {type(arg).__name__}"
-            raise ValueError(f"argument {name!r} must be a list with one entry for each of the {count} {unit}s; got {found}")
+            raise ValueError(
+                f"argument {name!r} must be a list with one entry for each of the {count} {unit}s; got {found}"
+            )
 
 
 def finish_output(output: Any, padding: Padding | None) -> Any:
@@ -359,7 +381,7 @@ def finish_output(output: Any, padding: Padding | None) -> Any:
     return unpad_output(output, padding)
 
 
-# --- registry -------------------------------------------------------------------------------------------------------------
+# --- registry -------------------------------------------------------------------------------------------------------
 
 _DISPATCH_FNS: dict[_Mode, dict[str, Callable[..., Any]]] = {}
 _EXECUTE_FNS: dict[_Mode, dict[str, str]] = {
@@ -402,7 +424,10 @@ def get_predefined_execute_fn(execute_mode: _Mode) -> dict[str, str]:
 
 def _check_mode(mode: Any) -> None:
     if not isinstance(mode, _Mode) or mode.family != "Dispatch":
-        raise ValueError(f"dispatch_mode is {mode!r}; allowed are {', '.join(Dispatch.names())}, or a dict of dispatch_fn and collect_fn")
+        raise ValueError(
+            f"dispatch_mode is {mode!r}; allowed are {', '.join(Dispatch.names())}, or a dict of dispatch_fn "
+            "and collect_fn"
+        )
 
 
 def _check_functions(dispatch_fn: Any, collect_fn: Any) -> None:
@@ -432,10 +457,11 @@ def register(
     """Make a worker method callable on the whole worker group.
 
     Args:
-        dispatch_mode: a `Dispatch` member, or a dict with ``dispatch_fn`` and ``collect_fn`` (see the module's docstring).
+        dispatch_mode: a `Dispatch` member, or a dict with ``dispatch_fn`` and ``collect_fn`` (see the module's
+            docstring).
         execute_mode: `Execute.ALL`, or `Execute.RANK_ZERO` to run on rank 0 alone.
-        blocking: whether the group's method waits for the outputs; otherwise it returns at once with a `DataProtoFuture`, or with a
-            `PendingOutputs` where the mode collects a list. Both have ``get()``.
+        blocking: whether the group's method waits for the outputs; otherwise it returns at once with a
+            `DataProtoFuture`, or with a `PendingOutputs` where the mode collects a list. Both have ``get()``.
         materialize_futures: whether a `DataProtoFuture` argument is fetched in the worker before the method runs.
     """
     if isinstance(dispatch_mode, dict):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 from typing import Any
 
 from hybridrl.utils.errors import UserError
+
+_HOUSE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class PlacementError(UserError):
@@ -65,7 +68,8 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 class RemoteFailure(Exception):
     """An exception on its way from a worker to the controller, with the place where it happened.
 
-    It holds plain text and a pickled copy of the original, so it arrives even if the original cannot be unpickled there.
+    It holds plain text and a pickled copy of the original, so it arrives even if the original cannot be unpickled
+    there.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class RemoteFailure(Exception):
         cls, error: BaseException, role: str, rank: int, world_size: int, node: str, pid: int, method: str
     ) -> RemoteFailure:
         """Wrap the exception that is being handled in a worker."""
-        text = "".join(traceback.format_exception(error))
+        text = _user_traceback(error)
         summary = "".join(traceback.format_exception_only(error)).strip()
         is_user_error = isinstance(error, UserError)
         if is_user_error:
@@ -142,8 +146,25 @@ class RemoteFailure(Exception):
         if self.is_user_error:
             return WorkerUserError(f"{self.summary}\n(reported by {self.place}){notes}", **fields)
         return WorkerError(
-            f"{self.place} failed: {self.summary}\n\nTraceback on that worker:\n{self.traceback_text.rstrip()}{notes}", **fields
+            f"{self.place} failed: {self.summary}\n\nTraceback on that worker:\n{self.traceback_text.rstrip()}{notes}",
+            **fields,
         )
+
+
+def _user_traceback(error: BaseException) -> str:
+    """The traceback from the user's method on: the frames above it are always the same machinery of worker group and
+    Ray."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _is_machinery(filename: str) -> bool:
+    folder, name = os.path.split(filename)
+    return folder.startswith(_HOUSE) or (
+        name == "tracing_helper.py" and os.path.basename(os.path.dirname(folder)) == "util"
+    )
 
 
 def _rebuild(cls: type[WorkerError], message: str, fields: dict[str, Any]) -> WorkerError:
@@ -177,7 +198,8 @@ _COLLECTIVE_MARKS = (
 def is_collective_error(summary: str) -> bool:
     """Whether the text is that of a collective which failed because of another rank.
 
-    Judged by the text of the error's last line: the exception types of ``torch.distributed`` are plain RuntimeErrors as often as not.
+    Judged by the text of the error's last line: the exception types of ``torch.distributed`` are plain RuntimeErrors
+    as often as not.
     """
     lowered = summary.lower()
     is_runtime = "error" in lowered.split(":", 1)[0]

@@ -1,15 +1,16 @@
 """Splitting a batch over data-parallel ranks, also when its rows do not divide evenly.
 
-An uneven batch is filled up with copies of its own rows, at its end, to the next multiple of the number of shards. A copy must never count
-twice, so a padded batch tells its rows apart:
+An uneven batch is filled up with copies of its own rows, at its end, to the next multiple of the number of shards. A
+copy must never count twice, so a padded batch tells its rows apart:
 
-* ``batch["is_padding"]`` ([B] bool) is there when, and only when, rows were added; it is true on them. It moves with its row through
-  slicing, selecting and micro-batching. A batch without tensors carries it in ``non_tensor_batch``.
-* ``response_mask`` and ``loss_mask``, where present, are zero on added rows: every sum over tokens that uses its mask is right without
-  further care. ``attention_mask`` stays as it is, because a model needs a row with at least one token.
+* ``batch["is_padding"]`` ([B] bool) is there when, and only when, rows were added; it is true on them. It moves with
+  its row through slicing, selecting and micro-batching. A batch without tensors carries it in ``non_tensor_batch``.
+* ``response_mask`` and ``loss_mask``, where present, are zero on added rows: every sum over tokens that uses its mask
+  is right without further care. ``attention_mask`` stays as it is, because a model needs a row with at least one
+  token.
 
-Methods that count rows use `real_rows`. After the call the added rows are cut off again from an output that has a row for each
-input row (or a fixed number of rows for each); an output without rows, such as metrics, stays as it is.
+Methods that count rows use `real_rows`. After the call the added rows are cut off again from an output that has a row
+for each input row (or a fixed number of rows for each); an output without rows, such as metrics, stays as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Padding(NamedTuple):
 
 
 def pad_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, Padding | None]:
-    """``data`` with marked copies at its end so that ``divisor`` divides its rows; ``data`` itself when it does already.
+    """``data`` with marked copies at its end so that ``divisor`` divides its rows; ``data`` itself when it does
+    already.
 
     Raises:
         ValueError: the batch has no rows.
@@ -63,7 +65,7 @@ def pad_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, Padding | 
 
 def padding_mask(data: DataProto) -> torch.Tensor | None:
     """[B] bool, true on rows that were added; None when no row was."""
-    if data.batch is not None and IS_PADDING in data.batch.keys():
+    if data.batch is not None and data.batch.get(IS_PADDING, None) is not None:
         return data.batch[IS_PADDING]
     if IS_PADDING in data.non_tensor_batch:
         return torch.from_numpy(np.asarray(data.non_tensor_batch[IS_PADDING], dtype=bool))
@@ -78,7 +80,7 @@ def real_rows(data: DataProto) -> int:
 
 def drop_marker(data: DataProto) -> DataProto:
     """Remove the padding marker from a batch that echoes its input."""
-    if data.batch is not None and IS_PADDING in data.batch.keys():
+    if data.batch is not None and data.batch.get(IS_PADDING, None) is not None:
         data.batch = data.batch.exclude(IS_PADDING)
     data.non_tensor_batch.pop(IS_PADDING, None)
     return data
@@ -88,7 +90,8 @@ def unpad_output(output: Any, padding: Padding) -> Any:
     """Cut the rows that belong to padding from a collected output.
 
     Raises:
-        ValueError: the output's rows neither carry the marker nor are a multiple of the input's, so the copies cannot be found.
+        ValueError: the output's rows neither carry the marker nor are a multiple of the input's, so the copies cannot
+            be found.
     """
     if not isinstance(output, DataProto) or len(output) == 0:
         return output
@@ -98,8 +101,10 @@ def unpad_output(output: Any, padding: Padding) -> Any:
     per_row, rest = divmod(len(output), padding.rows)
     if rest:
         raise ValueError(
-            f"the batch of {padding.rows - padding.added} rows was filled up to {padding.rows} so that the ranks get equal shards, and "
-            f"the method returned {len(output)} rows, which is no multiple of that: the added rows cannot be told apart. Return "
+            f"the batch of {padding.rows - padding.added} rows was filled up to {padding.rows} so that the "
+            "ranks get equal shards, and "
+            f"the method returned {len(output)} rows, which is no multiple of that: the added rows cannot be "
+            "told apart. Return "
             f"one row for each input row, or keep the field {IS_PADDING!r} of the input in the output"
         )
     return output.slice(0, len(output) - padding.added * per_row)

@@ -52,8 +52,8 @@ def available_cores() -> int:
 class PortReservation:
     """A TCP port that nobody else is given while this object lives, and that `torch.distributed` can still listen on.
 
-    The port is bound with SO_REUSEADDR but never listened on. The kernel then hands it to no other process that asks for a free port, while a
-    process that names it (rank 0's store) may bind it as well.
+    The port is bound with SO_REUSEADDR but never listened on. The kernel then hands it to no other process that asks
+    for a free port, while a process that names it (rank 0's store) may bind it as well.
 
     Raises:
         OSError: ``port`` is not 0 and taken.
@@ -115,9 +115,9 @@ def set_up_process(settings: WorkerSettings, master_address: str, master_port: i
 class Worker:
     """Base of every class whose instances are the ranks of a worker group.
 
-    A subclass calls ``super().__init__()`` first; from then on `rank`, `world_size`, `local_rank`, `master_address` and `master_port`
-    are known, and the environment holds what ``torch.distributed.init_process_group()`` reads. Outside a group (a plain script, a test) the
-    same variables are read, with a world of one as their default.
+    A subclass calls ``super().__init__()`` first; from then on `rank`, `world_size`, `local_rank`, `master_address`
+    and `master_port` are known, and the environment holds what ``torch.distributed.init_process_group()`` reads.
+    Outside a group (a plain script, a test) the same variables are read, with a world of one as their default.
 
     Args:
         cuda_visible_devices: devices this process may use; unchanged when None.
@@ -194,7 +194,8 @@ class Worker:
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Take over another worker's meshes, e.g. those of an inner worker: ``set_dispatch_collect("actor", **inner.get_dispatch_collect())``.
+        """Take over another worker's meshes, e.g. those of an inner worker: ``set_dispatch_collect("actor",
+        **inner.get_dispatch_collect())``.
 
         Args:
             mesh_name: must be new to this worker.
@@ -210,7 +211,8 @@ class Worker:
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say which shard of a batch this rank takes in calls over ``mesh_name`` and whether its outputs are collected."""
+        """Say which shard of a batch this rank takes in calls over ``mesh_name`` and whether its outputs are
+        collected."""
         self._check_new_mesh(mesh_name)
         self._dispatch_dp_rank[mesh_name] = dp_rank
         self._collect_dp_rank[mesh_name] = is_collect
@@ -232,7 +234,8 @@ class Worker:
             known = ", ".join(map(repr, table)) or "none"
             raise ValueError(
                 f"{type(self).__name__} has no dispatch mesh {mesh_name!r} (it has: {known}). Call "
-                f"_register_dispatch_collect_info({mesh_name!r}, dp_rank=..., is_collect=...) in the worker before the first call over it"
+                f"_register_dispatch_collect_info({mesh_name!r}, dp_rank=..., is_collect=...) in the worker "
+                "before the first call over it"
             )
         return table[mesh_name]
 

@@ -32,7 +32,9 @@ class ResourcePool:
         self._store = list(process_on_nodes or [])
         bad = [count for count in self._store if not isinstance(count, int) or count < 1]
         if bad:
-            raise ValueError(f"process_on_nodes is {self._store}; every node needs at least one process, as a whole number")
+            raise ValueError(
+                f"process_on_nodes is {self._store}; every node needs at least one process, as a whole number"
+            )
         if max_colocate_count < 1:
             raise ValueError(f"max_colocate_count is {max_colocate_count}; it must be at least 1")
         self.max_colocate_count = max_colocate_count
@@ -145,7 +147,10 @@ class WorkerGroup:
         names = registered_methods(cls)
         for name in names:
             if hasattr(WorkerGroup, name) or hasattr(type(self), name):
-                raise ValueError(f"{cls.__name__}.{name} cannot be offered by the group: {type(self).__name__}.{name} exists; rename it")
+                raise ValueError(
+                    f"{cls.__name__}.{name} cannot be offered by the group: {type(self).__name__}.{name} "
+                    "exists; rename it"
+                )
             setattr(self, name, GroupMethod(self, getattr(cls, name), name))
         return names
 
@@ -154,11 +159,15 @@ class WorkerGroup:
         raise NotImplementedError
 
     def mesh_info(self, mesh_name: str) -> tuple[list[int], list[int]]:
-        """(data-parallel rank of each rank, ranks to collect from in data-parallel order) of a mesh; asked of the workers once."""
+        """(data-parallel rank of each rank, ranks to collect from in data-parallel order) of a mesh; asked of the
+        workers once."""
         if mesh_name not in self._mesh_info:
             entries = self._query_dispatch_collect(mesh_name)  # type: ignore[attr-defined]
             dp_ranks = [dp_rank for dp_rank, _ in entries]
-            self._mesh_info[mesh_name] = dp_ranks, collect_order(mesh_name, dp_ranks, [collects for _, collects in entries])
+            self._mesh_info[mesh_name] = (
+                dp_ranks,
+                collect_order(mesh_name, dp_ranks, [collects for _, collects in entries]),
+            )
         return self._mesh_info[mesh_name]
 
     # --- aliveness
@@ -168,7 +177,8 @@ class WorkerGroup:
         raise NotImplementedError
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """Look after the workers in a background thread, so that a death is noticed while the controller is busy elsewhere.
+        """Look after the workers in a background thread, so that a death is noticed while the controller is busy
+        elsewhere.
 
         The thread reports the death on the log at once; the group's next call raises it.
         """

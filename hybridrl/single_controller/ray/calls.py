@@ -1,8 +1,9 @@
 """Calls in flight, and what the controller does until their answers are there.
 
-A call of a method on n ranks is n Ray tasks with two outputs each: the method's result, and a small `Answer` that never touches the object store.
-Waiting looks at the answers. The first rank that fails ends the wait, although others may hang in a collective; the failure
-that is reported is the cause and not a symptom (`_pick`), and the group's processes are ended.
+A call of a method on n ranks is n Ray tasks with two outputs each: the method's result, and a small `Answer` that
+never touches the object store. Waiting looks at the answers. The first rank that fails ends the wait, although others
+may hang in a collective; the failure that is reported is the cause and not a symptom (`_pick`), and the group's
+processes are ended.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Call:
         answers: references of the `Answer`s.
     """
 
-    def __init__(self, group: RayWorkerGroup, method: str, ranks: Sequence[int], results: list[Any], answers: list[Any]) -> None:
+    def __init__(
+        self, group: RayWorkerGroup, method: str, ranks: Sequence[int], results: list[Any], answers: list[Any]
+    ) -> None:
         self.group = group
         self.method = method
         self.ranks = ranks
@@ -67,7 +70,8 @@ class Call:
         try:
             self._holder = weakref.ref(future)
         except TypeError:
-            self._holder = None  # a collect_fn of the user's returned something that cannot tell: failures surface with the next call
+            # A collect_fn of the user's returned something that cannot tell: failures surface with the next call.
+            self._holder = None
 
     def is_dropped(self) -> bool:
         """Whether nobody is left who could ask for the outputs."""
@@ -87,7 +91,7 @@ class Call:
         deadline = started + timeout_s
         foreign_failure: tuple[float, Any] | None = None
         pending = list(self.answers)
-        watched = [answer for answer, call in _IN_FLIGHT.items() if call is not self] if _IN_FLIGHT else []
+        watched = [answer for answer, call in list(_IN_FLIGHT.items()) if call is not self] if _IN_FLIGHT else []
         slowest = 0.0
         while pending:
             left = deadline - time.monotonic()
@@ -104,7 +108,11 @@ class Call:
                 answer = ray.get(ref)
             except RayError:
                 if ref in pending:
-                    _fail([ref], [*(other for other in pending if other is not ref), *watched], {**_IN_FLIGHT, **self.owners()})
+                    _fail(
+                        [ref],
+                        [*(other for other in pending if other is not ref), *watched],
+                        {**_IN_FLIGHT, **self.owners()},
+                    )
                 watched.remove(ref)
                 foreign_failure = foreign_failure or (time.monotonic() + GRACE_FOREIGN_S, ref)
                 continue
@@ -150,8 +158,8 @@ class Call:
 
 def forget(group: RayWorkerGroup) -> None:
     """Stop watching the calls of a group whose workers are ended."""
-    for answer in [answer for answer, call in _IN_FLIGHT.items() if call.group.shares_workers(group)]:
-        del _IN_FLIGHT[answer]
+    for answer in [answer for answer, call in list(_IN_FLIGHT.items()) if call.group.shares_workers(group)]:
+        _IN_FLIGHT.pop(answer, None)
 
 
 def check_in_flight(group: RayWorkerGroup) -> None:
@@ -169,7 +177,7 @@ def check_in_flight(group: RayWorkerGroup) -> None:
         _IN_FLIGHT.pop(answer, None)
 
 
-# --- failures -------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
 class _Failure:
@@ -254,11 +262,12 @@ def _end_groups(error: WorkerError, *groups: RayWorkerGroup) -> None:
         group.end_with(error)
 
 
-# --- what a call gives back when the caller does not wait -----------------------------------------------------------------
+# --- what a call gives back when the caller does not wait -----------------------------------------------------------
 
 
 class RayPendingOutputs(PendingOutputs):
-    """References to a call's results, in rank order; ``ray.get`` takes it as the list it is, ``get()`` also names failures."""
+    """References to a call's results, in rank order; ``ray.get`` takes it as the list it is, ``get()`` also names
+    failures."""
 
     def __init__(self, call: Call, indices: Sequence[int] | None = None, single: bool = False) -> None:
         self.call = call
@@ -286,8 +295,8 @@ class RayPendingOutputs(PendingOutputs):
 class RayDataProtoFuture(DataProtoFuture):
     """The concatenated output of a call that may still be running.
 
-    ``get()`` on the controller waits under the group's watch. Passed to another group's method, each of that group's ranks reads the rows of its
-    shard straight from the workers that made them.
+    ``get()`` on the controller waits under the group's watch. Passed to another group's method, each of that group's
+    ranks reads the rows of its shard straight from the workers that made them.
     """
 
     def __init__(self, call: Call, indices: list[int]) -> None:
@@ -314,9 +323,12 @@ class RayDataProtoFuture(DataProtoFuture):
 
 
 class RayShardFuture(DataProtoFuture):
-    """Shard ``index`` of ``chunks`` of a future batch: reads the answers for the parts' rows, then only the parts it needs."""
+    """Shard ``index`` of ``chunks`` of a future batch: reads the answers for the parts' rows, then only the parts it
+    needs."""
 
-    def __init__(self, collect_fn: Callable[[list[Any]], Any], futures: list[Any], answers: list[Any], index: int, chunks: int) -> None:
+    def __init__(
+        self, collect_fn: Callable[[list[Any]], Any], futures: list[Any], answers: list[Any], index: int, chunks: int
+    ) -> None:
         super().__init__(collect_fn=collect_fn, futures=futures)
         self.answers = answers
         self.index = index
@@ -331,14 +343,17 @@ class RayShardFuture(DataProtoFuture):
         """
         counts = [answer.rows for answer in ray.get(self.answers, timeout=timeout)]
         if min(counts) < 0:
-            raise TypeError(f"part {counts.index(-1)} of a future batch is no DataProto; the method must return one on every rank")
+            raise TypeError(
+                f"part {counts.index(-1)} of a future batch is no DataProto; the method must return one on every rank"
+            )
         total = sum(counts)
         if isinstance(self.collect_fn, CollectUnpadded):
             padding = self.collect_fn.padding
             total -= padding.added * (total // padding.rows)
         if total % self.chunks:
             raise ValueError(
-                f"a future batch of {total} rows cannot be split over {self.chunks} ranks: padding needs the rows. Call get() on it "
+                f"a future batch of {total} rows cannot be split over {self.chunks} ranks: padding needs the "
+                "rows. Call get() on it "
                 "first and pass the batch"
             )
         start = total // self.chunks * self.index

@@ -44,7 +44,9 @@ def check_placement(pools: Mapping[str, RayResourcePool], strategy: str = "STRIC
         time.sleep(0.1)
 
 
-def _fits(wanted: list[tuple[str, RayResourcePool, int]], nodes: dict[str, dict[str, float]], whole_nodes: bool) -> bool:
+def _fits(
+    wanted: list[tuple[str, RayResourcePool, int]], nodes: dict[str, dict[str, float]], whole_nodes: bool
+) -> bool:
     """First fit, largest first: exact for equal slots, as placement groups of one job nearly always are."""
     free = {node: dict(resources) for node, resources in nodes.items()}
     parts = [(pool.bundle_resources(), count) for _, pool, count in wanted]
@@ -88,12 +90,15 @@ def _explain(pools: Mapping[str, RayResourcePool], wanted: list[tuple[str, RayRe
     if busy:
         mend = "Other jobs or worker groups hold the rest: end them (`ray status` names them), or ask for fewer slots."
     elif kind == "GPU" and available == 0:
-        mend = "No node offers a GPU: train on the CPU (use_gpu=False, trainer.device=cpu), or start Ray on machines with GPUs."
+        mend = (
+            "No node offers a GPU: use the CPU (use_gpu=False, trainer.device=cpu), or start Ray on machines with GPUs."
+        )
     elif slots <= available:
         mend = "There are enough slots, but not on one node: spread the pool over more nodes with fewer slots on each."
     else:
         mend = (
-            f"Ask for at most {available} slots (trainer.n_gpus_per_node x trainer.nnodes, or the pools of placement.pools), or "
+            f"Ask for at most {available} slots (trainer.n_gpus_per_node x trainer.nnodes, or the pools of "
+            "placement.pools), or "
             + ("add machines." if kind == "GPU" else "start Ray with more CPUs (`ray start --num-cpus=N`).")
         )
     return "\n".join(["the placement does not fit:", *asked, "while", *offered, mend])

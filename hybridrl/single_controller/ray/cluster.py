@@ -21,22 +21,22 @@ _started_here = False
 
 
 def init_ray(
+    ray_init_kwargs: Mapping[str, Any] | None = None,
     pools: Mapping[str, Sequence[int]] | None = None,
     *,
     use_gpu: bool | None = None,
-    ray_init_kwargs: Mapping[str, Any] | None = None,
     extra_cpus: int = 1,
 ) -> bool:
     """Make Ray ready for a placement.
 
-    A cluster that is there is joined: the ``address`` in ``ray_init_kwargs``, the one in ``RAY_ADDRESS``, or one that ``ray start`` began on
-    this machine. Otherwise Ray is started here with as many CPUs as the placement has slots, however many cores there are: a slot without
-    a GPU is a process, not a core.
+    A cluster that is there is joined: the ``address`` in ``ray_init_kwargs``, the one in ``RAY_ADDRESS``, or one that
+    ``ray start`` began on this machine. Otherwise Ray is started here with as many CPUs as the placement has slots,
+    however many cores there are: a slot without a GPU is a process, not a core.
 
     Args:
+        ray_init_kwargs: arguments of ``ray.init``; entries that are None count as not given.
         pools: slots on each node, by pool name, as `ResourcePoolManager` takes them.
         use_gpu: whether slots are GPUs; None asks Ray whether there are any.
-        ray_init_kwargs: further arguments of ``ray.init``; entries that are None count as not given.
         extra_cpus: CPUs beyond the slots when Ray is started here, for Ray tasks of the user's own.
 
     Returns:
@@ -58,17 +58,21 @@ def init_ray(
             ray.init(**options)
         except ConnectionError as error:
             raise PlacementError(
-                f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or ray_kwargs.ray_init.address) to start Ray "
+                f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or "
+                "ray_kwargs.ray_init.address) to start Ray "
                 "on this machine, or start the cluster with `ray start --head`"
             ) from error
         _started_here = True
     wants_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
-    check_placement({name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()})
+    check_placement(
+        {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
+    )
     return wants_gpu
 
 
 def shutdown_ray() -> None:
-    """End what `init_ray` began: the processes of this driver, and Ray where it was started here. Does nothing otherwise."""
+    """End what `init_ray` began: the processes of this driver, and Ray where it was started here. Does nothing
+    otherwise."""
     global _started_here
     if _started_here and ray.is_initialized():
         ray.shutdown()
@@ -84,7 +88,8 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
         for name in ("num_cpus", "num_gpus"):
             if name in given:
                 raise PlacementError(
-                    f"ray_kwargs.ray_init.{name}={given[name]} cannot be set: the run joins the Ray cluster at {address!r}, whose nodes "
+                    f"ray_kwargs.ray_init.{name}={given[name]} cannot be set: the run joins the Ray cluster "
+                    f"at {address!r}, whose nodes "
                     f"have their resources already. Give it to `ray start`, or unset the address to start Ray here"
                 )
         return {**options, "address": address}
@@ -96,7 +101,13 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
         "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
         **options.pop("_system_config", {}),
     }
-    return {"include_dashboard": False, "num_cpus": max(1, num_cpus), **options, "address": "local", "_system_config": system}
+    return {
+        "include_dashboard": False,
+        "num_cpus": max(1, num_cpus),
+        **options,
+        "address": "local",
+        "_system_config": system,
+    }
 
 
 def _running_cluster() -> str | None:
@@ -111,7 +122,10 @@ def _running_cluster() -> str | None:
 
 def _own_import_path() -> list[str]:
     """Entries of ``sys.path`` that a fresh interpreter would not have."""
-    fixed = {os.path.realpath(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages())}
+    fixed = {
+        os.path.realpath(path)
+        for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages())
+    }
     fixed.add(os.path.realpath(os.path.join(sysconfig.get_paths()["stdlib"], "lib-dynload")))
     own = [os.path.abspath(path or os.curdir) for path in sys.path]
     return [path for path in dict.fromkeys(own) if os.path.isdir(path) and os.path.realpath(path) not in fixed]

@@ -30,8 +30,9 @@ class ColocatedWorker(Worker):
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
     """One worker class that hosts several roles in each process.
 
-    A group of it offers each role's registered methods with the role's name in front (``group.actor_update_actor(batch)``);
-    `RayWorkerGroup.spawn` makes a group for each role, where they have their own names.
+    A group of it offers each role's registered methods with the role's name in front
+    (``group.actor_update_actor(batch)``); `RayWorkerGroup.spawn` makes a group for each role, where they have their
+    own names.
 
     Args:
         class_dict: each role's worker class with its arguments.
@@ -79,6 +80,9 @@ def _merge_options(colocated: RayClassWithInitArgs, role: str, entry: RayClassWi
     for key, value in entry.options.items():
         present = colocated.options.get(key, value)
         if present != value:
-            raise ValueError(f"roles of one process ask for different Ray options: {key} is {value!r} for {role!r} and {present!r} before")
+            raise ValueError(
+                f"roles of one process ask for different Ray options: {key} is {value!r} for {role!r} and "
+                f"{present!r} before"
+            )
         colocated.update_options({key: value})
     colocated.additional_resource.update(entry.additional_resource)

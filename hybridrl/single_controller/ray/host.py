@@ -1,8 +1,9 @@
 """The worker's side of a Ray worker group: an actor that builds the user's worker and runs its methods.
 
-The actor class of a group is made at run time as a subclass of the user's class (`hosted`). So the actor has the user's methods, and a group
-can start all its processes at once: the constructor does nothing, rank 0 then reserves a port, and the user's constructor runs when every
-rank has been told that address. No process beyond the workers takes part, and the controller waits for none of it.
+The actor class of a group is made at run time as a subclass of the user's class (`hosted`). So the actor has the
+user's methods, and a group can start all its processes at once: the constructor does nothing, rank 0 then reserves a
+port, and the user's constructor runs when every rank has been told that address. No process beyond the workers takes
+part, and the controller waits for none of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller.base.errors import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
 from hybridrl.utils.errors import UserError
-
 
 # Positional and keyword arguments of the user's constructor.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -52,7 +52,8 @@ class PortInUseError(UserError):
 
 
 class WorkerHost:
-    """Mixed in before the user's class; see the module's docstring. Names start with ``_host`` to stay clear of the user's."""
+    """Mixed in before the user's class; see the module's docstring. Names start with ``_host`` to stay clear of the
+    user's."""
 
     def __init__(self) -> None:
         # The user's constructor runs in _host_build.
@@ -164,7 +165,8 @@ def _answer(result: Any, started: float) -> Answer:
 
 
 def _keep_stacks_readable() -> None:
-    """On SIGUSR1 write the stacks of all threads to the worker's log, so that a hang can be looked into from outside."""
+    """On SIGUSR1 write the stacks of all threads to the worker's log, so that a hang can be looked into from
+    outside."""
     import faulthandler
 
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True, chain=False)

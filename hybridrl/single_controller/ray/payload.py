@@ -11,7 +11,8 @@ import torch
 
 from hybridrl.protocol import DataProto, DataProtoFuture
 
-# Up to this size an argument travels inside the call itself, as Ray does by default; measured on two workers, a put pays from 200 KB on.
+# Up to this size an argument travels inside the call itself, as Ray does by default; measured on two workers, a put
+# pays from 200 KB on.
 INLINE_BYTES = 100 * 1024
 # A container with more entries than this is not looked through but put.
 _MAX_ENTRIES = 64
@@ -48,15 +49,21 @@ def is_small(value: Any) -> bool:
 
 def _bytes(value: Any, depth: int) -> int:
     """A lower bound of the size of a value, cut short as soon as it is clearly large."""
-    if value is None or isinstance(value, bool | int | float | np.generic | enum.Enum | ray.ObjectRef | DataProtoFuture):
+    if value is None or isinstance(
+        value, bool | int | float | np.generic | enum.Enum | ray.ObjectRef | DataProtoFuture
+    ):
         return 64
     if isinstance(value, bytes | bytearray | str):
         return len(value)
     if isinstance(value, torch.Tensor | np.ndarray):
-        return int(value.nbytes) if getattr(value, "dtype", None) != object else value.size * 64
+        return value.size * 64 if isinstance(value, np.ndarray) and value.dtype.hasobject else int(value.nbytes)
     if isinstance(value, DataProto):
         tensors = 0 if value.batch is None else sum(_bytes(tensor, 0) for tensor in value.batch.values())
-        return tensors + sum(_bytes(array, 0) for array in value.non_tensor_batch.values()) + _bytes(value.meta_info, depth)
+        return (
+            tensors
+            + sum(_bytes(array, 0) for array in value.non_tensor_batch.values())
+            + _bytes(value.meta_info, depth)
+        )
     if isinstance(value, dict | list | tuple | set):
         if len(value) > _MAX_ENTRIES:
             return INLINE_BYTES + 1

@@ -1,4 +1,5 @@
-"""What can be found out about a worker that died or does not answer: its log, the kernel's counters, its threads' stacks."""
+"""What can be found out about a worker that died or does not answer: its log, the kernel's counters, its threads'
+stacks."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
 
 _TAIL_LINES = 25
+_LESS_MEMORY = "use fewer workers a node, smaller batches, or offloading"
 _CRASH_MARKS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "Fatal Python error")
 
 
 def oom_kills() -> int | None:
-    """Processes that this machine's kernel has killed for lack of memory since it started; None where it does not say."""
+    """Processes that this machine's kernel has killed for lack of memory since it started; None where it does not
+    say."""
     try:
         with open("/proc/vmstat", encoding="ascii") as file:
             for line in file:
@@ -52,25 +55,32 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
         lines.append(f"Its output is in worker-*-{pid}.err in Ray's log folder on that node.")
     lines.append(f"Ray says: {_flat(str(error))}")
     return WorkerDiedError(
-        "\n".join(lines) + (f"\n{notes}" if notes else ""), role=group.role, rank=rank, method=method, node=node, pid=pid or 0
+        "\n".join(lines) + (f"\n{notes}" if notes else ""),
+        role=group.role,
+        rank=rank,
+        method=method,
+        node=node,
+        pid=pid or 0,
     )
 
 
 def _likely_cause(ray_text: str, tail: str, oom_kills_before: int | None) -> str:
     lowered = ray_text.lower()
     if "running low on memory" in lowered or "oomkilled" in lowered or "memory monitor" in lowered:
-        return "Ray killed it because the node ran out of memory; use fewer workers a node, smaller batches, or offloading"
+        return f"Ray killed it because the node ran out of memory; {_LESS_MEMORY}"
     now = oom_kills()
     if oom_kills_before is not None and now is not None and now > oom_kills_before:
-        return "the kernel killed it (or another process) for lack of memory; use fewer workers a node, smaller batches, or offloading"
+        return f"the kernel killed it, or a process beside it, for lack of memory; {_LESS_MEMORY}"
     for mark in _CRASH_MARKS:
         if mark in tail:
             return f"it crashed ({mark}), most likely in native code; the stack is below"
-    if "node" in lowered and ("died" in lowered and "node died" in lowered or "node was terminated" in lowered):
+    if "node died" in lowered or "node was terminated" in lowered:
         return "its node went away"
     if "exit()" in lowered or "intended" in lowered or "ray.kill" in lowered:
         return "it was ended on purpose (ray.kill, exit, or another failure of the same group)"
-    return "it was killed from outside (SIGKILL), by the out-of-memory killer or by a user, or it crashed without a word"
+    return (
+        "it was killed from outside (SIGKILL), by the out-of-memory killer or by a user, or it crashed without a word"
+    )
 
 
 def stacks_of(infos: list[WorkerInfo | None]) -> str:
@@ -105,8 +115,13 @@ def log_tail(pid: int, lines: int = _TAIL_LINES) -> str:
 def _log_files(pid: int) -> list[str]:
     if not ray.is_initialized():
         return []
-    folder = ray._private.worker.global_worker.node.get_logs_dir_path()  # Ray tells nobody else where its logs are
+    folder = _logs_folder()
     return glob.glob(os.path.join(folder, f"worker-*-{pid}.err"))
+
+
+def _logs_folder() -> str:
+    node = ray._private.worker.global_worker.node  # Ray has no public way to its log folder
+    return "" if node is None else str(node.get_logs_dir_path())
 
 
 def _log_size(pid: int) -> int:

@@ -22,8 +22,8 @@ _counter = itertools.count()
 class RayResourcePool(ResourcePool):
     """Slots on Ray nodes: one placement group a node, one bundle a slot.
 
-    A bundle holds one CPU and, with ``use_gpu``, one GPU, shared by the up to ``max_colocate_count`` groups that live in the slot. Nothing is
-    asked of Ray before `get_placement_groups` is first called.
+    A bundle holds one CPU and, with ``use_gpu``, one GPU, shared by the up to ``max_colocate_count`` groups that live
+    in the slot. Nothing is asked of Ray before `get_placement_groups` is first called.
 
     Args:
         process_on_nodes: slots on each node, e.g. ``[8, 8]``.
@@ -92,8 +92,10 @@ class RayResourcePool(ResourcePool):
                 for made in groups:
                     ray.util.remove_placement_group(made)
                 raise PlacementError(
-                    f"{self.name_prefix}: Ray did not place {self._store[index]} slots of {self.bundle_resources()} within "
-                    f"{_PLACEMENT_TIMEOUT_S:.0f} s, although the nodes seemed to have them; `ray status` shows who holds them"
+                    f"{self.name_prefix}: Ray did not place {self._store[index]} slots of "
+                    f"{self.bundle_resources()} within "
+                    f"{_PLACEMENT_TIMEOUT_S:.0f} s, although the nodes seemed to have them; `ray status` "
+                    "shows who holds them"
                 )
         self.pgs = _sorted_by_node(groups) if len(groups) > 1 else groups
         return self.pgs
@@ -137,7 +139,8 @@ class SubRayResourcePool(RayResourcePool):
         if sum(counts) != subgroup_world_size or subgroup_world_size < 1:
             total = sum(group.bundle_count for group in placement_groups)
             raise PlacementError(
-                f"slots {start_bundle_index} to {start_bundle_index + subgroup_world_size - 1} were asked for; the pool has {total}"
+                f"slots {start_bundle_index} to {start_bundle_index + subgroup_world_size - 1} were asked "
+                f"for; the pool has {total}"
             )
         self._store = [count for count in counts if count]
 
@@ -174,7 +177,9 @@ def split_resource_pool(
     total = resource_pool.world_size
     if isinstance(split_size, int):
         if split_size < 1 or total % split_size:
-            raise PlacementError(f"a pool of {total} slots cannot be cut into parts of {split_size}; choose a divisor of {total}")
+            raise PlacementError(
+                f"a pool of {total} slots cannot be cut into parts of {split_size}; choose a divisor of {total}"
+            )
         sizes = [split_size] * (total // split_size)
     else:
         sizes = list(split_size)
@@ -205,7 +210,9 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
     """
     for name in ("use_gpu", "max_colocate_count", "detached", "accelerator_type"):
         if getattr(rp1, name) != getattr(rp2, name):
-            raise PlacementError(f"pools with {name} {getattr(rp1, name)!r} and {getattr(rp2, name)!r} cannot be merged")
+            raise PlacementError(
+                f"pools with {name} {getattr(rp1, name)!r} and {getattr(rp2, name)!r} cannot be merged"
+            )
     if isinstance(rp1, SubRayResourcePool) or isinstance(rp2, SubRayResourcePool):
         raise PlacementError("a part of a pool cannot be merged; merge whole pools")
     merged = RayResourcePool(
@@ -246,7 +253,8 @@ def extract_pg_from_exist(
     for position, index in enumerate(wanted):
         if position >= len(groups) or groups[position].bundle_count < resource_pool.store[index]:
             raise PlacementError(
-                f"nodes of {resource_pool.store} slots do not fit into the placement groups of {src_role_names}, which have "
+                f"nodes of {resource_pool.store} slots do not fit into the placement groups of "
+                f"{src_role_names}, which have "
                 f"{[group.bundle_count for group in groups]} slots"
             )
         found[index] = groups[position]

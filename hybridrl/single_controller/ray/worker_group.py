@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -71,9 +71,10 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 class RayWorkerGroup(WorkerGroup):
     """Workers of one class, one in each slot of a pool, or workers that run already.
 
-    The registered methods of the worker class become methods of the group. Starting is asynchronous: the constructor returns as soon as Ray has
-    been asked for the processes, so several groups (and the controller's own preparations) start side by side; the first call, or
-    `wait_until_ready`, waits for the workers' constructors and reports their failures.
+    The registered methods of the worker class become methods of the group. Starting is asynchronous: the constructor
+    returns as soon as Ray has been asked for the processes, so several groups (and the controller's own preparations)
+    start side by side; the first call, or `wait_until_ready`, waits for the workers' constructors and reports their
+    failures.
 
     Args:
         resource_pool: the slots; None to attach to running workers.
@@ -131,7 +132,7 @@ class RayWorkerGroup(WorkerGroup):
         else:
             if ray_cls_with_init is None:
                 raise ValueError("RayWorkerGroup needs ray_cls_with_init to start workers in a resource pool")
-            self._start(cast(RayResourcePool, resource_pool), ray_cls_with_init, "STRICT_PACK" if bin_pack else "PACK")
+            self._start(resource_pool, ray_cls_with_init, "STRICT_PACK" if bin_pack else "PACK")
         self._bind_calls()
         if ray_cls_with_init is not None:
             self.method_names = self.bind_worker_methods(ray_cls_with_init.cls)
@@ -175,13 +176,16 @@ class RayWorkerGroup(WorkerGroup):
     def _attach(self, handles: list[Any] | None) -> None:
         if handles is None:
             if not self._worker_names:
-                raise ValueError("give a resource_pool to start workers, or worker_names or worker_handles to attach to running ones")
+                raise ValueError(
+                    "give a resource_pool to start workers, or worker_names or worker_handles to attach to running ones"
+                )
             handles = []
             for name in self._worker_names:
                 handle = _find_actor(name)
                 if handle is None:
                     raise WorkerError(
-                        f"there is no running worker named {name!r}; was its group started with detached=True, in this cluster?"
+                        f"there is no running worker named {name!r}; was its group started with "
+                        "detached=True, in this cluster?"
                     )
                 handles.append(handle)
         self._workers = list(handles)
@@ -246,7 +250,9 @@ class RayWorkerGroup(WorkerGroup):
             return self._roles[role]
         classes = self.ray_cls_with_init.role_classes if self.ray_cls_with_init is not None else {}
         if role not in classes:
-            raise ValueError(f"{role!r} is no role of these workers; they have {', '.join(classes) or 'none (not colocated)'}")
+            raise ValueError(
+                f"{role!r} is no role of these workers; they have {', '.join(classes) or 'none (not colocated)'}"
+            )
         group = object.__new__(type(self))
         group.__dict__.update(
             {name: value for name, value in self.__dict__.items() if not isinstance(value, GroupMethod)},
@@ -286,7 +292,9 @@ class RayWorkerGroup(WorkerGroup):
             values = values[0]
         return finish_output(method.collect_fn(self, values), padding)
 
-    def _submit(self, name: str, ranks: Sequence[int], columns: list[list[Any]], named: dict[str, list[Any]]) -> calls.Call:
+    def _submit(
+        self, name: str, ranks: Sequence[int], columns: list[list[Any]], named: dict[str, list[Any]]
+    ) -> calls.Call:
         """Send one call; ``columns`` and ``named`` hold each argument's value for each of ``ranks``."""
         self._check_usable()
         columns = [put_shared(column) for column in columns]
