@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from hybridrl.config import SFTTrainerConfig
-from hybridrl.engine import EngineRegistry, MicroBatching
+from hybridrl.engine.base import MicroBatching
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
-from hybridrl.workers.base import ModelWorker, micro_batching
+from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 
 
 class SFTWorker(ModelWorker):
@@ -17,24 +17,28 @@ class SFTWorker(ModelWorker):
 
     Args:
         config: the whole configuration of the run.
+        timeout_s: how long a collective may wait for its peers.
     """
 
     metric_prefix = "train"
 
-    def __init__(self, config: SFTTrainerConfig, **kwargs: Any) -> None:
-        super().__init__(timeout_s=config.trainer.phase_timeout_s)
+    def __init__(self, config: SFTTrainerConfig, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        super().__init__(timeout_s)
         self.config = config
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self, total_steps: int) -> None:
-        """Build and shard the model; the learning rate's schedule is `total_steps` long unless configured otherwise."""
+    def init_model(self, steps: int | None = None) -> None:
+        """Build and shard the model; see `ModelWorker.build_engine`."""
         config = self.config
-        if config.optim.total_training_steps < 0:
-            config.optim.total_training_steps = total_steps
-        self.engine = EngineRegistry.create(
-            "language_model", config.engine.strategy, model=config.model, engine=config.engine, optim=config.optim
+        self.build_engine(
+            "language_model",
+            config.engine.strategy,
+            config.model,
+            config.engine,
+            config.optim,
+            steps,
+            updates_per_step=1,
         )
-        self.engine.initialize()
         self.place_in_mesh("model")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"), blocking=False)
@@ -57,7 +61,7 @@ class SFTWorker(ModelWorker):
 def sft_loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
     """A micro-batch's share of the mean negative log-likelihood over the N learnt tokens of the whole mini-batch.
 
-        L = -1/N sum_t m_t log pi(y_t | y_<t)
+    L = -1/N sum_t m_t log pi(y_t | y_<t)
     """
     mask = batch.batch["response_mask"]
     loss = -torch.where(mask.bool(), outputs["log_probs"], 0.0).sum() / batch.meta_info["batch_num_tokens"]

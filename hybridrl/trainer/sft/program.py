@@ -4,52 +4,49 @@ Tokenizer and data are read and checked while Ray and the worker processes start
 loaded before they are well.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 from hybridrl.config import SFTTrainerConfig
 from hybridrl.data import create_sft_dataset
-from hybridrl.models import load_model_config, load_tokenizer, model_identity
+from hybridrl.models.facts import config_of, model_identity, tokenizer_of
+from hybridrl.observe.tracking import check_loggers
 from hybridrl.single_controller.ray import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     ResourcePoolManager,
-    init_ray,
-    shutdown_ray,
 )
 from hybridrl.trainer.sft.trainer import SFTTrainer
+from hybridrl.trainer.start import USES_GPU, workers_starting
 from hybridrl.workers.sft_worker import SFTWorker
 
 ROLE = "model"
+# `trainer.device` as Ray is told of it; None asks whether the cluster has GPUs.
 
 
 def run_sft(config: SFTTrainerConfig) -> None:
     """Train as `config` says."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-workers") as background:
-        try:
-            starting = background.submit(start_workers, config)
-            trainer = prepare(config)
-            trainer.init_workers(starting.result())
-            trainer.fit()
-        finally:
-            starting.cancel()
-            shutdown_ray()
-
-
-def start_workers(config: SFTTrainerConfig) -> RayWorkerGroup:
-    """Ray and the worker processes; they hold no model yet."""
-    placement, trainer = config.placement, config.trainer
+    placement, trainer_config = config.placement, config.trainer
     pool = placement.roles[ROLE]
-    manager = ResourcePoolManager(resource_pool_spec={pool: list(placement.pools[pool])}, mapping={ROLE: pool})
-    init_ray(config.ray_kwargs.ray_init, manager.resource_pool_spec)
-    manager.create_resource_pool()
-    return RayWorkerGroup(
-        resource_pool=manager.get_resource_pool(ROLE),
-        ray_cls_with_init=RayClassWithInitArgs(cls=SFTWorker, config=config),
-        name_prefix=ROLE,
-        ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
-        timeout_s=trainer.phase_timeout_s,
-        threads=trainer.threads_per_worker,
+    manager = ResourcePoolManager(
+        resource_pool_spec={pool: list(placement.pools[pool])},
+        mapping={ROLE: pool},
+        use_gpu=USES_GPU[trainer_config.device],
     )
+
+    def spawn() -> RayWorkerGroup:
+        manager.create_resource_pool()
+        return RayWorkerGroup(
+            resource_pool=manager.get_resource_pool(ROLE),
+            ray_cls_with_init=RayClassWithInitArgs(cls=SFTWorker, config=config),
+            ray_wait_register_center_timeout=trainer_config.ray_wait_register_center_timeout,
+            timeout_s=trainer_config.phase_timeout_s,
+            threads=trainer_config.threads_per_worker,
+        )
+
+    with workers_starting(
+        config.ray_kwargs.ray_init, manager.resource_pool_spec, trainer_config.device, spawn
+    ) as started:
+        trainer = prepare(config)
+        trainer.init_workers(started())
+        trainer.fit()
 
 
 def prepare(config: SFTTrainerConfig) -> SFTTrainer:
@@ -59,10 +56,11 @@ def prepare(config: SFTTrainerConfig) -> SFTTrainer:
         UserError: a setting or file of the user's cannot work; nothing was loaded yet.
     """
     data = config.data
-    tokenizer = load_tokenizer(config.model)
+    check_loggers(config.trainer.logger)
+    tokenizer = tokenizer_of(config.model)
     train = create_sft_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
     val = None
     if data.val_files:
         val = create_sft_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
-    identity = model_identity(load_model_config(config.model), tokenizer)
+    identity = model_identity(config_of(config.model), tokenizer)
     return SFTTrainer(config, train_dataset=train, val_dataset=val, identity=identity)

@@ -13,7 +13,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.ppo.batching import spread_over_ranks
 from hybridrl.trainer.run import TrainingRun
-from hybridrl.utils.metrics import reduce_to_floats
+from hybridrl.utils.metrics import merge_metrics, reduce_to_floats
 
 MODEL_FOLDER = "model"
 
@@ -44,7 +44,7 @@ class SFTTrainer:
             size = min(data.train_batch_size, len(val_dataset))
             self.val_loader = create_sft_loader(data, val_dataset, size, train=False)
         total_steps = trainer.total_training_steps or trainer.total_epochs * len(self.train_loader)
-        self.run = TrainingRun(config, trainer, total_steps, identity=identity or {}, keep=trainer.max_ckpt_to_keep)
+        self.run = TrainingRun(config, trainer, total_steps, identity=identity or {})
 
     def init_workers(self, group: WorkerGroup) -> None:
         """Have the started worker processes load the model."""
@@ -82,7 +82,9 @@ class SFTTrainer:
         shards = spread_over_ranks(batch, [np.arange(len(batch))], self.group.world_size)
         with self.run.phase("update_model"), self.run.keeping_batch_on_error(batch):
             updated = self.group.update_model(shards).get()
-        self.run.metrics |= reduce_to_floats(updated.meta_info["metrics"])
+        of_ranks = updated.meta_info["metrics"]
+        merged = merge_metrics({name: metric} for name, found in of_ranks.items() for metric in found)
+        self.run.metrics |= reduce_to_floats(merged)
         self.run.metrics["train/global_tokens"] = int(batch.batch["response_mask"].sum())
         self.run.metrics["perf/total_num_tokens"] = int(batch.batch["attention_mask"].sum())
 
