@@ -20,6 +20,7 @@ from hybridrl.algorithms.functional import (
     token_statistics,
 )
 from hybridrl.algorithms.groups import check_group_sizes
+from hybridrl.algorithms.health import explained_variance, group_health, length_reward_correlation
 from hybridrl.algorithms.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
@@ -31,6 +32,7 @@ from hybridrl.algorithms.kl import (
     kl_penalty_forward,
     penalise_rewards,
 )
+from hybridrl.algorithms.pf_ppo import PF_PPO_METHODS, compute_pf_ppo_reweight_data, pf_ppo_weights
 from hybridrl.algorithms.policy_losses import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.policy_losses import __all__ as _policy_losses
 from hybridrl.algorithms.registry import (
@@ -46,6 +48,8 @@ from hybridrl.algorithms.registry import (
     register_policy_loss,
     required_inputs,
 )
+from hybridrl.algorithms.rollout_correction import *  # noqa: F403 - the package's own __all__
+from hybridrl.algorithms.rollout_correction import __all__ as _rollout_correction
 from hybridrl.algorithms.settings import with_global_batch_info
 from hybridrl.algorithms.value import compute_value_loss
 
@@ -53,6 +57,7 @@ __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
     "KL_PENALTIES",
     "LOSS_AGG_MODES",
+    "PF_PPO_METHODS",
     "POLICY_LOSS_REGISTRY",
     "AdaptiveKLController",
     "AdvantageEstimator",
@@ -63,23 +68,28 @@ __all__ = [
     "check_adv_inputs",
     "check_group_sizes",
     "compute_entropy_loss",
+    "compute_pf_ppo_reweight_data",
     "compute_rewards",
     "compute_value_loss",
     "entropy_from_logits",
     "estimate_advantages",
+    "explained_variance",
     "get_adv_estimator_fn",
     "get_kl_controller",
     "get_policy_loss_fn",
     "get_policy_loss_prepare_fn",
     "global_counts",
+    "group_health",
     "kl_penalty",
     "kl_penalty_forward",
+    "length_reward_correlation",
     "logprobs_from_logits",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
     "penalise_rewards",
+    "pf_ppo_weights",
     "register_adv_est",
     "register_policy_loss",
     "required_inputs",
@@ -88,4 +98,5 @@ __all__ = [
     "with_global_batch_info",
     *_advantages,
     *_policy_losses,
+    *_rollout_correction,
 ]

@@ -45,9 +45,9 @@ def agg_loss(
     loss_mask: Tensor,
     loss_agg_mode: str,
     dp_size: int = 1,
-    batch_num_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    loss_scale_factor: int | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
 ) -> Tensor:
     r"""This call's share of the mini-batch loss, from per-token losses.
 

@@ -56,6 +56,22 @@ class Groups:
         std = torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
         return torch.where(self.sizes > 1, std, 1.0)[self.ids]
 
+    def best_and_second(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The group's winner, and what it beat.
+
+        Returns:
+            (is_best, second): [B] bool, true for one sample a group, the first of those with the largest value; and
+            [B], the largest value of the others in the sample's group (-inf in a group of one).
+        """
+        lowest = values.new_full((self.count,), -torch.inf)
+        best = lowest.scatter_reduce(0, self.ids, values, "amax")[self.ids]
+        rows = torch.arange(len(values), device=values.device)
+        last = rows.new_full((self.count,), len(values))
+        first = last.scatter_reduce(0, self.ids, torch.where(values == best, rows, len(values)), "amin")
+        is_best = rows == first[self.ids]
+        others = torch.where(is_best, -torch.inf, values)
+        return is_best, lowest.scatter_reduce(0, self.ids, others, "amax")[self.ids]
+
 
 def group_samples(index: np.ndarray | Tensor | Sequence[object], rewards: Tensor) -> Groups:
     """Groups of a batch, checked against its number of rows."""

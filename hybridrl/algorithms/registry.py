@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.sessions import SESSION_KEY, Sessions
 from hybridrl.algorithms.settings import setting
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -30,7 +31,7 @@ PrepareFn = Callable[..., Tensor]
 
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = {}
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
-_PREPARE_REGISTRY: dict[str, PrepareFn] = {}
+_PREPARE_REGISTRY: dict[str, tuple[PrepareFn, Callable[[Any], bool] | None]] = {}
 
 
 class AdvantageEstimator(StrEnum):
@@ -89,21 +90,24 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
     return _find(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "algorithm.adv_estimator", "register_adv_est")
 
 
-def register_policy_loss(name: str, prepare: PrepareFn | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
+def register_policy_loss(
+    name: str, prepare: PrepareFn | None = None, prepare_needed: Callable[[Any], bool] | None = None
+) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Decorator that makes a policy loss known under a name. A name taken by another function is refused.
 
     Args:
         name: value of ``actor.policy_loss.loss_mode``.
-        prepare: for a loss whose tokens are chosen over the whole mini-batch:
+        prepare: for a loss that needs to see the whole mini-batch, to choose tokens or to normalise:
             ``prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]``.
             The caller of the update runs it once a mini-batch, without gradients, on the log-probabilities of the
             policy as it stands before that update, and hands each micro-batch its rows as the keyword ``prepared``.
+        prepare_needed: whether ``prepare`` is needed under a config; always when None.
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
         _add(POLICY_LOSS_REGISTRY, name, fn, "policy loss")
         if prepare is not None:
-            _add(_PREPARE_REGISTRY, name, prepare, "preparation of policy loss")
+            _PREPARE_REGISTRY[name] = (prepare, prepare_needed)
         return fn
 
     return decorate
@@ -114,10 +118,16 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return _find(POLICY_LOSS_REGISTRY, name, "actor_rollout_ref.actor.policy_loss.loss_mode", "register_policy_loss")
 
 
-def get_policy_loss_prepare_fn(name: str) -> PrepareFn | None:
-    """The preliminary pass that a loss needs over the whole mini-batch, or None for the many that need none."""
+def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | None:
+    """The preliminary pass that a loss needs over the whole mini-batch, or None for the many that need none.
+
+    With ``config``, the actor's settings, also None where these settings do not need it.
+    """
     get_policy_loss_fn(name)
-    return _PREPARE_REGISTRY.get(name)
+    prepare, needed = _PREPARE_REGISTRY.get(name, (None, None))
+    if config is not None and needed is not None and not needed(config):
+        return None
+    return prepare
 
 
 # What provides an input that an estimator needs, for messages.
@@ -186,9 +196,21 @@ def estimate_advantages(
     Returns:
         (advantages, returns), [B, T] each.
 
+    Rows that share a ``session_id`` (and a uid) are one trajectory, in the order of ``trajectory_index`` or as they
+    stand: they are joined for the estimator and cut apart again, see `sessions`.
+
     Raises:
         AlgorithmError: an unknown name or a missing input.
     """
+    if SESSION_KEY in non_tensors:
+        mask = tensors["response_mask"]
+        sessions = Sessions(non_tensors, len(mask))
+        if sessions.longest > 1:
+            fields = {k: sessions.join(v) for k, v in tensors.items() if v.dim() == 1 or v.shape == mask.shape}
+            others = {k: sessions.pick(v) for k, v in non_tensors.items() if k != SESSION_KEY}
+            joined = estimate_advantages(adv_estimator, fields, others, config)
+            advantages, returns = (sessions.split(x, mask.shape[-1]) for x in joined)
+            return advantages, returns
     fn = get_adv_estimator_fn(adv_estimator)
     check_adv_inputs(adv_estimator, {*tensors.keys(), *non_tensors.keys()}, config)
     offered: dict[str, Any] = {**non_tensors, **tensors}

@@ -72,6 +72,11 @@ def number(
     return float(value)
 
 
+def has_setting(config: Any, name: str) -> bool:
+    """Whether ``config`` has that attribute or key at all, null included."""
+    return _step(config, name) is not _MISSING
+
+
 class ConfigView:
     """A config with a few attributes laid over it; everything else falls through. The config itself is not touched."""
 

@@ -18,9 +18,9 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
     dp_size: int = 1,
-    batch_num_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    loss_scale_factor: int | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Clipped squared error of the values (PPO's critic, as in the InstructGPT line of work):
 

@@ -2,21 +2,44 @@
 
 Legend: B samples, T response tokens; R_i = sum of the rewards on sample i's response tokens; g its group (same
 ``index``) of n samples. Every estimator here gives all tokens of a sample the same advantage A_i and returns it twice,
-as advantages and as returns.
+as advantages and as returns, [B, T] and zero outside the mask.
+
+Arguments are the same throughout: ``token_level_rewards, response_mask`` [B, T]; ``index`` [B] the prompts' uid,
+samples of a group may stand anywhere; ``epsilon`` what is added to a standard deviation; ``config`` the ``algorithm``
+settings, any object with attributes. All raise AlgorithmError on rewards that are not finite and on an index of another
+length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hybridrl.algorithms.groups import group_samples, outcome_scores, spread
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.functional import masked_whiten
+from hybridrl.algorithms.groups import Groups, group_samples, outcome_scores, spread
 from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
+from hybridrl.algorithms.settings import setting
+
+Advantages = tuple[Tensor, Tensor]
+
+
+def _divide_by_std(argument: bool, config: Any) -> bool:
+    """Whether to divide by the spread: off as soon as the argument or ``algorithm.norm_adv_by_std_in_grpo`` says so."""
+    return argument and bool(setting(config, "norm_adv_by_std_in_grpo", True, who="grpo", root="algorithm"))
+
+
+def _centred(scores: Tensor, groups: Groups) -> Tensor:
+    """R_i - mean_g R; a group of one has nothing to compare with and keeps R_i."""
+    return scores - torch.where(groups.size > 1, groups.mean(scores), 0.0)
 
 
 @register_adv_est(AdvantageEstimator.GRPO)
+@torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -24,29 +47,19 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> Advantages:
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): A_i = (R_i - mean_g R) / (std_g R + epsilon).
 
     The standard deviation is the unbiased one. A group of one is not centred: A_i = R_i / (1 + epsilon).
-    With ``norm_adv_by_std_in_grpo=False`` there is no division: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which
-    removes the weight that easy and hard prompts get from a small spread.
-
-    Args:
-        token_level_rewards, response_mask: [B, T].
-        index: [B] prompt ids (``uid``); samples of a group may stand anywhere.
-        epsilon: added to the standard deviation.
-        norm_adv_by_std_in_grpo: see above (``algorithm.norm_adv_by_std_in_grpo``).
-        config: not read; the flag decides.
-
-    Returns:
-        (advantages, returns): the same [B, T] twice.
+    With ``norm_adv_by_std_in_grpo=False``, as an argument or in ``config``, there is no division: Dr. GRPO (Liu et al.
+    2025, arXiv 2503.20783), which takes away the weight that easy and hard prompts get from a small spread.
     """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = group_samples(index, scores)
-    centred = scores - (groups.size > 1) * groups.mean(scores)
-    if norm_adv_by_std_in_grpo:
-        centred = centred / (groups.std(scores) + epsilon)
-    advantages = spread(centred, token_level_rewards, response_mask)
+    advantages = _centred(scores, groups)
+    if _divide_by_std(norm_adv_by_std_in_grpo, config):
+        advantages = advantages / (groups.std(scores) + epsilon)
+    advantages = spread(advantages, token_level_rewards, response_mask)
     return advantages, advantages
 
 
@@ -54,3 +67,235 @@ def compute_grpo_outcome_advantage(
 compute_grpo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(
     compute_grpo_outcome_advantage
 )
+
+
+@register_adv_est(AdvantageEstimator.GRPO_PASSK)
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best sample of a group counts, by how much it beats the
+    second.
+
+        A_i = (R_(1) - R_(2)) / (std_g R + epsilon)    for the sample with the largest reward (the first of equals)
+        A_i = 0                                        for the others
+
+    Without the division when ``norm_adv_by_std_in_grpo`` is False, as an argument or in ``config``.
+
+    Raises:
+        AlgorithmError: a group of one; there is no second best.
+    """
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = group_samples(index, scores)
+    alone = (groups.sizes[groups.ids] < 2).nonzero().squeeze(-1)
+    if len(alone):
+        raise AlgorithmError(
+            f"adv_estimator=grpo_passk needs at least 2 samples a prompt, but rows {alone[:8].tolist()} stand alone in "
+            "their group. Set actor_rollout_ref.rollout.n to k >= 2."
+        )
+    is_best, second = groups.best_and_second(scores)
+    advantages = torch.where(is_best, scores - second, 0.0)
+    if _divide_by_std(norm_adv_by_std_in_grpo, config):
+        advantages = advantages / (groups.std(scores) + epsilon)
+    advantages = spread(advantages, token_level_rewards, response_mask)
+    return advantages, advantages
+
+
+def _gdpo_components(
+    rows: Tensor, config: Any, non_tensor_batch: Mapping[str, Any] | None
+) -> tuple[list[Tensor], list[float]]:
+    """The reward components that ``algorithm.gdpo_reward_keys`` names, [B] each, and their weights."""
+    keys = setting(config, "gdpo_reward_keys", None, who="gdpo", root="algorithm")
+    if not keys:
+        raise AlgorithmError(
+            "adv_estimator=gdpo needs algorithm.gdpo_reward_keys: the names of the reward components that the reward "
+            "function returns beside 'score', for example [accuracy, format]."
+        )
+    given = {} if non_tensor_batch is None else non_tensor_batch
+    missing = [key for key in keys if key not in given]
+    if missing:
+        raise AlgorithmError(
+            f"algorithm.gdpo_reward_keys names {missing}, which the reward function did not return; the batch has "
+            f"{sorted(given)}. Return a dict with these keys and 'score' from it."
+        )
+    weights = setting(config, "gdpo_reward_weights", None, who="gdpo", root="algorithm")
+    weights = [1.0] * len(keys) if weights is None else [float(w) for w in weights]
+    if len(weights) != len(keys):
+        raise AlgorithmError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} entries for the {len(keys)} keys of gdpo_reward_keys; "
+            "it needs one each."
+        )
+    components = []
+    for key in keys:
+        values = torch.as_tensor(np.asarray(given[key], dtype=np.float64), device=rows.device)
+        bad = ~torch.isfinite(values)
+        if values.shape != rows.shape or bool(bad.any()):
+            raise AlgorithmError(
+                f"reward component {key!r} must hold one finite number a row, {len(rows)} in all; it has shape "
+                f"{tuple(values.shape)} and is NaN or infinite in rows {bad.nonzero().squeeze(-1)[:8].tolist()}."
+            )
+        components.append(values)
+    return components, weights
+
+
+@register_adv_est(AdvantageEstimator.GDPO)
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    non_tensor_batch: Mapping[str, Any] | None = None,
+    batch: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Advantages:
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): every reward component is normalised by itself, then they are added.
+
+        A^k_i = (r^k_i - mean_g r^k) / (std_g r^k + epsilon)        for each component k
+        A     = whiten(sum_k w_k A^k)                                over all response tokens of the batch
+
+    so that a component with a large scale does not drown the others. Components are the entries of ``non_tensor_batch``
+    named by ``config.gdpo_reward_keys``, weights w_k ``config.gdpo_reward_weights`` (1 each). ``token_level_rewards``,
+    the total, only gives shape and dtype; ``batch`` is not needed.
+
+    Raises:
+        AlgorithmError: no keys, keys that the batch does not have, weights of another number, components not finite.
+    """
+    rows = outcome_scores(token_level_rewards, response_mask)
+    groups = group_samples(index, rows)
+    components, weights = _gdpo_components(rows, config, non_tensor_batch)
+    total = torch.zeros_like(rows)
+    for values, weight in zip(components, weights, strict=True):
+        advantage = _centred(values, groups)
+        if _divide_by_std(norm_adv_by_std_in_grpo, config):
+            advantage = advantage / (groups.std(values) + epsilon)
+        total += weight * advantage
+    advantages = masked_whiten(spread(total, token_level_rewards, response_mask), response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.RLOO)
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """RLOO (Ahmadian et al. 2024, arXiv 2402.14740, eq. 8): each sample against the mean of the others.
+
+        A_i = R_i - 1/(n-1) sum_{j != i} R_j = n/(n-1) (R_i - mean_g R)
+
+    A group of one has no others: A_i = R_i, plain REINFORCE. (`rloo_vectorized` gives 0 there.)
+    """
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = group_samples(index, scores)
+    size = groups.size
+    leave_one_out = _centred(scores, groups) * torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
+    advantages = spread(leave_one_out, token_level_rewards, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
+@torch.no_grad()
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """RLOO that gives a group of one no advantage: A_i = n/(n-1) (R_i - mean_g R) for n > 1, and 0 for n = 1."""
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = group_samples(index, scores)
+    size = groups.size
+    leave_one_out = torch.where(size > 1, (scores - groups.mean(scores)) * size / (size - 1).clamp(min=1), 0.0)
+    advantages = spread(leave_one_out, token_level_rewards, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.OPO)
+@torch.no_grad()
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """OPO (Hao et al. 2025, arXiv 2505.23585, eq. 7): the baseline of least variance when a sample's squared gradient
+    grows with its length L_i: A_i = R_i - sum_g L_j R_j / sum_g L_j. A group of one has baseline 0.
+    """
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = group_samples(index, scores)
+    lengths = response_mask.bool().sum(-1).to(scores.dtype)
+    # A group whose responses are all empty has no tokens to give an advantage to; 0 / 1 instead of 0 / 0.
+    baseline = (groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1))[groups.ids]
+    advantages = spread(scores - torch.where(groups.size > 1, baseline, 0.0), token_level_rewards, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.GPG)
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """GPG (Chu et al. 2025, arXiv 2504.02546): A_i = alpha B / (B - M) (R_i - mean_g R) / f_norm.
+
+    M is the number of samples without a gradient: those of groups in which all rewards are equal (all right or all
+    wrong). They would otherwise dilute the batch's mean. A group of one keeps R_i and is without a gradient when that
+    is 0.
+
+    Args:
+        f_norm: F_norm of the paper; 1 for none.
+        alpha: a further factor.
+    """
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = group_samples(index, scores)
+    centred = _centred(scores, groups)
+    with_gradient = groups.sum((centred != 0).to(scores.dtype))[groups.ids] > 0
+    factor = alpha * len(scores) / with_gradient.sum().clamp(min=1)
+    advantages = spread(factor * centred / f_norm, token_level_rewards, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> Advantages:
+    """REINFORCE++-baseline (Hu et al. 2025, arXiv 2501.03262): the group's mean as baseline, the batch's spread as
+    scale.
+
+        A = whiten(R_i - mean_g R)     over all response tokens of the batch
+
+    A group of one has baseline 0. Raises AlgorithmError on a batch of fewer than two response tokens.
+    """
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = group_samples(index, scores)
+    advantages = masked_whiten(spread(_centred(scores, groups), token_level_rewards, response_mask), response_mask)
+    return advantages, advantages

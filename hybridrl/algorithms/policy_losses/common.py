@@ -47,10 +47,8 @@ class Tokens:
 
     def metrics(self, **more: Tensor) -> Metrics:
         """Token means: ``actor/ppo_kl`` of -log rho, an estimate of KL(pi_old || pi), and ``actor/<name>`` of more."""
-        return {
-            "actor/ppo_kl": self.mean(-self.log_ratio),
-            **{f"actor/{name}": self.mean(x) for name, x in more.items()},
-        }
+        kl = self.mean(-self.log_ratio.clamp(-20.0, 20.0))
+        return {"actor/ppo_kl": kl, **{f"actor/{name}": self.mean(x) for name, x in more.items()}}
 
 
 def read_tokens(

@@ -1,0 +1,73 @@
+"""Estimators without a group: returns to go, with whatever baseline the batch brings.
+
+Legend: B sequences, T response tokens; G_t the reward to go, sum_{s >= t} gamma^(s-t) r_s over response tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.advantages.scan import rewards_to_go, unit_interval
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.functional import keep, masked_whiten
+from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
+from hybridrl.algorithms.settings import number
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): A = whiten(G) over all response tokens of the batch.
+
+    G_t = r_t + gamma G_{t+1}, where t + 1 is the next response token: over holes in the mask G is carried unchanged.
+
+    Args:
+        token_level_rewards, response_mask: [B, T].
+        config: ``algorithm`` settings; ``gamma`` in [0, 1] is needed.
+
+    Returns:
+        (advantages, returns = G): [B, T], zero outside the mask.
+
+    Raises:
+        AlgorithmError: no gamma or one out of range, rewards not finite, fewer than two response tokens.
+    """
+    gamma = unit_interval(number(config, "gamma", who="reinforce_plus_plus", root="algorithm"), "gamma")
+    returns = rewards_to_go(token_level_rewards, response_mask, gamma)
+    return masked_whiten(returns, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.REMAX)
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1): A_t = sum_{s >= t} r_s - b, b the greedy response's
+    reward.
+
+    Args:
+        token_level_rewards, response_mask: [B, T].
+        reward_baselines: [B], reward of the prompt's greedy response.
+        config: not read.
+
+    Returns:
+        (advantages, returns = sum_{s >= t} r_s): [B, T], zero outside the mask.
+
+    Raises:
+        AlgorithmError: baselines of another shape, or not finite.
+    """
+    if reward_baselines.shape != response_mask.shape[:1] or not bool(torch.isfinite(reward_baselines).all()):
+        raise AlgorithmError(
+            f"reward_baselines must be one finite number a row, shape ({response_mask.shape[0]},); found shape "
+            f"{tuple(reward_baselines.shape)}, {int((~torch.isfinite(reward_baselines)).sum())} of them not finite."
+        )
+    returns = rewards_to_go(token_level_rewards, response_mask, 1.0)
+    return keep(returns - reward_baselines.to(returns.dtype).unsqueeze(-1), response_mask), returns

@@ -1,0 +1,62 @@
+"""Numbers that show an RL run going wrong before its reward does.
+
+Legend: B samples, T response tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.functional import masked_mean
+from hybridrl.algorithms.groups import group_samples, outcome_scores
+
+
+@torch.no_grad()
+def group_health(token_level_scores: Tensor, response_mask: Tensor, index: np.ndarray) -> dict[str, float]:
+    """Shares of prompts from which a group estimator learns nothing, because all their samples score the same.
+
+    Returns:
+        ``health/groups_uniform``, of them ``health/groups_all_worst`` and ``health/groups_all_best`` (all at the
+        smallest, all at the largest score of the batch). Groups of one are not counted.
+    """
+    scores = outcome_scores(token_level_scores, response_mask)
+    groups = group_samples(index, scores)
+    largest = scores.new_full((groups.count,), -torch.inf).scatter_reduce(0, groups.ids, scores, "amax")
+    smallest = scores.new_full((groups.count,), torch.inf).scatter_reduce(0, groups.ids, scores, "amin")
+    several = groups.sizes > 1
+    total = several.sum().clamp(min=1)
+    uniform = several & (largest == smallest)
+    spread = scores.max() > scores.min()
+    return {
+        "health/groups_uniform": float(uniform.sum() / total),
+        "health/groups_all_worst": float((uniform & (largest == scores.min()) & spread).sum() / total),
+        "health/groups_all_best": float((uniform & (smallest == scores.max()) & spread).sum() / total),
+    }
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    scale = float((x.square().sum() * y.square().sum()).sqrt())
+    return float((x * y).sum()) / scale if scale > 0 else 0.0
+
+
+@torch.no_grad()
+def length_reward_correlation(token_level_scores: Tensor, response_mask: Tensor) -> float:
+    """Correlation of a sample's score with its length: near 1 or -1 while both drift, length is being gamed."""
+    return _correlation(outcome_scores(token_level_scores, response_mask), response_mask.bool().sum(-1))
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
+    """1 - var(returns - values) / var(returns) over response tokens: 1 for a perfect critic, 0 for a constant one,
+    below 0 for a harmful one; 0 when the returns do not vary.
+    """
+    mask = response_mask.bool()
+
+    def var(x: Tensor) -> Tensor:
+        return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+    total = float(var(returns.double()))
+    return 1.0 - float(var(returns.double() - values.double())) / total if total > 0 else 0.0

@@ -1,0 +1,141 @@
+"""The loss of bypass mode: the sampler's log-probabilities are the old ones, and the correction is part of the loss.
+
+Legend: B sequences of a micro-batch, T response tokens; log rho = log pi - log pi_rollout of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.aggregation import total_tokens_match
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.functional import keep, masked_mean
+from hybridrl.algorithms.policy_losses.common import Metrics
+from hybridrl.algorithms.policy_losses.soft import compute_policy_loss_reinforce
+from hybridrl.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
+from hybridrl.algorithms.registry import register_policy_loss
+from hybridrl.algorithms.rollout_correction.apply import LOSS_TYPES, correction_settings
+from hybridrl.algorithms.rollout_correction.common import ROOT, parse_is_threshold, parse_rs_thresholds, safe
+from hybridrl.algorithms.rollout_correction.rejection import accepted, parse_rs_options, statistic
+from hybridrl.algorithms.rollout_correction.weights import bounded_weights, raw_weights, weights_mean
+from hybridrl.algorithms.settings import global_batch_info, setting, with_global_batch_info
+
+
+def _settings(config: Any) -> tuple[dict[str, Any], str]:
+    """(correction settings, loss type) of ``policy_loss.rollout_correction``."""
+    correction = setting(config, "policy_loss.rollout_correction", None, who="policy loss bypass_mode")
+    loss_type = setting(correction, "loss_type", "ppo_clip", who="policy loss bypass_mode", root=ROOT)
+    if loss_type not in LOSS_TYPES:
+        raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; known are {', '.join(LOSS_TYPES)}.")
+    return correction_settings(correction), loss_type
+
+
+def needs_preparation(config: Any) -> bool:
+    """Only weights that are normalised over the mini-batch need a preliminary pass."""
+    chosen, loss_type = _settings(config)
+    return loss_type == "reinforce" and chosen["rollout_is"] is not None and bool(chosen["rollout_is_batch_normalize"])
+
+
+@torch.no_grad()
+def _weights(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> Tensor:
+    upper, lower = parse_is_threshold(chosen["rollout_is_threshold"])
+    raw, _ = raw_weights(log_ratio, mask, chosen["rollout_is"])
+    return bounded_weights(raw, upper, lower)
+
+
+@torch.no_grad()
+def prepare_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    seed: int,
+    row_ids: Tensor | None = None,
+) -> Tensor:
+    """Importance weights normalised over the whole mini-batch, [B, T]; see `needs_preparation`.
+
+    ``old_log_prob`` is the sampler's; ``advantages``, ``seed`` and ``row_ids`` play no part.
+    """
+    chosen, _ = _settings(config)
+    weights = _weights(log_prob - old_log_prob, response_mask, chosen)
+    return weights / weights_mean(weights, response_mask, chosen["rollout_is"])
+
+
+@torch.no_grad()
+def _remaining(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> Tensor:
+    """The response mask without rejected tokens and sequences, [B, T] bool."""
+    if chosen["rollout_rs"] is None:
+        return mask
+    options = parse_rs_options(chosen["rollout_rs"])
+    for option, bounds in parse_rs_thresholds(options, chosen["rollout_rs_threshold"]).items():
+        mask = mask & accepted(option, statistic(option, log_ratio, mask)[0], bounds)
+    return mask
+
+
+@register_policy_loss("bypass_mode", prepare=prepare_bypass_mode, prepare_needed=needs_preparation)
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    prepared: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Two policies instead of three (Liu, Li et al. 2025, "When speed kills stability"): rho = pi / pi_rollout.
+
+        ppo_clip:   the vanilla clipped loss with this rho, which is itself the correction: no further weight
+        reinforce:  -w A log pi with importance weights w of the current policy
+
+    over the tokens that rejection leaves. Rejected tokens stay in the counts that the loss is divided by (which tokens
+    they will be is not known before the update), so that the result does not depend on the split.
+
+    Settings: ``policy_loss.rollout_correction`` with ``loss_type`` and the keys of ``algorithm.rollout_correction``;
+    those of the vanilla loss for ppo_clip.
+
+    Args:
+        old_log_prob: [B, T] the sampler's log-probabilities.
+        rollout_is_weights: not used; the weights are recomputed from the current policy.
+        prepared: [B, T] rows of `prepare_bypass_mode`, for weights that are normalised over the mini-batch.
+
+    Metrics: those of the loss, over the tokens that remain, and token means ``rollout_corr/{kl,k3_kl,chi2_token}``,
+    ``rollout_corr/rollout_is_mean``, ``rollout_corr/rollout_rs_masked_fraction``.
+    """
+    chosen, loss_type = _settings(config)
+    mask = response_mask.bool()
+    log_ratio = keep(log_prob.detach() - old_log_prob, mask)
+    remaining = _remaining(log_ratio, mask, chosen)
+    counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **global_batch_info(config)}
+    counted = with_global_batch_info(config, **counts)
+    metrics: Metrics = {
+        "rollout_corr/kl": masked_mean(-log_ratio, mask),
+        "rollout_corr/k3_kl": masked_mean(safe(log_ratio).exp() - 1.0 - log_ratio, mask),
+        "rollout_corr/chi2_token": masked_mean(safe(log_ratio).exp().square() - 1.0, mask),
+        "rollout_corr/rollout_rs_masked_fraction": masked_mean((~remaining).to(log_ratio.dtype), mask),
+    }
+    if loss_type == "ppo_clip":
+        loss, more = compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, remaining, loss_agg_mode, counted, None
+        )
+        return loss, {**metrics, **more}
+    weights = None
+    if chosen["rollout_is"] is not None:
+        weights = _weights(log_ratio, mask, chosen) if prepared is None else prepared
+        if chosen["rollout_is_batch_normalize"] and prepared is None:
+            if not total_tokens_match(mask, global_batch_info(config).get("batch_num_tokens")):
+                raise AlgorithmError(
+                    f"{ROOT}.rollout_is_batch_normalize divides by a mean over the whole mini-batch, but this call "
+                    "holds a part of it. Run get_policy_loss_prepare_fn('bypass_mode', config) on the mini-batch and "
+                    "pass each part its rows as prepared=."
+                )
+            weights = weights / weights_mean(weights, mask, chosen["rollout_is"])
+        metrics["rollout_corr/rollout_is_mean"] = masked_mean(weights, mask)
+    loss, more = compute_policy_loss_reinforce(
+        old_log_prob, log_prob, advantages, remaining, loss_agg_mode, counted, weights
+    )
+    return loss, {**metrics, **more}

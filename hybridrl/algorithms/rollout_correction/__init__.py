@@ -1,0 +1,47 @@
+"""Correction for samples drawn by another policy than the one that trains.
+
+The sampler may run in another precision, on older weights, or with other kernels. Its log-probabilities are compared
+with the trainer's on every run (`mismatch`), and on request the loss is weighted (`weights`) or tokens and sequences
+are left out (`rejection`). docs/algorithms.md says when to use which.
+"""
+
+from hybridrl.algorithms.rollout_correction.apply import (
+    apply_bypass_mode,
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_and_rejection_mask,
+    effective_loss_mode,
+)
+from hybridrl.algorithms.rollout_correction.common import SAFETY_BOUND
+from hybridrl.algorithms.rollout_correction.mismatch import (
+    check_probe,
+    compute_offpolicy_metrics,
+    compute_rollout_corr_metrics_from_logprobs,
+    rollout_probs_diff_metrics,
+)
+from hybridrl.algorithms.rollout_correction.presets import PRESETS, RolloutCorrection, rollout_correction_preset
+from hybridrl.algorithms.rollout_correction.rejection import (
+    SUPPORTED_ROLLOUT_RS_OPTIONS,
+    compute_rollout_rejection_mask,
+    compute_rs_metrics,
+)
+from hybridrl.algorithms.rollout_correction.weights import compute_is_metrics, compute_rollout_correction_weights
+
+__all__ = [
+    "PRESETS",
+    "SAFETY_BOUND",
+    "SUPPORTED_ROLLOUT_RS_OPTIONS",
+    "RolloutCorrection",
+    "apply_bypass_mode",
+    "check_probe",
+    "compute_is_metrics",
+    "compute_offpolicy_metrics",
+    "compute_rollout_corr_metrics_from_logprobs",
+    "compute_rollout_correction_and_add_to_batch",
+    "compute_rollout_correction_and_rejection_mask",
+    "compute_rollout_correction_weights",
+    "compute_rollout_rejection_mask",
+    "compute_rs_metrics",
+    "effective_loss_mode",
+    "rollout_correction_preset",
+    "rollout_probs_diff_metrics",
+]

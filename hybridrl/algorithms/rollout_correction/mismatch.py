@@ -1,0 +1,131 @@
+"""How far the sampler's distribution is from the trainer's, on the tokens that were sampled.
+
+Legend: B sequences, T response tokens; log rho = log pi_train - log pi_rollout of a token; L_i the mean log-probability
+of sequence i. Sequences without a response token count nowhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.functional import keep, masked_mean
+from hybridrl.algorithms.rollout_correction.common import check_same_shape, floats, require_tokens, safe
+
+
+@torch.no_grad()
+def compute_offpolicy_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
+) -> dict[str, float]:
+    """Perplexities and divergences of the two policies.
+
+    | metric                              | value                                                            |
+    |-------------------------------------|------------------------------------------------------------------|
+    | training_ppl, training_log_ppl      | mean_i exp(-L_i), mean_i -L_i of the trainer                     |
+    | rollout_ppl, rollout_log_ppl        | the same of the sampler                                          |
+    | log_ppl_diff, _abs_diff, _max, _min | of L_i(rollout) - L_i(train)                                     |
+    | ppl_ratio                           | mean_i exp(L_i(rollout) - L_i(train))                            |
+    | kl, k3_kl                           | token means of -log rho and rho - 1 - log rho: KL(rollout, train)|
+    | chi2_token, chi2_seq                | mean rho^2 - 1 over tokens; mean_i exp(2 sum log rho) - 1        |
+
+    Args:
+        old_log_prob, rollout_log_prob, response_mask: [B, T]; with ``rollout_log_prob=None`` only the first row.
+
+    Raises:
+        AlgorithmError: no token, or shapes that differ.
+    """
+    require_tokens(response_mask)
+    mask = response_mask.bool()
+    rows = mask.any(-1)
+    train = masked_mean(old_log_prob, mask, axis=-1)[rows]
+    found = {"training_ppl": (-train).exp().mean(), "training_log_ppl": -train.mean()}
+    if rollout_log_prob is None:
+        return floats(found)
+    check_same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    log_rho = keep(old_log_prob - rollout_log_prob, mask)
+    rollout = masked_mean(rollout_log_prob, mask, axis=-1)[rows]
+    difference = rollout - train
+    found |= {
+        "kl": masked_mean(-log_rho, mask),
+        "k3_kl": masked_mean(log_rho.exp() - log_rho - 1.0, mask),
+        "rollout_ppl": (-rollout).exp().mean(),
+        "rollout_log_ppl": -rollout.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": masked_mean(safe(log_rho).exp().square(), mask) - 1.0,
+        "chi2_seq": (2.0 * safe(log_rho.sum(-1)[rows])).exp().mean() - 1.0,
+    }
+    return floats(found)
+
+
+def compute_rollout_corr_metrics_from_logprobs(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """`compute_offpolicy_metrics` of the current policy against the sampler, under ``rollout_corr/``."""
+    metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+@torch.no_grad()
+def rollout_probs_diff_metrics(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+) -> dict[str, float]:
+    """|p_rollout - p_train| over response tokens and the correlation of the two, under ``training/``.
+
+    ``rollout_probs_diff_valid`` is 1 when there was a token to compare, else 0 and the only entry;
+    ``rollout_probs_diff_{max,mean,std}``; ``rollout_actor_probs_pearson_corr``, 0 when either side is constant.
+    """
+    check_same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    mask = response_mask.bool()
+    if not bool(mask.any()):
+        return {"training/rollout_probs_diff_valid": 0.0}
+    p, q = (log_prob[mask].double().exp() for log_prob in (old_log_prob, rollout_log_prob))
+    difference = (p - q).abs()
+    p, q = p - p.mean(), q - q.mean()
+    spread = (p.square().sum() * q.square().sum()).sqrt()
+    found = {
+        "diff_max": difference.max(),
+        "diff_mean": difference.mean(),
+        "diff_std": difference.std() if len(difference) > 1 else difference.new_zeros(()),
+    }
+    metrics = {f"training/rollout_probs_{name}": value for name, value in floats(found).items()}
+    correlation = torch.where(spread > 0, (p * q).sum() / spread.clamp(min=1e-300), 0.0)
+    metrics["training/rollout_actor_probs_pearson_corr"] = float(correlation)
+    return {"training/rollout_probs_diff_valid": 1.0, **metrics}
+
+
+@torch.no_grad()
+def check_probe(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, threshold: float
+) -> dict[str, float]:
+    """Stop a run whose sampler and trainer do not hold the same model.
+
+    To be called once, on the first step, with tokens that were sampled with temperature alone: with top_p < 1 or top_k
+    > 0 the sampler's log-probabilities rightly differ from the trainer's, by the mass that was kept.
+
+    Args:
+        log_prob, rollout_log_prob, response_mask: [B, T] of the probe, both under the same weights and temperature.
+        threshold: the largest mean |log pi_train - log pi_rollout| that is tolerated.
+
+    Returns:
+        ``rollout_corr/probe_{mean,max}_abs_diff``.
+
+    Raises:
+        AlgorithmError: the mean is above the threshold or not finite.
+    """
+    check_same_shape(log_prob=log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
+    require_tokens(response_mask)
+    difference = (log_prob - rollout_log_prob)[response_mask.bool()].double().abs()
+    mean, largest = float(difference.mean()), float(difference.max())
+    if not mean <= threshold:
+        raise AlgorithmError(
+            f"the sampler's log-probabilities differ from the trainer's by {mean:.3g} on average (largest "
+            f"{largest:.3g}) on {len(difference)} tokens sampled at temperature alone; at most {threshold:g} is tolerated. "
+            "The two do not hold the same model: look for weights that were not transferred (LoRA, tied embeddings), another dtype or "
+            "quantisation, a chat template or position ids that differ, or a temperature that only one side applies."
+        )
+    return {"rollout_corr/probe_mean_abs_diff": mean, "rollout_corr/probe_max_abs_diff": largest}

@@ -1,0 +1,65 @@
+"""Several trajectories a session: an agent whose context was cut leaves one session in several rows.
+
+Legend: B rows, T response tokens; S sessions of at most K rows each.
+
+The rows of a session are one trajectory of the policy. They are joined end to end, in order, for the estimator, whose
+masks may have holes anyway, and the result is cut apart again. A session so counts once in its group, and each of its
+tokens gets the credit that it has in the whole session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.groups import Groups
+
+SESSION_KEY = "session_id"
+ORDER_KEY = "trajectory_index"
+
+
+class Sessions:
+    """Where each row stands in its session."""
+
+    def __init__(self, non_tensors: Mapping[str, Any], rows: int) -> None:
+        session = np.asarray(non_tensors[SESSION_KEY], dtype=object)
+        uid = np.asarray(non_tensors.get("uid", np.zeros(rows)), dtype=object)
+        if len(session) != rows:
+            raise AlgorithmError(f"{SESSION_KEY} has {len(session)} entries for {rows} rows; it needs one a row.")
+        # A session belongs to one prompt: ids that are only unique within a prompt are told apart by its uid.
+        keys = np.fromiter(zip(uid.tolist(), session.tolist(), strict=True), dtype=object, count=rows)
+        self.groups = Groups(keys, torch.device("cpu"))
+        order = non_tensors.get(ORDER_KEY)
+        turn = np.arange(rows) if order is None else np.asarray(order, dtype=np.int64)
+        ids = self.groups.ids.numpy()
+        ranked = np.lexsort((turn, ids))
+        starts = np.zeros(self.groups.count, dtype=np.int64)
+        starts[1:] = np.cumsum(self.groups.sizes.numpy().astype(np.int64))[:-1]
+        place = np.empty(rows, dtype=np.int64)
+        place[ranked] = np.arange(rows) - starts[ids[ranked]]
+        self.place = torch.from_numpy(place)
+        self.longest = int(self.groups.sizes.max()) if rows else 0
+        self.last = torch.from_numpy(ranked[np.append(starts[1:], rows) - 1] if rows else ranked)
+
+    def join(self, values: Tensor) -> Tensor:
+        """[B, T] -> [S, K T], absent rows zero; [B] -> [S], the session's last row."""
+        if values.dim() == 1:
+            return values[self.last.to(values.device)]
+        ids, place = self.groups.ids.to(values.device), self.place.to(values.device)
+        joined = values.new_zeros((self.groups.count, self.longest, *values.shape[1:]))
+        joined[ids, place] = values
+        return joined.flatten(1, 2)
+
+    def split(self, joined: Tensor, width: int) -> Tensor:
+        """[S, K T] -> [B, T]: each row its part."""
+        parts = joined.unflatten(1, (self.longest, width))
+        return parts[self.groups.ids.to(joined.device), self.place.to(joined.device)]
+
+    def pick(self, values: Any) -> Any:
+        """A non-tensor field of each session: that of its last row."""
+        return np.asarray(values, dtype=object)[self.last.numpy()]
