@@ -1,17 +1,35 @@
 """What the rest of the library wants to know of a model: the tokens that end a response, and which model it is."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from hybridrl.config import ModelConfig
+from hybridrl.models.loading import load_model_config
+from hybridrl.models.tokenizer import load_tokenizer
+
+
+def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that a `model` group of the configuration names."""
+    return load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+
+
+def config_of(model: ModelConfig) -> PreTrainedConfig:
+    """The Hugging Face configuration that a `model` group of the configuration names."""
+    return load_model_config(
+        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
+    )
 
 
 def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) -> list[int]:
     """Every id that the tokenizer, the generation config or the model config calls an end of sequence, ascending.
 
-    Chat models often name several (end of turn, end of text), and not all in one place; a response ends at the first of any.
+    Chat models often name several (end of turn, end of text), and not all in one place; a response ends at the first of
+    any.
 
     Args:
         path: where the model lies; its `generation_config.json` is read if there is one.
@@ -19,10 +37,8 @@ def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) ->
         tokenizer: has `eos_token_id`.
     """
     sources = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    try:
+    with contextlib.suppress(OSError):  # the file is optional: many base models have none
         sources.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    except OSError:
-        pass  # the file is optional: most base models have none
     found: set[int] = set()
     for ids in sources:
         if ids is not None:
@@ -36,7 +52,14 @@ def model_identity(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:
     Returns:
         Plain data: `model_type`, the sizes that the configuration names, and a digest of the vocabulary.
     """
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    )
     text = getattr(config, "text_config", config)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return {

@@ -12,7 +12,7 @@ from hybridrl.checkpoint import RunStore, load_json, save_json
 from hybridrl.config import RunConfig, as_dict
 from hybridrl.data import StatefulLoader
 from hybridrl.observe.report import summarize, write_report
-from hybridrl.observe.run_folder import write_run_facts
+from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerError
@@ -29,7 +29,6 @@ class TrainingRun:
         trainer: its `trainer` part.
         total_steps: the step after which the run is complete.
         identity: what model this is; a checkpoint of another one is refused.
-        keep: how many checkpoints stay; None: all.
 
     Attributes:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
@@ -37,14 +36,12 @@ class TrainingRun:
         metrics: what the step in progress has to report, beside its timing.
     """
 
-    def __init__(
-        self, config: Any, trainer: RunConfig, total_steps: int, identity: Mapping[str, Any], keep: int | None
-    ) -> None:
+    def __init__(self, config: Any, trainer: RunConfig, total_steps: int, identity: Mapping[str, Any]) -> None:
         self.config = config
         self.trainer = trainer
         self.total_steps = total_steps
         self.folder = Path(trainer.default_local_dir)
-        self.store = RunStore(self.folder, keep=keep, identity=identity)
+        self.store = RunStore(self.folder, keep=trainer.max_actor_ckpt_to_keep, identity=identity)
         self.step = 0
         self.timing: dict[str, float] = defaultdict(float)
         self.metrics: dict[str, Any] = {}
@@ -54,7 +51,7 @@ class TrainingRun:
 
     def __enter__(self) -> "TrainingRun":
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_run_facts(self.folder, self.config)
+        write_run_info(self.folder, self.config)
         self._cleanup.enter_context(self._stop)
         self.tracking = Tracking(
             loggers=self.trainer.logger,
@@ -66,13 +63,14 @@ class TrainingRun:
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._cleanup:
-            self.tracking.finish()
+            self.tracking.finish(failed=kind is not None)
             if kind is None and self.trainer.report:
-                report = write_report(self.folder)
+                write_report(self.folder)
                 print(summarize(self.folder))
-                print(f"report: {report}")
 
     @property
     def is_last(self) -> bool:
@@ -129,7 +127,8 @@ class TrainingRun:
         self.tracking.log(dict(metrics), step=self.step)
 
     def restore(self, load: Callable[[Path, dict[str, Any]], None]) -> bool:
-        """Resume as `trainer.resume_mode` says: `load(folder, state)` gets the verified checkpoint and what `save` was given.
+        """Resume as `trainer.resume_mode` says: `load(folder, state)` gets the verified checkpoint and what `save` was
+        given.
 
         Metrics and dumps of later steps, written by a run that died after its checkpoint, are cut.
 
@@ -148,7 +147,7 @@ class TrainingRun:
         return True
 
     def save_if_due(self, write: Callable[[Path], dict[str, Any]]) -> None:
-        """Save where `trainer.save_freq` or a wish to stop asks for it; `write(folder)` returns the controller's own state (JSON)."""
+        """Save if `trainer.save_freq` or a wish to stop asks for it; `write(folder)` returns the controller's state."""
         if self.due(self.trainer.save_freq) or self.stop_requested:
             self.save(write)
 
@@ -159,4 +158,3 @@ class TrainingRun:
         with self.phase("save_checkpoint"), self.store.writing(self.step) as folder:
             save_json(folder / STATE_FILE, {"step": self.step, "state": write(folder)})
         self._saved_step = self.step
-

@@ -1,4 +1,4 @@
-"""The user's wish to stop: the first signal ends the run at the next step boundary with a checkpoint, the second at once."""
+"""The user's wish to stop: a first signal ends the run after the step, with a checkpoint; a second ends it at once."""
 
 import signal
 import sys
@@ -8,8 +8,8 @@ from types import FrameType, TracebackType
 class StopRequest:
     """Listens for SIGINT and SIGTERM while it is entered.
 
-    `requested` holds the first signal's name. A second signal falls back to what Python does by default, so a step that hangs can
-    still be interrupted.
+    `requested` holds the first signal's name. A second signal falls back to what Python does by default, so a step that
+    hangs can still be interrupted.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -23,7 +23,9 @@ class StopRequest:
             self._previous[name] = signal.signal(name, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for name, handler in self._previous.items():
             signal.signal(name, handler)  # type: ignore[arg-type]
 
@@ -32,7 +34,7 @@ class StopRequest:
         for name in self.SIGNALS:
             signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
         print(
-            f"\n{self.requested} received: the run stops after this step and saves a checkpoint; once more ends it at once",
+            f"\n{self.requested}: the run stops after this step and saves a checkpoint; once more ends it at once",
             file=sys.stderr,
             flush=True,
         )

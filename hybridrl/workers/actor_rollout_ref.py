@@ -1,9 +1,7 @@
 """The policy's worker: trains it, generates with it, and holds the reference policy where asked to."""
 
 from hybridrl.config import ActorRolloutRefConfig
-from hybridrl.models.facts import eos_token_ids
-from hybridrl.models.loading import load_model_config
-from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import Rollout, RolloutRegistry
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -18,7 +16,8 @@ class ActorRolloutRefWorker(ModelWorker):
 
     Args:
         config: the `actor_rollout_ref` part of the configuration.
-        role: which of `ROLES` this group plays. A reference policy in the same pool is a second worker in the same process.
+        role: which of `ROLES` this group plays. A reference policy in the same pool is a second worker in the same
+            process.
         timeout_s: how long a collective may wait for its peers.
     """
 
@@ -39,20 +38,21 @@ class ActorRolloutRefWorker(ModelWorker):
         trains = self.role != "ref"
         part = config.actor if trains else config.ref
         optim = config.actor.optim if trains else None
-        self.build_engine("language_model", part.strategy, config.model, part.fsdp_config, optim, steps, updates_per_step)
+        self.build_engine(
+            "language_model", part.strategy, config.model, part.fsdp_config, optim, steps, updates_per_step
+        )
         self.place_in_mesh("actor" if trains else "ref")
         if self.role == "actor_rollout":
             self.rollout = self._build_rollout()
 
     def _build_rollout(self) -> Rollout:
         model, rollout = self.config.model, self.config.rollout
-        tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
-        hf_config = load_model_config(model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config)
+        tokenizer = tokenizer_of(model)
         return RolloutRegistry.create(
             rollout.name,
             rollout,
             engine=self.engine,
-            eos_token_ids=eos_token_ids(model.path, hf_config, tokenizer),
+            eos_token_ids=eos_token_ids(model.path, config_of(model), tokenizer),
             pad_token_id=tokenizer.pad_token_id,
         )
 
@@ -60,7 +60,9 @@ class ActorRolloutRefWorker(ModelWorker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses and the sampler's log-probabilities; see `Rollout.generate`."""
         if self.rollout is None:
-            raise RuntimeError(f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate")
+            raise RuntimeError(
+                f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate"
+            )
         with self.engine.loaded(optimizer=False):
             return self.rollout.generate(prompts)
 
@@ -69,7 +71,9 @@ class ActorRolloutRefWorker(ModelWorker):
         """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`."""
         rollout = self.config.rollout
         micro = micro_batching(
-            rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu
+            rollout.log_prob_micro_batch_size_per_gpu,
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
         )
         with self.engine.loaded(optimizer=False):
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs", "entropy"))
@@ -90,7 +94,9 @@ class ActorRolloutRefWorker(ModelWorker):
     def update_actor(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
         actor = self.config.actor
-        micro = micro_batching(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)
+        micro = micro_batching(
+            actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
+        )
         needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
         return self.update(
             batch,

@@ -1,4 +1,4 @@
-"""What every model-hosting worker shares: the process group, the engine's place in a dispatch mesh, updates and run state."""
+"""What every worker with a model shares: process group, place in a dispatch mesh, updates, run state."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,15 +44,19 @@ class ModelWorker(Worker):
         """Build, load and shard this rank's model.
 
         Args:
-            steps: training steps of the run, the length of the learning-rate schedule where `optim.total_training_steps` sets none.
-            updates_per_step: optimizer steps in each. The schedule's settings count training steps; the engine counts its own.
+            steps: training steps of the run, the length of the learning-rate schedule where
+                `optim.total_training_steps` sets none.
+            updates_per_step: optimizer steps in each. The schedule's settings count training steps; the engine counts
+                its own.
         """
         if optim is not None:
             total = optim.total_training_steps if optim.total_training_steps > 0 else (steps or -1)
             optim = replace(
                 optim,
                 total_training_steps=total * updates_per_step if total > 0 else total,
-                lr_warmup_steps=optim.lr_warmup_steps * updates_per_step if optim.lr_warmup_steps > 0 else optim.lr_warmup_steps,
+                lr_warmup_steps=optim.lr_warmup_steps * updates_per_step
+                if optim.lr_warmup_steps > 0
+                else optim.lr_warmup_steps,
             )
         self.engine = EngineRegistry.create(model_type, strategy, model=model, engine=engine, optim=optim)
         self.engine.initialize()
@@ -69,9 +73,9 @@ class ModelWorker(Worker):
         """One optimizer step for each mini-batch of the shard.
 
         Args:
-            batch: this rank's rows, mini-batch after mini-batch; meta holds, an entry a mini-batch, `mini_batch_rows` (rows on this
-                rank), `mini_batch_tokens` and `mini_batch_sequences` (over all ranks); and `updates` (in the whole step),
-                `response_length` (the limit), `on_nonfinite`.
+            batch: this rank's rows, mini-batch after mini-batch; meta holds, an entry a mini-batch, `mini_batch_rows`
+                (rows on this rank), `mini_batch_tokens` and `mini_batch_sequences` (over all ranks); and `updates` (in
+                the whole step), `response_length` (the limit), `on_nonfinite`.
 
         Returns:
             A batch without rows whose meta `metrics` holds mergeable metrics.
@@ -89,7 +93,9 @@ class ModelWorker(Worker):
                 metrics = self.engine.train_batch(
                     mini_batch, micro, loss_fn, temperature=temperature, entropy=entropy, on_nonfinite=on_nonfinite
                 )
-                results.append({self._named(name): _per_update(metric, meta["updates"]) for name, metric in metrics.items()})
+                results.append(
+                    {self._named(name): _per_update(metric, meta["updates"]) for name, metric in metrics.items()}
+                )
                 start += rows
         return DataProto(meta_info={"metrics": merge_metrics(results)})
 

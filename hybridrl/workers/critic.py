@@ -25,7 +25,9 @@ class CriticWorker(ModelWorker):
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
         """Build and shard the value model; see `ModelWorker.build_engine`."""
         config = self.config
-        self.build_engine("value_model", config.strategy, config.model, config.fsdp, config.optim, steps, updates_per_step)
+        self.build_engine(
+            "value_model", config.strategy, config.model, config.fsdp, config.optim, steps, updates_per_step
+        )
         self.place_in_mesh("critic")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), blocking=False)
@@ -43,7 +45,9 @@ class CriticWorker(ModelWorker):
     def update_critic(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
         config = self.config
-        micro = micro_batching(config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu)
+        micro = micro_batching(
+            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+        )
         return self.update(
             batch,
             micro,

@@ -1,7 +1,7 @@
 """The loss functions that workers hand to an engine.
 
-Each returns one micro-batch's share of the mini-batch's loss: it is normalised by the counts of the whole mini-batch, over all ranks, so that
-shares add up to the same loss and gradient however the mini-batch was split.
+Each returns one micro-batch's share of the mini-batch's loss: it is normalised by the counts of the whole mini-batch,
+over all ranks, so that shares add up to the same loss and gradient however the mini-batch was split.
 
 Shapes: B sequences, T response tokens.
 """
@@ -23,8 +23,8 @@ LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict
 def global_counts(meta_info: dict[str, Any], loss_scale_factor: int | None) -> dict[str, Any]:
     """The normalisers of a mini-batch as `agg_loss` takes them.
 
-    dp_size is 1: the engine undoes FSDP's averaging itself. `seq-mean-token-sum-norm` divides by the response length limit where no
-    factor is set, not by the width that a micro-batch happens to have.
+    dp_size is 1: the engine undoes FSDP's averaging itself. `seq-mean-token-sum-norm` divides by the limit of response
+    lengths where no factor is set, not by the width that a micro-batch happens to have.
     """
     return {
         "dp_size": 1,
@@ -40,8 +40,8 @@ def policy_loss_fn(config: ActorConfig) -> LossFn:
         L = L_pg - entropy_coeff * agg(H) + kl_loss_coef * agg(KL(pi || pi_ref))
 
     The batch holds `advantages`, `response_mask`, and where the setting needs them `old_log_probs`, `ref_log_prob`,
-    `rollout_is_weights` (all [B, T]). Without `old_log_probs` the update is on-policy by construction (one update a batch): the detached
-    current log-probabilities stand for them.
+    `rollout_is_weights` (all [B, T]). Without `old_log_probs` the update is on-policy by construction (one update a
+    batch): the detached current log-probabilities stand for them.
     """
     policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
 
@@ -88,7 +88,7 @@ def policy_loss_fn(config: ActorConfig) -> LossFn:
 
 
 def value_loss_fn(config: CriticConfig) -> LossFn:
-    """Clipped value loss of one micro-batch; the batch holds `values` (of before the update), `returns`, `response_mask`."""
+    """Clipped value loss of one micro-batch; it holds `values` (of before the update), `returns`, `response_mask`."""
 
     def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
         tensors = batch.batch
@@ -114,7 +114,7 @@ def value_loss_fn(config: CriticConfig) -> LossFn:
 
 
 def mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-    """How far the sampler's probabilities are from the trainer's on the same tokens: |pi - pi_rollout|, mean and largest."""
+    """How far the sampler's probabilities are from the trainer's on the same tokens: |pi - pi_rollout|."""
     with torch.no_grad():
         difference = torch.where(mask.bool(), (log_probs.exp() - rollout_log_probs.exp()).abs(), 0.0)
         return {

@@ -12,14 +12,16 @@ from hybridrl.utils.errors import UserError
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl") -> tuple[DataProto, dict[str, float]]:
-    """token_level_rewards = token_level_scores - beta * KL(pi_old || pi_ref), token by token; the controller sees the batch's mean KL.
+    """token_level_rewards = token_level_scores - beta * KL(pi_old || pi_ref), token by token; the controller sees the
+    batch's mean KL.
 
     Args:
         data: `token_level_scores`, `old_log_probs`, `ref_log_prob`, `response_mask`, all [B, T].
         kl_ctrl: has `value` (beta) and `update(current_kl, n_steps)`.
 
     Returns:
-        The batch with `token_level_rewards`, and the metrics `actor/reward_kl_penalty`, `actor/reward_kl_penalty_coeff`.
+        The batch with `token_level_rewards`, and the metrics `actor/reward_kl_penalty`,
+        `actor/reward_kl_penalty_coeff`.
     """
     mask = data.batch["response_mask"]
     divergence = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty_type)
@@ -31,12 +33,15 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl")
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
 
 
-def compute_advantage(data: DataProto, adv_estimator: str, gamma: float, lam: float, config: AlgorithmConfig) -> DataProto:
+def compute_advantage(
+    data: DataProto, adv_estimator: str, gamma: float, lam: float, config: AlgorithmConfig
+) -> DataProto:
     """`advantages` and `returns` [B, T] by the registered estimator.
 
-    An estimator is called with those of its parameters that the batch or the configuration can fill: `token_level_rewards`,
-    `response_mask`, `index` (the rows' uid), `values`, `gamma`, `lam`, `norm_adv_by_std_in_grpo`, `old_log_probs`, `reward_baselines`,
-    `sum_pi_squared`, `rollout_is_weights`, `non_tensor_batch`, `batch`, `config`.
+    An estimator is called with those of its parameters that the batch or the configuration can fill:
+        `token_level_rewards`,
+    `response_mask`, `index` (the rows' uid), `values`, `gamma`, `lam`, `norm_adv_by_std_in_grpo`, `old_log_probs`,
+    `reward_baselines`, `sum_pi_squared`, `rollout_is_weights`, `non_tensor_batch`, `batch`, `config`.
 
     Raises:
         UserError: the estimator needs an input that this run does not produce.

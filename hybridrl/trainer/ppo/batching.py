@@ -1,6 +1,7 @@
 """How the controller cuts and orders a batch: samples of a prompt, ranks, mini-batches.
 
-Everything here depends on the batch alone, never on how many ranks there are, except the last step that spreads rows over them.
+Everything here depends on the batch alone, never on how many ranks there are, except the last step that spreads rows
+over them.
 
 Shapes: B sequences, P prompt width, T response width.
 """
@@ -15,7 +16,7 @@ from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balan
 
 
 def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
-    """Each prompt n times in a row; `sample` says which of its samples a row is, `row` where it stands in the canonical order."""
+    """Each prompt n times in a row; `sample` numbers a prompt's rows, `row` all rows in their canonical order."""
     batch = prompts.repeat(repeat_times=n, interleave=True)
     batch.non_tensor_batch["sample"] = np.tile(np.arange(n), len(prompts)).astype(object)
     batch.non_tensor_batch["row"] = np.arange(len(batch)).astype(object)
@@ -23,7 +24,7 @@ def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
 
 
 def trim(batch: DataProto) -> DataProto:
-    """Cut the columns behind the longest response: engines return `rollout.response_length` columns whatever was generated."""
+    """Cut the columns behind the longest response: engines return `rollout.response_length` columns in any case."""
     prompt_width = batch.batch["prompts"].shape[1]
     lengths = batch.batch["response_mask"].sum(dim=1)
     longest = max(int(lengths.max()), 1)
@@ -62,8 +63,9 @@ def epochs_of_mini_batches(
 ) -> Iterator[list[np.ndarray]]:
     """For each epoch, the rows of each mini-batch.
 
-    A mini-batch is `prompts_per_mini_batch` prompts with all of their samples, as `ppo_mini_batch_size` counts. Prompts stand in the order in
-    which they first appear; with `shuffle` each epoch has another order, which (seed, epoch) decides.
+    A mini-batch is `prompts_per_mini_batch` prompts with all of their samples, as `ppo_mini_batch_size` counts. Prompts
+    stand in the order in which they first appear; with `shuffle` each epoch has another order, which (seed, epoch)
+    decides.
     """
     _, first, prompt_of = np.unique(uids.astype(str), return_index=True, return_inverse=True)
     by_appearance = np.argsort(np.argsort(first))
@@ -80,8 +82,9 @@ def epochs_of_mini_batches(
 def spread_over_ranks(batch: DataProto, mini_batches: list[np.ndarray], ranks: int) -> DataProto:
     """The batch of one update call: rank after rank, and on each rank mini-batch after mini-batch, work balanced.
 
-    A mini-batch that does not divide gets rows that repeat its first one with an empty `response_mask`: they add nothing to any loss.
-    Meta tells, an entry a mini-batch, `mini_batch_rows` (on each rank), `mini_batch_tokens` and `mini_batch_sequences` (in all, padding apart).
+    A mini-batch that does not divide gets rows that repeat its first one with an empty `response_mask`: they add
+    nothing to any loss. Meta tells, an entry a mini-batch, `mini_batch_rows` (on each rank), `mini_batch_tokens` and
+    `mini_batch_sequences` (in all, padding apart).
     """
     lengths = batch.batch["attention_mask"].sum(dim=1)
     tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()

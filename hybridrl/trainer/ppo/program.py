@@ -1,24 +1,24 @@
 """The PPO program, from a configuration to the last step.
 
-What can fail cheaply fails first: tokenizer, data, reward function and sampling are checked here while Ray and the worker processes start in
+What can fail cheaply fails first: tokenizer, data, reward function and sampling are checked here while Ray and the
+    worker processes start in
 a thread beside it, and no model is loaded before all of that is well.
 """
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_rl_dataset
-from hybridrl.models.facts import model_identity
-from hybridrl.models.loading import load_model_config
-from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.models.facts import config_of, model_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.reward import create_reward_manager
 from hybridrl.rollout import RolloutRegistry, SamplingParams
-from hybridrl.single_controller.ray import RayWorkerGroup, init_ray, shutdown_ray
+from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.start import workers_starting
 
 
 def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> None:
@@ -27,22 +27,18 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     Args:
         role_worker_mapping: worker classes of one's own; the library's where None.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-workers") as background:
-        try:
-            starting = background.submit(start_workers, config, role_worker_mapping)
-            trainer = prepare(config, role_worker_mapping)
-            trainer.init_workers(starting.result())
-            trainer.fit()
-        finally:
-            starting.cancel()
-            shutdown_ray()
-
-
-def start_workers(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None) -> dict[Role, RayWorkerGroup]:
-    """Ray and the worker processes; they hold no model yet."""
     manager = resource_pools(config)
-    init_ray(config.ray_kwargs.ray_init, manager.resource_pool_spec)
-    return spawn_worker_groups(config, role_worker_mapping, manager)
+
+    def spawn() -> dict[Role, RayWorkerGroup]:
+        return spawn_worker_groups(config, role_worker_mapping, manager)
+
+    with workers_starting(
+        config.ray_kwargs.ray_init, manager.resource_pool_spec, config.trainer.device, spawn
+    ) as started:
+        trainer = prepare(config, role_worker_mapping)
+        with closing(trainer.reward_fn):
+            trainer.init_workers(started())
+            trainer.fit()
 
 
 def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> RayPPOTrainer:
@@ -59,15 +55,13 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     SamplingParams.for_training(rollout)
     SamplingParams.for_validation(rollout)
     check_loggers(config.trainer.logger)
-    source = model.tokenizer_path or model.path
-    tokenizer = load_tokenizer(source, model.trust_remote_code, model.custom_chat_template)
+    tokenizer = tokenizer_of(model)
     reward = create_reward_manager(config, tokenizer)
     reward.start()
     train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
     val = None
     if data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
-    hf_config = load_model_config(model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config)
     return RayPPOTrainer(
         config,
         tokenizer,
@@ -75,5 +69,5 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
         reward_fn=reward,
         train_dataset=train,
         val_dataset=val,
-        identity=model_identity(hf_config, tokenizer),
+        identity=model_identity(config_of(model), tokenizer),
     )

@@ -11,6 +11,7 @@ from hybridrl.single_controller.ray import (
     ResourcePoolManager,
     create_colocated_worker_cls,
 )
+from hybridrl.trainer.start import USES_GPU
 
 
 class Role(Enum):
@@ -26,7 +27,8 @@ class Role(Enum):
 
 
 _GROUP_NAMES = {Role.ActorRollout: "actor_rollout", Role.Critic: "critic", Role.RefPolicy: "ref"}
-# Keys of `placement.roles`, the first that is given counts: the reference policy lives with the actor unless told otherwise.
+# Keys of `placement.roles`, the first that is given counts: the reference policy lives with the actor unless told
+# otherwise.
 _PLACEMENT_KEYS = {
     Role.ActorRollout: ("actor_rollout_ref",),
     Role.Critic: ("critic",),
@@ -69,7 +71,7 @@ def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
     roles = config.placement.roles
     mapping = {role: next(roles[key] for key in _PLACEMENT_KEYS[role] if key in roles) for role in active_roles(config)}
     used = {name: list(config.placement.pools[name]) for name in dict.fromkeys(mapping.values())}
-    return ResourcePoolManager(resource_pool_spec=used, mapping=mapping)
+    return ResourcePoolManager(resource_pool_spec=used, mapping=mapping, use_gpu=USES_GPU[config.trainer.device])
 
 
 def spawn_worker_groups(
@@ -78,7 +80,8 @@ def spawn_worker_groups(
     manager: ResourcePoolManager | None = None,
     ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
 ) -> dict[Role, RayWorkerGroup]:
-    """Start the processes. Roles of one pool share its processes and take turns; each gets a group of its own to be called through.
+    """Start the processes. Roles of one pool share its processes and take turns; each gets a group of its own to be
+    called through.
 
     Args:
         config: says which roles take part and, where `manager` is None, where they live.

@@ -52,6 +52,11 @@ class Samples:
         columns |= {name: values for name, values in self.extra.items() if name not in _FIXED}
         return dump_generations(folder, step, self.inputs, self.outputs, self.scores, self.ground_truths, columns)
 
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """The first `count` samples, for a table."""
+        columns = {"input": self.inputs, "output": self.outputs, "gts": self.ground_truths, "score": self.scores}
+        return [{name: values[row] for name, values in columns.items()} for row in range(min(count, len(self)))]
+
     def _decode(self, ids: Any, mask: Any) -> list[str]:
         rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
         texts: list[str] = self.tokenizer.batch_decode(rows, skip_special_tokens=True)

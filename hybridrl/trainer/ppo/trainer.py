@@ -1,7 +1,7 @@
 """PPO and its relatives as one controller program: `RayPPOTrainer.fit` is the algorithm.
 
-The controller owns the order of things and the small numbers; worker groups own the models. A new algorithm registers a function
-(`register_adv_est`, `register_policy_loss`) or replaces one of the methods that `fit` names.
+The controller owns the order of things and the small numbers; worker groups own the models. A new algorithm registers a
+function (`register_adv_est`, `register_policy_loss`) or replaces one of the methods that `fit` names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hybridrl.algorithms import get_kl_controller
 from hybridrl.config import PPOTrainerConfig
@@ -18,7 +17,7 @@ from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.observe.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
-from hybridrl.single_controller import ResourcePoolManager, RayWorkerGroup
+from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage
 from hybridrl.trainer.ppo.batching import (
     balanced_order,
@@ -80,9 +79,7 @@ class RayPPOTrainer:
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.recompute_old_log_prob = needs_old_log_prob(config)
         steps = total_training_steps(config, len(self.train_loader))
-        self.run = TrainingRun(
-            config, config.trainer, steps, identity=identity or {}, keep=config.trainer.max_actor_ckpt_to_keep
-        )
+        self.run = TrainingRun(config, config.trainer, steps, identity=identity or {})
 
     def init_workers(self, groups: Mapping[Role, RayWorkerGroup] | None = None) -> None:
         """Start the worker processes, unless `groups` brings them started, and have each load its model."""
@@ -103,14 +100,16 @@ class RayPPOTrainer:
             (Role.ActorRollout, self.config.actor_rollout_ref.actor),
         ):
             if role in self.groups:
-                self.groups[role].init_model(self.run.total_steps, 1 if settings is None else self._updates_per_step(settings))
+                self.groups[role].init_model(
+                    self.run.total_steps, 1 if settings is None else self._updates_per_step(settings)
+                )
 
     def fit(self) -> None:
         """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
         with self.run:
             self.restore()
             self.validate_if_due()
-            for batch in self.prompts():
+            for batch in self.run.batches(self.train_loader):
                 with self.step():
                     batch = self.generate(batch)
                     batch = self.score(batch)
@@ -122,10 +121,6 @@ class RayPPOTrainer:
                 self.save_if_due()
 
     # ------------------------------------------------------------------ the phases of a step
-
-    def prompts(self) -> Iterator[DataProto]:
-        """Batches of prompts, epoch after epoch, from where the run stands to its end."""
-        yield from self.run.batches(self.train_loader)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -155,7 +150,9 @@ class RayPPOTrainer:
             "training/global_step": run.step,
             "training/epoch": (run.step - 1) // len(self.train_loader),
         }
-        metrics |= reduce_to_floats(merge_metrics({name: m} for part in self._updates for name, found in part.items() for m in found))
+        metrics |= reduce_to_floats(
+            merge_metrics({name: m} for part in self._updates for name, found in part.items() for m in found)
+        )
         metrics |= compute_data_metrics(batch, use_critic=self.critic is not None)
         metrics |= compute_timing_metrics(batch, run.timing)
         return metrics | compute_throughout_metrics(batch, run.timing, n_gpus=self.n_devices)
@@ -178,7 +175,7 @@ class RayPPOTrainer:
         return output
 
     def score(self, batch: DataProto) -> DataProto:
-        """`token_level_scores`: each response's reward on its last token; the reward function's extra values join the batch."""
+        """`token_level_scores`: each response's reward on its last token; what else the function returned joins too."""
         with self.run.phase("reward"):
             result = self.reward_fn(batch, return_dict=True)
         batch.batch["token_level_scores"] = result["reward_tensor"]
@@ -201,7 +198,8 @@ class RayPPOTrainer:
         return batch.select_idxs(order)
 
     def evaluate(self, batch: DataProto) -> DataProto:
-        """Log-probabilities before the update, reference log-probabilities and values, each where the algorithm needs it.
+        """Log-probabilities before the update, reference log-probabilities and values, each where the algorithm needs
+        it.
 
         All are asked for before the first is waited for, so that models on different devices compute side by side.
         """
@@ -316,8 +314,9 @@ class RayPPOTrainer:
 def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
     """Whether log-probabilities are computed once before the first update of a batch.
 
-    With one update a batch the policy that is updated is the one that sampled, so its detached current log-probabilities are the old ones
-    and the extra pass can be spared; `actor.recompute_old_log_prob=always` takes it nevertheless. A KL penalty in the reward needs them early.
+    With one update a batch the policy that is updated is the one that sampled, so its detached current
+    log-probabilities are the old ones and the extra pass can be spared; `actor.recompute_old_log_prob=always` takes it
+    nevertheless. A KL penalty in the reward needs them early.
     """
     actor = config.actor_rollout_ref.actor
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size

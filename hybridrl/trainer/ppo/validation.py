@@ -29,5 +29,5 @@ def validate(trainer: "RayPPOTrainer") -> dict[str, float]:
         metrics = validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})
     folder = Path(settings.validation_data_dir) if settings.validation_data_dir else run.folder / "validation"
     samples.write(folder, run.step)
-    run.tracking.log_generations(samples, settings.log_val_generations, step=run.step)
+    run.tracking.log_generations(samples.rows(settings.log_val_generations), step=run.step)
     return metrics | {"timing_s/testing": run.timing.pop("testing")}

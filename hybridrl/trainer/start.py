@@ -1,0 +1,50 @@
+"""Starting worker processes beside everything else that has to be done before the first step."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hybridrl.single_controller.ray import init_ray, shutdown_ray
+
+Groups = TypeVar("Groups")
+
+
+USES_GPU = {
+    "auto": None,
+    "cpu": False,
+    "cuda": True,
+}  # trainer.device, as resource pools take it; None: where there is one
+
+
+@contextmanager
+def workers_starting(
+    ray_options: Mapping[str, Any], pools: Mapping[str, Sequence[int]], device: str, spawn: Callable[[], Groups]
+) -> Iterator[Callable[[], Groups]]:
+    """Ray and the worker processes start in a thread; the block gets a function that waits for them.
+
+    Reading data and checking the user's settings take as long as starting processes, and need none of them. Ray ends
+    with the block, whatever happened in it.
+
+    Args:
+        ray_options: `ray_kwargs.ray_init`.
+        pools: processes on each node, by pool.
+        device: `trainer.device`.
+        spawn: starts the worker groups once Ray runs.
+    """
+    given_up = threading.Event()
+
+    def start() -> Groups | None:
+        init_ray(dict(ray_options), {name: list(counts) for name, counts in pools.items()}, use_gpu=USES_GPU[device])
+        return None if given_up.is_set() else spawn()
+
+    # The thread has to outlive Ray: the kernel ends Ray's processes when the thread that started them ends.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-workers") as background:
+        starting = background.submit(start)
+        try:
+            yield starting.result  # type: ignore[misc]
+        finally:
+            given_up.set()
+            wait([starting])  # Ray cannot be shut down in the middle of its start
+            shutdown_ray()
