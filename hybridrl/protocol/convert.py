@@ -17,7 +17,7 @@ def tensordict_of(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict
         TypeError: a value is no tensor.
         ValueError: a tensor with too few dimensions or another batch size, by name.
     """
-    batch_size: tuple[int, ...] = ()
+    batch_size: tuple[Any, ...] = ()
     first = ""
     for key, value in tensors.items():
         if not isinstance(value, (torch.Tensor, TensorDictBase)):

@@ -49,6 +49,8 @@ class DataProtoFuture:
         """Return one future for each of `chunks` parts, as `DataProto.chunk` would cut the value. Waits for nothing."""
         if self.dispatch_fn is not None:
             raise ValueError("this future is a part of a batch already; chunk the future of the whole batch")
+        if chunks < 1:
+            raise ValueError(f"chunks must be at least 1, found {chunks}")
         return [DataProtoFuture(self.collect_fn, self.futures, _Chunk(index, chunks)) for index in range(chunks)]
 
     def get(self, timeout: float | None = None) -> Any:

@@ -262,7 +262,7 @@ def test_make_iterator_goes_over_every_row_once_an_epoch_and_repeats_with_its_se
 
     assert run(None, False) == [[0, 1], [2, 3], [4, 5], [6, 7]] * 3
     shuffled = run(7, True)
-    epochs = [sum(shuffled[start : start + 4], []) for start in (0, 4, 8)]
+    epochs = [[row for part in shuffled[start : start + 4] for row in part] for start in (0, 4, 8)]
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert run(7, True) == shuffled != run(8, True)

@@ -1,6 +1,7 @@
 """Whatever is done to the rows of a batch is what Python does to a list of rows."""
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -41,12 +42,11 @@ def listed(data: DataProto) -> list[dict]:
     """The rows as plain Python values."""
     data.check_consistency()
     columns = {key: list(value) for key, value in data.non_tensor_batch.items()}
-    for key in data.batch.keys():
-        tensor = data.batch.get(key)
+    for key, tensor in data.batch.items():
         if tensor.is_nested:
             offsets = tensor.offsets().tolist()
             flat = tensor.values().tolist()
-            columns[key] = [flat[i:j] for i, j in zip(offsets[:-1], offsets[1:], strict=True)]
+            columns[key] = [flat[i:j] for i, j in itertools.pairwise(offsets)]
         else:
             columns[key] = tensor.tolist()
     assert {len(column) for column in columns.values()} == {len(data)}

@@ -122,13 +122,13 @@ def test_a_pickled_file_is_refused_without_running_it(tmp_path, monkeypatch):
     target = tmp_path / "ran"
     monkeypatch.setenv("HYBRIDRL_TEST_EXPLOIT", str(target))
     (tmp_path / "batch").write_bytes(pickle.dumps(Exploit()))
-    with pytest.raises(UserError, match="not a batch stored by DataProto.save_to_disk, or damaged"):
+    with pytest.raises(UserError, match=r"not a batch stored by DataProto\.save_to_disk, or damaged"):
         DataProto.load_from_disk(tmp_path / "batch")
     assert not target.exists()
 
 
 def test_other_and_damaged_files_are_refused_by_name(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no stored batch at .*nothing"):
+    with pytest.raises(FileNotFoundError, match=r"no stored batch at .*nothing"):
         DataProto.load_from_disk(tmp_path / "nothing")
     save_file({"x": torch.ones(1)}, tmp_path / "other")
     with pytest.raises(UserError, match="other: a safetensors file, but not one"):

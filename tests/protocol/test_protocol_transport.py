@@ -12,12 +12,11 @@ import torch
 from hybridrl.protocol import DataProto, object_array
 
 
-def send(data, read_only: bool = True):
-    """Pickle out of band as Ray does; the receiver's buffers are read-only memory. Returns (received, stream, buffers)."""
+def send(data):
+    """Pickle out of band as Ray does, into read-only memory; return (received, stream, buffers)."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-    kind = bytes if read_only else bytearray
-    raw = [kind(buffer.raw()) for buffer in buffers]
+    raw = [bytes(buffer.raw()) for buffer in buffers]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return pickle.loads(stream, buffers=raw), stream, raw

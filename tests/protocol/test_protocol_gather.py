@@ -1,0 +1,48 @@
+"""all_gather_data_proto over real gloo processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hybridrl.protocol import DataProto, all_gather_data_proto
+
+COUNTS = [2, 0, 3]
+
+
+def part(rank: int) -> DataProto:
+    rows = [f"{rank}.{i}" for i in range(COUNTS[rank])]
+    values = torch.arange(sum(range(COUNTS[rank]))) + 100 * rank
+    offsets = torch.tensor([sum(range(i)) for i in range(COUNTS[rank] + 1)])
+    tensors = {
+        "x": torch.tensor([[rank, i] for i in range(COUNTS[rank])], dtype=torch.int64).reshape(-1, 2),
+        "half": torch.full((COUNTS[rank],), rank + 0.5).bfloat16(),
+        "jagged": torch.nested.nested_tensor_from_jagged(values, offsets),
+    }
+    return DataProto.from_dict(tensors, {"uid": rows, "turns": [[1, 2]] * COUNTS[rank]}, {"rank": rank})
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", len(COUNTS))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(COUNTS))
+    try:
+        data = part(rank)
+        all_gather_data_proto(data, dist.group.WORLD)
+        whole = DataProto.concat([part(r).select(meta_info_keys=[]) for r in range(len(COUNTS))])
+        assert data.meta_info == {"rank": rank}
+        assert len(data) == sum(COUNTS)
+        assert set(data.batch.keys()) == {"x", "half", "jagged"}
+        data.union(whole)  # refuses any difference
+        wrong = DataProto.from_dict({"x": torch.zeros(1, 2 + rank)})
+        with pytest.raises(ValueError, match="the group has fields"):
+            all_gather_data_proto(wrong, dist.group.WORLD)
+        texts = DataProto.from_dict(non_tensors={"uid": [str(rank)]})
+        all_gather_data_proto(texts, dist.group.WORLD)
+        assert texts.non_tensor_batch["uid"].tolist() == ["0", "1", "2"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rows_of_all_ranks_in_rank_order(tmp_path):
+    mp.spawn(run, args=(str(tmp_path),), nprocs=len(COUNTS))
