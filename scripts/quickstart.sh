@@ -77,6 +77,7 @@ quietly warm_start.log "$python" -m hybridrl.trainer.main_sft \
     trainer.project_name=quickstart \
     trainer.experiment_name=warm_start \
     trainer.default_local_dir="'$out/warm_start'" \
+    trainer.threads_per_worker=1 \
     trainer.total_training_steps=60 \
     trainer.save_freq=60 \
     trainer.test_freq=60
@@ -109,6 +110,7 @@ fi
     trainer.project_name=quickstart \
     trainer.experiment_name=grpo \
     trainer.default_local_dir="'$out/grpo'" \
+    trainer.threads_per_worker=1 \
     trainer.total_training_steps=150 \
     trainer.test_freq=10 \
     trainer.save_freq=50 \

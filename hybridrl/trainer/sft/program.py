@@ -1,35 +1,27 @@
 """The supervised program, from a configuration to the last step.
 
-Tokenizer and data are read and checked while Ray and the worker processes start in a thread beside it; no model is
-loaded before they are well.
+Tokenizer and data are read and checked while Ray and the worker processes start beside it; no model is loaded before
+they are well.
 """
 
 from hybridrl.config import SFTTrainerConfig
 from hybridrl.data import create_sft_dataset
 from hybridrl.models.facts import config_of, model_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
-from hybridrl.single_controller.ray import (
-    RayClassWithInitArgs,
-    RayWorkerGroup,
-    ResourcePoolManager,
-)
+from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.sft.trainer import SFTTrainer
 from hybridrl.trainer.start import USES_GPU, workers_starting
 from hybridrl.workers.sft_worker import SFTWorker
 
 ROLE = "model"
-# `trainer.device` as Ray is told of it; None asks whether the cluster has GPUs.
 
 
 def run_sft(config: SFTTrainerConfig) -> None:
     """Train as `config` says."""
     placement, trainer_config = config.placement, config.trainer
     pool = placement.roles[ROLE]
-    manager = ResourcePoolManager(
-        resource_pool_spec={pool: list(placement.pools[pool])},
-        mapping={ROLE: pool},
-        use_gpu=USES_GPU[trainer_config.device],
-    )
+    spec = {pool: list(placement.pools[pool])}
+    manager = ResourcePoolManager(spec, mapping={ROLE: pool}, use_gpu=USES_GPU[trainer_config.device])
 
     def spawn() -> RayWorkerGroup:
         manager.create_resource_pool()
@@ -41,9 +33,7 @@ def run_sft(config: SFTTrainerConfig) -> None:
             threads=trainer_config.threads_per_worker,
         )
 
-    with workers_starting(
-        config.ray_kwargs.ray_init, manager.resource_pool_spec, trainer_config.device, spawn
-    ) as started:
+    with workers_starting(config.ray_kwargs.ray_init, spec, trainer_config.device, spawn) as started:
         trainer = prepare(config)
         trainer.init_workers(started())
         trainer.fit()
