@@ -24,6 +24,7 @@ from hybridrl.utils.files import sync_folder, write_text
 LATEST = "latest_checkpointed_iteration.txt"
 RESUME_MODES = ("auto", "disable", "resume_path")
 _FOLDER = re.compile(r"global_step_(\d+)")
+_UNFINISHED_LATEST = re.compile(re.escape(f".{LATEST}.") + r".*\.tmp")
 _LEFTOVER = re.compile(r"global_step_(\d+)\.(tmp|old|del)")
 
 
@@ -128,6 +129,8 @@ class RunStore:
         self._hashes.update(hashes)
 
     def _start(self) -> None:
+        if self.root.exists() and not self.root.is_dir():
+            raise CheckpointError(f"{self.root} is a file; trainer.default_local_dir has to be a folder")
         self.root.mkdir(parents=True, exist_ok=True)
         lock.hold(self.root)
         self.clean()
@@ -139,6 +142,8 @@ class RunStore:
         for path in sorted(self.root.iterdir()):
             match = _LEFTOVER.fullmatch(path.name)
             if not match:
+                if _UNFINISHED_LATEST.fullmatch(path.name):
+                    path.unlink()
                 continue
             final = self.folder(int(match[1]))
             if match[2] == "old" and not final.exists():
@@ -277,7 +282,7 @@ class RunStore:
                 continue
             if faults:
                 self._notice("\n".join([*faults, f"RESUMING FROM THE OLDER {self.folder(step)} INSTEAD"]))
-            later = [other for other in ranked if other > step and not faults]
+            later = [other for other in steps if other > step and not faults]
             if later:
                 self._notice(f"resuming from {self.folder(step)}, saved last; steps {later} are of an earlier attempt")
             return self.folder(step)

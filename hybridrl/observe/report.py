@@ -47,6 +47,7 @@ p.sub { color:var(--muted); margin:0 0 24px }
 .charts { display:grid; grid-template-columns:repeat(auto-fit,minmax(360px,1fr)); gap:12px }
 .charts figure { margin:0; border:1px solid var(--line); border-radius:10px; padding:8px }
 .charts svg { width:100%; height:auto; display:block }
+.charts svg text { font-family:system-ui,-apple-system,"Segoe UI",Roboto,sans-serif !important }
 .scroll { overflow-x:auto }
 table { border-collapse:collapse; width:100%; font-size:14px }
 th { text-align:left; color:var(--muted); font-weight:500; border-bottom:2px solid var(--line); padding:6px 10px }
@@ -150,7 +151,9 @@ def _metrics_section(history: RunHistory) -> str:
             cells = [show_number(curve.values[0]), show_number(curve.values[-1]), f"{low} … {high}"]
             cells.append(f"{show_number(top[0])} <small>step {top[1]}</small>" if top else "–")
         rows.append(
-            f"<tr><td><code>{html.escape(name)}</code>{note}</td>" + "".join(f'<td class="n">{c}</td>' for c in cells)
+            f"<tr><td><code>{html.escape(name)}</code>{note}</td>"
+            + "".join(f'<td class="n">{c}</td>' for c in cells)
+            + "</tr>"
         )
     if not rows:
         return ""
