@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,7 @@ def _chunk_of_parts(parts: list[DataProto], share: _Chunk) -> DataProto:
         chosen.append(part.slice(low, max(low, high)) if (low, high) != (0, len(part)) else part)
         first += len(part)
     needed = [part for part in chosen if len(part)] or chosen[:1]
-    joined = DataProto.concat(needed)
+    # Rows of one part alone stay where they are, read-only in shared memory like every argument that came through Ray.
+    joined = copy.copy(needed[0]) if len(needed) == 1 else DataProto.concat(needed)
     joined.meta_info = DataProto.merged_meta_info(parts)
     return joined
