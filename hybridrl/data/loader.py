@@ -85,7 +85,7 @@ class StatefulLoader:
             )
         if len(self) == 0:
             raise DataError(
-                f"{key}={batch_size} is larger than the data set of {len(dataset)} rows, so an epoch has no full batch. "
+                f"{key}={batch_size} is larger than the data set of {len(dataset)} rows, so no batch is full. "
                 f"Lower {key} to at most {len(dataset)}, or supply more rows."
             )
         self._epoch = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,16 +136,27 @@ class RLHFDataset(Dataset):
         """The chat messages of a row."""
         return clean_messages(row[self.config.prompt_key])
 
-    def encode_prompts(self, conversations: list[list[Message]], indices: Sequence[int]) -> list[list[int]]:
-        """Token ids of rendered conversations, generation prompt included; ``indices`` are their row numbers."""
+    def encode_prompts(
+        self,
+        conversations: list[list[Message]],
+        indices: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> list[list[int]]:
+        """Token ids of rendered conversations, generation prompt included.
+
+        Args:
+            conversations: lists of messages.
+            indices: their row numbers.
+            tokenizer: a copy of this data set's, where several threads are at work.
+        """
         texts = render(
-            self.tokenizer,
+            tokenizer or self.tokenizer,
             conversations,
             lambda number: self.table.locate(indices[number]),
             add_generation_prompt=True,
             template_kwargs=self.config.apply_chat_template_kwargs or {},
         )
-        return encode(self.tokenizer, texts)
+        return encode(tokenizer or self.tokenizer, texts)
 
     # The dataset
 
@@ -202,11 +216,7 @@ class RLHFDataset(Dataset):
         """Tokenise every prompt; drop or refuse those that are too long."""
         limit = self.config.max_prompt_length
         cache, kept, overlong = TokenCache(), [], []
-        for start in range(0, len(prompts), _CHUNK):
-            indices = [int(index) for index in self._rows[start : start + _CHUNK]]
-            chunk = prompts[start : start + _CHUNK]
-            messages = [self.build_messages({self.config.prompt_key: prompt}) for prompt in chunk]
-            sequences = self.encode_prompts(messages, indices)
+        for indices, sequences in self._encoded_chunks(prompts):
             fitting = [number for number, ids in enumerate(sequences) if len(ids) <= limit]
             overlong += [(indices[n], len(ids)) for n, ids in enumerate(sequences) if len(ids) > limit]
             if not self.config.filter_overlong_prompts:
@@ -233,6 +243,31 @@ class RLHFDataset(Dataset):
         self._tokens = cache
         self._rows = np.asarray(kept, dtype=np.int64)
 
+    def _encoded_chunks(self, prompts: list[Any]) -> Iterator[tuple[list[int], list[list[int]]]]:
+        """Row numbers and token ids of the prompts, chunk by chunk.
+
+        ``filter_overlong_prompts_workers`` threads share the work: tokenising is done outside the interpreter lock.
+        Each has a copy of the tokenizer, which must not be used by two threads at once.
+        """
+        own = threading.local()
+
+        def encode_chunk(start: int) -> tuple[list[int], list[list[int]]]:
+            if not hasattr(own, "tokenizer"):
+                own.tokenizer = copy.deepcopy(self.tokenizer) if workers > 1 else self.tokenizer
+            indices = [int(index) for index in self._rows[start : start + _CHUNK]]
+            messages = [
+                self.build_messages({self.config.prompt_key: prompt}) for prompt in prompts[start : start + _CHUNK]
+            ]
+            return indices, self.encode_prompts(messages, indices, own.tokenizer)
+
+        workers = self.config.filter_overlong_prompts_workers
+        starts = range(0, len(prompts), _CHUNK)
+        if workers == 1:
+            yield from map(encode_chunk, starts)
+            return
+        with ThreadPoolExecutor(workers) as executor:
+            yield from executor.map(encode_chunk, starts)
+
 
 def seed_of(config: DataConfig | SFTDataConfig) -> int:
     """``data.seed``; null means 1, never a random one: a resumed run must see the same order."""
@@ -240,7 +275,13 @@ def seed_of(config: DataConfig | SFTDataConfig) -> int:
 
 
 def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int) -> np.ndarray:
-    """The numbers of the rows to use, ascending."""
+    """The numbers of the rows to use, ascending.
+
+    Raises:
+        DataError: none is wanted.
+    """
+    if max_samples == 0:
+        raise DataError("data.train_max_samples or val_max_samples is 0, which leaves no row. Set it to -1 for all rows.")
     if max_samples < 0 or max_samples >= total:
         return np.arange(total)
     if shuffle:

@@ -1,0 +1,99 @@
+"""GSM8K and MATH become parquet in the trainers' schema."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet
+import pytest
+
+from hybridrl.data import DataError
+from hybridrl.data.preprocess.common import write_rows
+from hybridrl.data.preprocess.gsm8k import write_gsm8k
+from hybridrl.data.preprocess.math import write_math
+from hybridrl.reward import default_compute_score
+
+
+@pytest.fixture
+def gsm8k(repository):
+    return repository / "tests" / "fixtures" / "gsm8k"
+
+
+def run(module: str, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"hybridrl.data.preprocess.{module}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_gsm8k_command(gsm8k, tmp_path):
+    result = run("gsm8k", "--local_dir", gsm8k, "--out", tmp_path / "out")
+    assert result.returncode == 0 and "160 train, 40 test" in result.stdout
+    sources = [json.loads(line) for line in (gsm8k / "train.jsonl").read_text().splitlines()]
+    rows = pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert rows[0] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {
+                "role": "user",
+                "content": sources[0]["question"]
+                + " Let's think step by step and output the final answer after \"####\".",
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "train", "index": 0, "answer": sources[0]["answer"], "question": "
+        "sources[0]["question"]},
+    }
+    assert [p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")] == []
+
+
+def test_every_gsm8k_reference_solution_earns_the_reward(gsm8k, tmp_path):
+    write_gsm8k(tmp_path, gsm8k)
+    for split in ("train", "test"):
+        for row in pyarrow.parquet.read_table(tmp_path / f"{split}.parquet").to_pylist():
+            truth = row["reward_model"]["ground_truth"]
+            assert default_compute_score(row["data_source"], row["extra_info"]["answer"], truth) == 1.0
+            assert default_compute_score(row["data_source"], "#### 123454321", truth) == 0.0
+
+
+def test_a_bad_source_is_one_line_and_exit_code_2(gsm8k, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n')
+    result = run("gsm8k", "--local_dir", tmp_path, "--out", tmp_path / "out")
+    assert result.returncode == 2 and "train.jsonl, line 1" in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert "no train.parquet" in run("gsm8k", "--local_dir", tmp_path / "none", "--out", tmp_path / "out").stderr
+
+
+def test_without_a_hub_the_message_says_what_to_do(tmp_path):
+    with pytest.raises(DataError, match="--local_dir"):
+        write_gsm8k(tmp_path)
+
+
+def test_math(tmp_path):
+    for split in ("train", "test"):
+        rows = [{"problem": "Half?", "solution": "It is $\\boxed{\\frac{1}{2}}$."}]
+        (tmp_path / f"{split}.json").write_text(json.dumps(rows))
+    assert write_math(tmp_path / "out", tmp_path) == {"train": 1, "test": 1}
+    (row,) = pyarrow.parquet.read_table(tmp_path / "out" / "test.parquet").to_pylist()
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "\\frac{1}{2}"}
+    assert default_compute_score(row["data_source"], "so \\boxed{0.5}", row["reward_model"]["ground_truth"]) == 1.0
+    (tmp_path / "test.json").write_text(json.dumps([{"problem": "x", "solution": "none"}]))
+    with pytest.raises(DataError, match=r"item 0.*no answer in \\boxed"):
+        write_math(tmp_path / "out", tmp_path)
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    write_rows(file, [{"x": 1}])
+
+    def full_disk(table, where):
+        where.write_bytes(b"PAR1 half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(pyarrow.parquet, "write_table", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_rows(file, [{"x": 2}])
+    assert pyarrow.parquet.read_table(file).to_pylist() == [{"x": 1}]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]

@@ -1,0 +1,233 @@
+"""Prompts as token ids: chat template, special tokens, length limits, bad rows."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hybridrl.config import DataConfig
+from hybridrl.data import DataError, RLHFDataset, create_rl_dataset, create_train_loader
+from hybridrl.data.chat import truncate
+
+PREFIX, SUFFIX = "<|im_start|>user\nSort: ", "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def make(path, tokenizer, **settings):
+    return create_rl_dataset(path, DataConfig(shuffle=False, **settings), tokenizer)
+
+
+def test_items_hold_ids_messages_and_the_other_columns(write, rows, tokenizer):
+    dataset = make(write("a.parquet", rows), tokenizer)
+    item = dataset[2]
+    assert tokenizer.decode(item["input_ids"]) == f"{PREFIX}987{SUFFIX}"
+    assert item["raw_prompt"] == rows[2]["prompt"] and item["index"] == 2
+    assert item["reward_model"] == rows[2]["reward_model"] and item["extra_info"] == rows[2]["extra_info"]
+    assert "prompt" not in item
+
+
+def test_reading_lazily_gives_the_same_ids(write, rows, tokenizer):
+    """truncation other than error without a filter tokenises a row when it is drawn."""
+    path = write("a.parquet", rows)
+    eager, lazy = make(path, tokenizer), make(path, tokenizer, truncation="left")
+    assert [eager[i]["input_ids"] for i in range(7)] == [lazy[i]["input_ids"] for i in range(7)]
+
+
+def test_special_tokens_stand_once(write, rows):
+    """A tokenizer that adds BOS by itself, with a template that writes BOS: the prompt begins with one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    inner = Tokenizer(models.WordLevel({"<bos>": 0, "<unk>": 1, "Sort": 2, ":": 3}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", pad_token="<unk>", unk_token="<unk>")
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert tokenizer("Sort")["input_ids"] == [0, 2]  # it does add one
+    assert make(write("a.parquet", rows), tokenizer)[0]["input_ids"][:2] == [0, 2]
+
+
+def test_template_arguments_reach_the_template(write, rows, tokenizer):
+    import copy
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ ending }}"
+    dataset = make(write("a.parquet", rows), tokenizer, apply_chat_template_kwargs={"ending": "!?"})
+    assert tokenizer.decode(dataset[0]["input_ids"]) == "Sort: 9!?"
+
+
+def test_tokenizer_without_template_is_refused(write, rows):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(DataError, match=r"no chat template.*custom_chat_template"):
+        make(write("a.parquet", rows), tokenizer)
+
+
+def test_template_that_refuses_a_row_names_it(write, rows, tokenizer):
+    import copy
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    rows[4]["prompt"] = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    with pytest.raises(DataError, match=r"row 4.*no system role"):
+        make(write("a.parquet", rows), tokenizer)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_overlong_prompts_are_filtered_and_indices_stay(write, rows, tokenizer, workers, monkeypatch):
+    monkeypatch.setattr("hybridrl.data.rl_dataset._CHUNK", 2)  # several chunks out of seven rows
+    limit = len(tokenizer(f"{PREFIX}987{SUFFIX}", add_special_tokens=False)["input_ids"])
+    dataset = make(
+        write("a.parquet", list(reversed(rows))),
+        tokenizer,
+        max_prompt_length=limit,
+        filter_overlong_prompts=True,
+        filter_overlong_prompts_workers=workers,
+    )
+    assert [dataset[i]["index"] for i in range(len(dataset))] == [4, 5, 6]
+    assert [tokenizer.decode(dataset[i]["input_ids"]) for i in range(3)] == [
+        f"{PREFIX}{digits}{SUFFIX}" for digits in ("987", "98", "9")
+    ]
+    assert dataset.locate(0).endswith("row 4 (counted from 0)")
+    assert dataset.column("extra_info")[0]["index"] == 2
+
+
+def test_filter_that_leaves_nothing(write, rows, tokenizer):
+    with pytest.raises(DataError, match=r"no row is left.*data.max_prompt_length=3"):
+        make(write("a.parquet", rows), tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
+
+
+def test_overlong_prompt_with_truncation_error_is_named_at_the_start(write, rows, tokenizer):
+    lengths = [len(tokenizer(f"{PREFIX}{'9876543'[: n + 1]}{SUFFIX}")["input_ids"]) for n in range(7)]
+    with pytest.raises(DataError, match=rf"row 5.*{lengths[5]} tokens.*{lengths[4]}.*2 such rows of 7"):
+        make(write("a.parquet", rows), tokenizer, max_prompt_length=lengths[4])
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"), [("left", [3, 4, 5, 6, 7]), ("right", [0, 1, 2, 3, 4]), ("middle", [0, 1, 5, 6, 7])]
+)
+def test_truncation_sides(side, expected):
+    assert truncate(list(range(8)), 5, side) == expected
+    assert truncate(list(range(5)), 5, side) == list(range(5))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_items_are_truncated(write, rows, tokenizer, side):
+    path = write("a.parquet", rows)
+    whole = make(path, tokenizer)[6]["input_ids"]
+    assert make(path, tokenizer, truncation=side, max_prompt_length=9)[6]["input_ids"] == truncate(whole, 9, side)
+
+
+def test_more_tokens_than_the_cache_keeps(write, rows, tokenizer, monkeypatch):
+    path = write("a.parquet", rows)
+    kept = [make(path, tokenizer)[i]["input_ids"] for i in range(7)]
+    monkeypatch.setattr("hybridrl.data.rl_dataset.TokenCache.__init__.__defaults__", (10,))
+    dataset = make(path, tokenizer)
+    assert dataset._tokens.get(0) is None
+    assert [dataset[i]["input_ids"] for i in range(7)] == kept
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fault"),
+    [
+        ("Sort: 1", r"it is text \('Sort: 1'\), not a list of messages; write"),
+        (None, "missing"),
+        ([], "empty"),
+        ([{"content": "x"}], "message 0 has no 'role'"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], "message 1 .user. has no 'content'"),
+        ([{"role": "user", "content": 5}], "'content' is int"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "part of type 'image'"),
+        ([3], "message 0 is int"),
+        (7, "it is int"),
+    ],
+)
+def test_prompt_that_is_no_message_list_is_named(write, rows, tokenizer, prompt, fault):
+    rows[3]["prompt"] = prompt
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 4: column 'prompt' cannot be used as a prompt: .*{fault}"):
+        make(write("a.jsonl", rows), tokenizer)
+
+
+def test_prompt_column_of_text_in_parquet(write, rows, tokenizer):
+    for row in rows:
+        row["prompt"] = row["prompt"][0]["content"]
+    with pytest.raises(DataError, match="row 0.*it is text"):
+        make(write("a.parquet", rows), tokenizer)
+
+
+def test_missing_prompt_column(write, rows, tokenizer):
+    with pytest.raises(DataError, match=r"no column 'question'.*data\.prompt_key"):
+        make(write("a.parquet", rows), tokenizer, prompt_key="question")
+
+
+def test_media_are_refused(write, rows, tokenizer):
+    for row in rows:
+        row["images"] = ["x.png"]
+    with pytest.raises(DataError, match="'images' holds media"):
+        make(write("a.parquet", rows), tokenizer)
+
+
+def test_columns_other_than_the_prompt_may_be_missing(write, rows, tokenizer):
+    path = write("a.parquet", [{"prompt": row["prompt"]} for row in rows])
+    batch = next(iter(create_train_loader(DataConfig(train_batch_size=7), make(path, tokenizer))))
+    assert set(batch.non_tensor_batch) == {"uid", "raw_prompt", "index"}
+
+
+def test_max_samples(write, rows, tokenizer):
+    path = write("a.parquet", rows)
+    first = create_rl_dataset(path, DataConfig(shuffle=False), tokenizer, max_samples=3)
+    assert [first[i]["index"] for i in range(len(first))] == [0, 1, 2]
+    drawn = [create_rl_dataset(path, DataConfig(shuffle=True, seed=s), tokenizer, max_samples=3) for s in (1, 1, 2, 3)]
+    chosen = [[d[i]["index"] for i in range(3)] for d in drawn]
+    assert chosen[0] == chosen[1] and len({tuple(c) for c in chosen}) > 1
+    with pytest.raises(DataError, match="max_samples is 0"):
+        create_rl_dataset(path, DataConfig(), tokenizer, max_samples=0)
+
+
+def test_custom_class(write, rows, tokenizer, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from hybridrl.data import RLHFDataset\n"
+        "class Loud(RLHFDataset):\n"
+        "    def build_messages(self, row):\n"
+        "        return [{**m, 'content': m['content'].upper()} for m in super().build_messages(row)]\n"
+        "class Wrong:\n"
+        "    def __init__(self, files): pass\n"
+    )
+    path = write("a.parquet", rows)
+
+    def build(name, file="mine.py"):
+        config = DataConfig(shuffle=False)
+        config.custom_cls.path, config.custom_cls.name = str(tmp_path / file), name
+        return create_rl_dataset(path, config, tokenizer)
+
+    loud = build("Loud")
+    assert isinstance(loud, RLHFDataset)
+    assert tokenizer.decode(loud[0]["input_ids"]) == f"{PREFIX.replace('Sort', 'SORT')}9{SUFFIX}"
+    with pytest.raises(DataError, match=r"data.custom_cls.name=Quiet: no such class.*Loud, Wrong"):
+        build("Quiet")
+    with pytest.raises(
+        DataError, match=r"data.custom_cls: Wrong .* is called as Wrong\(data_files=, tokenizer=, config="
+    ):
+        build("Wrong")
+    with pytest.raises(DataError, match="data.custom_cls.name is not"):
+        build(None)
+    with pytest.raises(DataError, match="no such file"):
+        build("Loud", "none.py")
+
+
+def test_custom_class_of_an_importable_module(write, rows, tokenizer):
+    config = DataConfig(shuffle=False)
+    config.custom_cls.path, config.custom_cls.name = "pkg://hybridrl.data.rl_dataset", "RLHFDataset"
+    assert len(create_rl_dataset(write("a.parquet", rows), config, tokenizer)) == 7
+    config.custom_cls.path = "no.such.module"
+    with pytest.raises(DataError, match="neither a Python file nor a module"):
+        create_rl_dataset(write("a.parquet", rows), config, tokenizer)
+
+
+def test_custom_file_that_fails_to_import(write, rows, tokenizer, tmp_path):
+    (tmp_path / "mine.py").write_text("import does_not_exist_here\n")
+    config = DataConfig()
+    config.custom_cls.path, config.custom_cls.name = str(tmp_path / "mine.py"), "Loud"
+    with pytest.raises(DataError, match="fails to import: ModuleNotFoundError"):
+        create_rl_dataset(write("a.parquet", rows), config, tokenizer)

@@ -1,0 +1,159 @@
+"""Conversations for supervised training: which tokens are learnt, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+from hybridrl.config import SFTDataConfig
+from hybridrl.data import DataError, create_sft_dataset, create_sft_loader
+from hybridrl.data.sft_dataset import token_mask
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "First."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Second answer."},
+]
+
+
+def make(path, tokenizer, **settings):
+    return create_sft_dataset(path, SFTDataConfig(shuffle=False, **settings), tokenizer)
+
+
+def learnt(tokenizer, item) -> str:
+    return tokenizer.decode([i for i, m in zip(item["input_ids"], item["loss_mask"], strict=True) if m])
+
+
+def test_every_assistant_turn_is_learnt_with_its_end_and_nothing_else(write, tokenizer):
+    item = make(write("a.parquet", [{"messages": TALK}]), tokenizer)[0]
+    assert tokenizer.decode(item["input_ids"]) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert learnt(tokenizer, item) == "First.<|im_end|>Second answer.<|im_end|>"
+
+
+def test_the_prompt_is_what_generation_will_be_given(write, tokenizer):
+    """Up to the first learnt token the ids are those of the rendered prompt: what RL feeds the model."""
+    item = make(write("a.parquet", [{"messages": TALK[:3]}]), tokenizer)[0]
+    prompt = tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert item["input_ids"][: item["loss_mask"].index(1)] == list(prompt)
+
+
+def test_prompt_and_response_columns_equal_messages(write, tokenizer):
+    messages = make(write("a.parquet", [{"messages": TALK[1:3]}]), tokenizer)[0]
+    columns = {"prompt_key": "question", "response_key": "answer"}
+    text = make(write("b.parquet", [{"question": "One?", "answer": "First."}]), tokenizer, **columns)[0]
+    chat = make(write("c.parquet", [{"question": TALK[1:2], "answer": "First."}]), tokenizer, **columns)[0]
+    assert text == messages == chat
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_cuts_ids_and_mask_alike(write, tokenizer, side):
+    path = write("a.parquet", [{"messages": TALK}])
+    whole, cut = make(path, tokenizer)[0], make(path, tokenizer, truncation=side, max_length=20)[0]
+    part = slice(-20, None) if side == "left" else slice(20)
+    assert cut["input_ids"] == whole["input_ids"][part] and cut["loss_mask"] == whole["loss_mask"][part]
+
+
+def test_overlong_conversation_is_named(write, tokenizer):
+    path = write("a.jsonl", [{"messages": TALK[1:3]}, {"messages": TALK}])
+    with pytest.raises(DataError, match=r"line 2: the conversation has \d+ tokens, more than data.max_length=40"):
+        make(path, tokenizer, max_length=40)
+
+
+def test_batches_are_right_padded(write, tokenizer):
+    dataset = make(write("a.parquet", [{"messages": TALK}, {"messages": TALK[1:3]}]), tokenizer)
+    batch = next(iter(create_sft_loader(SFTDataConfig(shuffle=False), dataset, 2)))
+    ids, mask, loss = (batch.batch[name] for name in ("input_ids", "attention_mask", "loss_mask"))
+    for row in range(2):
+        length = len(dataset[row]["input_ids"])
+        assert mask[row].tolist() == [1] * length + [0] * (ids.shape[1] - length)
+        assert ids[row, :length].tolist() == dataset[row]["input_ids"]
+        assert loss[row, :length].tolist() == dataset[row]["loss_mask"] and loss[row, length:].sum() == 0
+        assert batch.batch["position_ids"][row, :length].tolist() == list(range(length))
+
+
+def test_validation_keeps_order_and_the_last_incomplete_batch(write, tokenizer):
+    dataset = make(write("a.parquet", [{"messages": TALK}] * 5), tokenizer)
+    sizes = [len(batch) for batch in create_sft_loader(SFTDataConfig(), dataset, 2, train=False)]
+    assert sizes == [2, 2, 1]
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(write, tokenizer):
+    """As reasoning models do: thoughts are dropped from all turns but the last."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+        "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    thinking = [dict(m) for m in TALK]
+    thinking[2]["content"] = "<think>hm</think>First."
+    with pytest.raises(DataError, match=r"line 2: the chat template .* is not append-only"):
+        make(write("a.jsonl", [{"messages": TALK}, {"messages": thinking}]), tokenizer)
+    single = make(write("b.jsonl", [{"messages": thinking[:3]}]), tokenizer)[0]
+    assert learnt(tokenizer, single) == "<think>hm</think>First.<|im_end|>"
+
+
+def test_template_whose_generation_prompt_is_no_prefix_is_refused(write, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[bot]{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"not append-only: the prompt of an assistant turn .*\[bot\]"):
+        make(write("a.jsonl", [{"messages": TALK[1:3]}]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        ("text", "it is text"),
+        ([], "empty"),
+        ([{"role": "user", "content": "x"}], "no message of role 'assistant'"),
+        ([{"role": "assistant"}], "message 0 .assistant. has no 'content'"),
+    ],
+)
+def test_bad_conversation_is_named(write, tokenizer, messages, fault):
+    with pytest.raises(DataError, match=rf"line 2: column 'messages' cannot be used as a conversation: .*{fault}"):
+        make(write("a.jsonl", [{"messages": TALK}, {"messages": messages}]), tokenizer)
+
+
+def test_bad_prompt_and_response_are_named(write, tokenizer):
+    keys = {"prompt_key": "q", "response_key": "a"}
+    with pytest.raises(DataError, match="line 1: column 'a' must be text that is not empty; it is empty"):
+        make(write("a.jsonl", [{"q": "x", "a": ""}]), tokenizer, **keys)
+    with pytest.raises(DataError, match="line 1: column 'q' cannot be used as a prompt"):
+        make(write("a.jsonl", [{"q": 5, "a": "x"}]), tokenizer, **keys)
+    with pytest.raises(DataError, match="no column 'q'"):
+        make(write("a.jsonl", [{"a": "x"}]), tokenizer, **keys)
+    with pytest.raises(DataError, match="set both"):
+        make(write("a.jsonl", [{"a": "x"}]), tokenizer, prompt_key="q")
+    with pytest.raises(DataError, match=r"no column 'messages'.*data.prompt_key and data.response_key"):
+        make(write("a.jsonl", [{"a": "x"}]), tokenizer)
+
+
+def test_a_token_across_the_border_belongs_to_the_prompt():
+    offsets = np.array([[0, 3], [3, 6], [6, 6], [6, 9], [9, 12]])
+    assert token_mask(offsets, [(5, 11)]).tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_run_without_eos_in_its_turns_is_warned(write, tokenizer, caplog):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    make(write("a.jsonl", [{"messages": TALK}]), tokenizer)
+    assert "no learnt turn contains the EOS token" in caplog.text
+
+
+def test_resume_of_supervised_batches(write, tokenizer):
+    dataset = make(write("a.parquet", [{"messages": TALK}] * 8), tokenizer)
+    config = SFTDataConfig(seed=3)
+    whole, first, second = (create_sft_loader(config, dataset, 2) for _ in range(3))
+    order = [batch.non_tensor_batch["index"].tolist() for _ in range(2) for batch in whole]
+    iterator = iter(first)
+    head = [next(iterator).non_tensor_batch["index"].tolist() for _ in range(3)]
+    second.load_state_dict(first.state_dict())
+    assert head + [b.non_tensor_batch["index"].tolist() for _ in range(2) for b in second] == order
