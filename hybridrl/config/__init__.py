@@ -1,10 +1,12 @@
 """The typed schema of every setting, the only place where a default is written; composing it and checking it.
 
+```python
 from hybridrl.config import load_config, validate
 
 config = load_config("ppo_trainer", ["data.train_files=train.parquet", "actor_rollout_ref.model.path=MODEL"])
 validate(config)
 config.actor_rollout_ref.actor.optim.lr
+```
 """
 
 from hybridrl.config.actor import ActorConfig, PolicyLossConfig, RefConfig

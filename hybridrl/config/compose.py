@@ -4,6 +4,8 @@ The order is: read the overrides and the user's file, check and rewrite their na
 `configs/` with the user's file over them, put the overrides on top, resolve interpolations, convert to typed groups.
 """
 
+import copy
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import build, nearest
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import Assignment, KeyBook
+from hybridrl.config.keys import Assignment, KeyBook, Outcome
 from hybridrl.config.node import ConfigNode, default_tree
 from hybridrl.config.root import ROOTS, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.userfile import UserFile, read_user_file
@@ -40,6 +42,7 @@ class Overrides:
 
     choices: list[str] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 def configs_folder() -> Path:
@@ -85,6 +88,8 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
         if name.split(".")[0].split("/")[0] == "hydra":
             if name == "hydra.searchpath":
                 found.choices.append(word)
+            else:
+                found.notices.append(f"{word} has no effect: no hydra folder is written; see trainer.default_local_dir")
             continue
         if override.is_sweep_override():
             faults.append(f"{word}: several values are a sweep, which is not supported; a list is written {name}=[a,b]")
@@ -122,8 +127,10 @@ def _unreadable(word: str, reason: str) -> str:
 def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Path]) -> list[str]:
     """A fault where a group has no such option."""
     options = sorted({path.stem for folder in folders for path in (folder / name).glob("*.yaml")})
-    if value is None or value in options:
+    if value in options:
         return []
+    if value is None:
+        return [f"{word}: {name} is a config group, which cannot be removed; it has {', '.join(options)}"]
     return [f"{word}: {name} is a config group without the option {value}; it has {', '.join(options)}"]
 
 
@@ -141,43 +148,62 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
         tree[last] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _remove(tree: dict[str, Any], name: str) -> None:
+def _reset(tree: dict[str, Any], defaults: dict[str, Any], name: str) -> None:
+    """Take a dotted key back to its default; an entry of a free-form mapping that has none goes."""
     *parents, last = name.split(".")
     for part in parents:
-        tree = tree.get(part, {})
-    tree.pop(last, None)
+        tree = tree.get(part) or {}
+        defaults = defaults.get(part) or {}
+    if last in defaults:
+        tree[last] = defaults[last]
+    else:
+        tree.pop(last, None)
 
 
-def _hydra_compose(root: str, choices: Sequence[str], folders: Sequence[Path], user: UserFile | None) -> dict[str, Any]:
+def _hydra_compose(root: str, given: Overrides, folders: Sequence[Path], user: UserFile | None) -> dict[str, Any]:
     """Let Hydra compose the groups, with the user's file over them; interpolations stay unresolved."""
-    from hydra import compose, initialize_config_dir
+    if user is None:
+        return copy.deepcopy(_compose_base(root, tuple(given.choices), folders[0]))
     from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
 
-    store = ConfigStore.instance()
-    _store_schema(store, root, default_tree(ROOTS[root]), f"schema/{root}")
-    name = root
-    searched = [f"file://{folder}" for folder in folders[1:]]
-    words = list(choices)
-    if user is not None:
-        name = _USER_CONFIG
-        searched += user.searchpath
-        store.store(name=name, node={"defaults": user.defaults, **user.tree})
-    if searched and not any(word.lstrip("+").startswith("hydra.searchpath") for word in words):
+    _store_schema(root, default_tree(ROOTS[root]), f"schema/{root}")
+    ConfigStore.instance().store(name=_USER_CONFIG, node={"defaults": user.defaults, **user.tree})
+    searched = [f"file://{folder}" for folder in folders[1:]] + user.searchpath
+    words = list(given.choices)
+    if not any(word.lstrip("+").startswith("hydra.searchpath") for word in words):
         words.append("hydra.searchpath=[" + ",".join(f"'{path}'" for path in searched) + "]")
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
-            composed = compose(name, overrides=words)
+        return _run_hydra(_USER_CONFIG, words, folders[0])
+    except ConfigError as error:
+        raise ConfigError(f"{user.path}: {error}") from error.__cause__
+
+
+@functools.lru_cache(maxsize=16)
+def _compose_base(root: str, choices: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    """The shipped tree with some group choices; kept, because it only depends on shipped files."""
+    _store_schema(root, default_tree(ROOTS[root]), f"schema/{root}")
+    return _run_hydra(root, choices, folder)
+
+
+def _run_hydra(name: str, words: Sequence[str], folder: Path) -> dict[str, Any]:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+            composed = compose(name, overrides=list(words))
     except (HydraException, OmegaConfBaseException) as error:
-        where = f"{user.path}: " if user else ""
-        raise ConfigError(f"{where}{error}") from error
+        raise ConfigError(str(error)) from error
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
 
 
-def _store_schema(store: Any, root: str, tree: dict[str, Any], group: str) -> None:
+def _store_schema(root: str, tree: dict[str, Any], group: str) -> None:
     """Offer every group of the schema to the YAML files as `/schema/ROOT/PATH`, its own settings as `.../own`."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
     own = {name: value for name, value in tree.items() if not isinstance(value, dict) or not value}
     if own:
         store.store(group=group, name="own", node=own)
@@ -185,7 +211,7 @@ def _store_schema(store: Any, root: str, tree: dict[str, Any], group: str) -> No
         if isinstance(value, dict):
             store.store(group=group, name=name, node=value)
             if name == "actor_rollout_ref":
-                _store_schema(store, root, value, f"{group}/{name}")
+                _store_schema(root, value, f"{group}/{name}")
 
 
 def _global_pool(processes: Any, nodes: Any) -> list[int]:
@@ -201,36 +227,38 @@ def compose_config(
     """Compose, check and convert; nothing is printed. Arguments and errors are those of `load_config`."""
     if root not in ROOTS:
         raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
-    book = KeyBook(root)
+    book, user = KeyBook(root), None
     faults: list[str] = []
     folders = [configs_folder()]
-    user = None
     if config_dir is not None or config_name is not None:
         user = read_user_file(root, config_dir, config_name, book, folders[0])
-        if user is not None:
-            folders.append(user.path.parent)
-            faults.extend(user.faults)
+    if user is not None:
+        folders.append(user.path.parent)
     given = parse_overrides(overrides, book, folders, faults)
-    outcome = book.rewrite(given.assignments)
-    notices = [*(user.notices if user else []), *outcome.notices]
-    faults.extend(outcome.faults)
+    set_by_words = book.rewrite(given.assignments)
 
-    tree = _hydra_compose(root, given.choices, folders, user)
-    composed = book.rewrite(book.flatten(tree, user.origins if user else {}))
-    notices.extend(composed.notices)
-    faults.extend(composed.faults)
-    origins = {**(user.origins if user else {}), **{item.key: item.origin for item in outcome.assignments}}
+    try:
+        composed_tree = _hydra_compose(root, given, folders, user)
+    except ConfigError as error:
+        earlier = [*faults, *(user.outcome.faults if user else []), *set_by_words.faults]
+        raise ConfigError([*earlier, *error.faults]) from error.__cause__
+    composed = book.rewrite(book.flatten(composed_tree, user.origins if user else {}))
+    origins = {**(user.origins if user else {}), **{item.key: item.origin for item in set_by_words.assignments}}
+    defaults = default_tree(ROOTS[root])
     tree = default_tree(ROOTS[root])
-    for item in (*composed.assignments, *outcome.assignments):
+    for item in (*composed.assignments, *set_by_words.assignments):
         if item.delete:
-            _remove(tree, item.key)
+            _reset(tree, defaults, item.key)
         else:
             _put(tree, item.key, item.value)
-    config = _typed(root, tree, faults, origins)
-    notices = list(dict.fromkeys(notices))
-    if faults:
-        raise ConfigError(list(dict.fromkeys(faults)))
-    return Composed(config, tree, notices)
+
+    everything = Outcome(renamed=given.notices, faults=faults)
+    for outcome in (*([user.outcome] if user else []), composed, set_by_words):
+        everything.add(outcome)
+    config = _typed(root, tree, everything.faults, origins)
+    if everything.faults:
+        raise ConfigError(list(dict.fromkeys(everything.faults)))
+    return Composed(config, tree, everything.notices())
 
 
 def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str]) -> Any:
@@ -241,7 +269,12 @@ def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError([*faults, " ".join(str(error).split())]) from error
     assert isinstance(plain, dict)
-    return build(ROOTS[root], {str(key): value for key, value in plain.items()}, faults, origins)
+    misfits: dict[str, str] = {}
+    config = build(ROOTS[root], {str(key): value for key, value in plain.items()}, misfits, origins)
+    # a default that follows a wrong value is wrong too: name the key that was set, not its followers
+    told = {key: fault for key, fault in misfits.items() if key in origins} or misfits
+    faults.extend(told.values())
+    return config
 
 
 def print_notices(notices: Sequence[str]) -> None:

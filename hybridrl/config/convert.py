@@ -34,13 +34,15 @@ def nearest(name: str, known: Sequence[str], count: int = 3) -> str:
     return f"; nearest: {', '.join(close)}" if close else ""
 
 
-def build(cls: type, tree: Mapping[str, Any], faults: list[str], origins: Mapping[str, str], prefix: str = "") -> Any:
+def build(
+    cls: type, tree: Mapping[str, Any], faults: dict[str, str], origins: Mapping[str, str], prefix: str = ""
+) -> Any:
     """Make a group of type `cls` from plain values; what `tree` leaves out keeps its default.
 
     Args:
         cls: a dataclass of this package.
         tree: values by name; sub-groups as nested mappings.
-        faults: receives a sentence for each value that does not fit.
+        faults: receives, by dotted key, a sentence for each value that does not fit.
         origins: where a key was set, by dotted key, for the message.
         prefix: dotted path of this group, ending in a dot.
     """
@@ -53,14 +55,12 @@ def build(cls: type, tree: Mapping[str, Any], faults: list[str], origins: Mappin
             if isinstance(value, Mapping):
                 values[field.name] = build(field.type, value, faults, origins, f"{name}.")  # type: ignore[arg-type]
             else:
-                faults.append(
-                    f"{name}={show(value)}{origins.get(name, '')}: this is a group of settings, not one value"
-                )
+                faults[name] = f"{name}={show(value)}{origins.get(name, '')}: a group of settings, not one value"
             continue
         try:
             values[field.name] = _checked(_fit(value, field.type), field.metadata["limits"])
         except _Fault as fault:
-            faults.append(f"{name}={show(value)}{origins.get(name, '')}: {fault}")
+            faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {fault}"
     return cls(**values)
 
 

@@ -39,7 +39,7 @@ class DataConfig(ConfigNode):
     max_prompt_length: int = key(512, "most tokens a prompt", gt=0)
     max_response_length: int = key(512, "most tokens a response", gt=0)
     filter_overlong_prompts: bool = key(False, "drop prompts over max_prompt_length")
-    filter_overlong_prompts_workers: int = key(1, "processes that measure them", gt=0)
+    filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
     truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=_TRUNCATION)
     shuffle: bool = key(True, "shuffle training prompts each epoch")
     seed: int | None = key(None, "seed of that shuffle; null: 1", ge=0)

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.config.branches import BRANCHES, Branch
 from hybridrl.config.convert import nearest, show
 from hybridrl.config.legacy import ALIASES
 from hybridrl.config.node import declared, default_of, is_free
-from hybridrl.config.pending import BRANCHES, PENDING, Pending
+from hybridrl.config.pending import PENDING, Pending
 from hybridrl.config.root import ROOTS
 
 
@@ -30,8 +31,22 @@ class Outcome:
     """What became of a number of assignments."""
 
     assignments: list[Assignment] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
+    unselected: dict[Branch, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    def add(self, other: "Outcome") -> None:
+        """Take in what became of further assignments."""
+        self.assignments += other.assignments
+        self.renamed += other.renamed
+        self.faults += other.faults
+        for branch, keys in other.unselected.items():
+            self.unselected.setdefault(branch, []).extend(keys)
+
+    def notices(self) -> list[str]:
+        """What to tell the user, each thing once; keys of one unselected engine in one line."""
+        unselected = [branch.notice(list(dict.fromkeys(keys))) for branch, keys in self.unselected.items()]
+        return list(dict.fromkeys([*self.renamed, *unselected]))
 
 
 class KeyBook:
@@ -96,10 +111,11 @@ class KeyBook:
         """Rename old keys, refuse what this build cannot honour, drop what has no effect, name what is unknown."""
         out = Outcome()
         weak: list[Assignment] = []
+        given = set()
         for item in assignments:
             for single in self._renamed(item, out, weak):
+                given.add(single.key)
                 self._sort_in(single, out)
-        given = {item.key for item in out.assignments}
         for item in weak:
             if item.key not in given:
                 self._sort_in(item, out)
@@ -119,10 +135,10 @@ class KeyBook:
             out.faults.append(f"{item.key}={show(item.value)}{item.origin}: {alias.note}")
             return []
         if target is None or (value is None and item.value is not None):
-            out.notices.append(f"{item.key}={show(item.value)}{item.origin} has no effect: {alias.note}")
+            out.renamed.append(f"{item.key}={show(item.value)}{item.origin} has no effect: {alias.note}")
             return []
         note = f" ({alias.note})" if alias.note else ""
-        out.notices.append(f"{item.key}{item.origin} is now {target}{note}")
+        out.renamed.append(f"{item.key}{item.origin} is now {target}{note}")
         renamed = Assignment(target, value, item.origin, item.delete)
         if alias.weak:
             weak.append(renamed)
@@ -138,7 +154,7 @@ class KeyBook:
             out.assignments.append(item)
         elif (branch := self._find(self._branches, item.key)) is not None:
             if not item.delete:
-                out.notices.append(branch[1].notice(item.key, item.origin))
+                out.unselected.setdefault(branch[1], []).append(f"{item.key}{item.origin}")
         elif item.key in self.groups:
             if item.value != {}:
                 what = "deleted" if item.delete else f"set to {show(item.value)}"

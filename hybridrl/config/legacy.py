@@ -82,6 +82,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias(f"{_ARR}.actor.tensor_model_parallel_size", f"{_ARR}.actor.megatron.tensor_model_parallel_size"),
     Alias(f"{_ARR}.actor.pipeline_model_parallel_size", f"{_ARR}.actor.megatron.pipeline_model_parallel_size"),
     Alias(f"{_ARR}.rollout.tensor_parallel_size", f"{_ARR}.rollout.tensor_model_parallel_size"),
+    Alias(f"{_ARR}.actor.use_remove_padding", f"{_ARR}.model.use_remove_padding"),
     Alias(f"{_ARR}.rollout.enable_vision", None, "prompts are text in this build; remove it", _only_false),
     # micro-batches counted over all processes
     Alias(f"{_ARR}.actor.ppo_micro_batch_size", f"{_ARR}.actor.ppo_micro_batch_size_per_gpu", _PER_PROCESS),

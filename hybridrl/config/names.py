@@ -15,7 +15,7 @@ ADV_ESTIMATORS: tuple[str, ...] = (
     "opo",
     "gpg",
 )
-#: these need more in a batch than the trainer puts there: rewards by key, a greedy rollout, the sum of squared probabilities
+#: need more in a batch than the trainer puts there: rewards by key, a greedy rollout, sums of squared probabilities
 ADV_ESTIMATORS_LATER: tuple[str, ...] = ("gdpo", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 #: estimators that compare the samples of one prompt with each other, so that one sample a prompt teaches nothing
 GROUP_ESTIMATORS: tuple[str, ...] = (

@@ -4,6 +4,7 @@ A default that follows another key has two forms: the interpolation that Hydra c
 so that a group built directly in Python (`OptimConfig(lr=1e-4)`) is usable as it is.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
@@ -43,8 +44,8 @@ class Follow:
 class Limits:
     """What a value must satisfy besides its type.
 
-    `choices` are the allowed names, `later` those known but not supported by this build, `synonyms` other spellings of a
-    choice; the rest are bounds on a number (`ge` means greater or equal, and so on), applied to each element of a list.
+    `choices` are the allowed names, `later` those known but not supported by this build, `synonyms` other spellings of
+    a choice; the rest are bounds on a number (`ge` means greater or equal), applied to each element of a list.
     """
 
     choices: tuple[Any, ...] = ()
@@ -82,8 +83,7 @@ def key(
     limits = Limits(choices, later, synonyms or {}, open_names, ge, gt, le, lt)
     metadata = {"meaning": meaning, "limits": limits, "follows": follows}
     if isinstance(default, list | dict):
-        plain = default
-        return dataclasses.field(default_factory=lambda: type(plain)(plain), metadata=metadata)
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -92,7 +92,7 @@ def group(cls: type, meaning: str = "", **changed: Any) -> Any:
     plain = {name: value.value if isinstance(value, Follow) else value for name, value in changed.items()}
 
     def build() -> Any:
-        return cls(**{name: list(value) if isinstance(value, list) else value for name, value in plain.items()})
+        return cls(**copy.deepcopy(plain))
 
     return dataclasses.field(default_factory=build, metadata={"meaning": meaning, "changed": changed})
 
@@ -125,9 +125,9 @@ def default_tree(cls: type, changed: Mapping[str, Any] | None = None) -> dict[st
             tree[field.name] = default_tree(field.type, field.metadata.get("changed"))  # type: ignore[arg-type]
         elif field.name in changed:
             value = changed[field.name]
-            tree[field.name] = value.interpolation if isinstance(value, Follow) else value
+            tree[field.name] = value.interpolation if isinstance(value, Follow) else copy.deepcopy(value)
         else:
-            tree[field.name] = field.metadata.get("follows") or default_of(field)
+            tree[field.name] = copy.deepcopy(field.metadata.get("follows")) or default_of(field)
     return tree
 
 

@@ -1,11 +1,7 @@
-"""Known settings that this build does not honour: the table that shrinks, and settings of branches not selected.
+"""Known settings that this build does not honour yet: the table that shrinks.
 
-`PENDING` holds keys whose meaning is known but not built yet. Set to the default they pass, because nothing would be
-different; set to anything else they are refused with the reason and what to use instead. To build one, delete its line
-here and declare it in its group.
-
-`BRANCHES` holds keys that only concern an engine other than the selected one, and would not change the result of this
-run. They pass with one notice.
+Set to the default they pass, because nothing would be different; set to anything else they are refused with the reason
+and what to use instead. To build one, delete its line here and declare it in its group.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,33 +38,6 @@ class Pending:
         for prefix in self.prefixes:
             for name, default in self.keys.items():
                 yield f"{prefix}.{name}".lstrip("."), default
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Settings of an engine that is not selected.
-
-    Attributes:
-        engine: who would read them.
-        selected_by: what decides that it is not this run.
-        prefixes, keys: as in `Pending`.
-    """
-
-    engine: str
-    selected_by: str
-    prefixes: tuple[str, ...]
-    keys: tuple[str, ...]
-    roots: tuple[str, ...] = _PPO
-
-    def items(self) -> Iterator[str]:
-        """Dotted keys."""
-        for prefix in self.prefixes:
-            for name in self.keys:
-                yield f"{prefix}.{name}".lstrip(".")
-
-    def notice(self, name: str, origin: str) -> str:
-        """What is said where such a key is set."""
-        return f"{name}{origin} has no effect: it belongs to {self.engine}, and {self.selected_by}"
 
 
 _MODELS = (f"{_ARR}.model", "critic.model")
@@ -444,6 +413,13 @@ PENDING: tuple[Pending, ...] = (
         "asynchronous training is not built",
         "Leave trainer.v1.trainer_mode=sync.",
     ),
+    Pending(
+        ("ray_kwargs",),
+        {"timeline_json_file": None},
+        "Ray's timeline is not written",
+        "The timing_s/* metrics say where a step's time goes.",
+        roots=("ppo_trainer", "sft_trainer"),
+    ),
     # ---- whole groups
     Pending(
         ("distillation",),
@@ -483,13 +459,13 @@ PENDING: tuple[Pending, ...] = (
             "finish_hook_cmd": None,
             "finish_hook_ranks": [],
             "global_tool_config.nsys.controller_nsight_options.cuda-graph-trace": "graph",
-            "global_tool_config.nsys.controller_nsight_options.cuda-memory-usage": "true",
+            "global_tool_config.nsys.controller_nsight_options.cuda-memory-usage": True,
             "global_tool_config.nsys.controller_nsight_options.trace": "cuda,nvtx,cublas,ucx",
             "global_tool_config.nsys.discrete": False,
             "global_tool_config.nsys.worker_nsight_options.capture-range": "cudaProfilerApi",
             "global_tool_config.nsys.worker_nsight_options.capture-range-end": None,
             "global_tool_config.nsys.worker_nsight_options.cuda-graph-trace": "graph",
-            "global_tool_config.nsys.worker_nsight_options.cuda-memory-usage": "true",
+            "global_tool_config.nsys.worker_nsight_options.cuda-memory-usage": True,
             "global_tool_config.nsys.worker_nsight_options.kill": "none",
             "global_tool_config.nsys.worker_nsight_options.trace": "cuda,nvtx,cublas,ucx",
             "global_tool_config.torch_memory.context": "all",
@@ -563,136 +539,5 @@ PENDING: tuple[Pending, ...] = (
         "checkpoints live in trainer.default_local_dir",
         "Leave it null.",
         roots=("sft_trainer",),
-    ),
-)
-
-_MEGATRON_KEYS = (
-    "context_parallel_size",
-    "dist_checkpointing_path",
-    "dist_checkpointing_prefix",
-    "dist_ckpt_optim_fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient",
-    "dtype",
-    "dynamic_context_parallel",
-    "entropy_from_logits_chunk_size",
-    "entropy_from_logits_with_chunking",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "forward_only",
-    "grad_offload",
-    "max_seqlen_per_dp_cp_rank",
-    "optimizer_offload",
-    "override_ddp_config",
-    "override_mcore_model_config",
-    "override_transformer_config",
-    "pad_bshd_to_minibatch_max",
-    "pad_to_length",
-    "pad_to_length_bucket",
-    "param_offload",
-    "pipeline_model_parallel_size",
-    "router_replay.mode",
-    "router_replay.record_file",
-    "router_replay.replay_file",
-    "seed",
-    "sequence_parallel",
-    "tensor_model_parallel_size",
-    "use_dist_checkpointing",
-    "use_distributed_optimizer",
-    "use_mbridge",
-    "use_megatron_fsdp",
-    "use_remove_padding",
-    "vanilla_mbridge",
-    "virtual_pipeline_model_parallel_size",
-)
-_MEGATRON_OPTIM_KEYS = (
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "lr_decay_steps",
-    "lr_decay_style",
-    "lr_warmup_init",
-    "lr_wsd_decay_steps",
-    "lr_wsd_decay_style",
-    "main_grads_dtype",
-    "min_lr",
-    "muon_coefficient_type",
-    "muon_extra_scale_factor",
-    "muon_fp32_matmul_prec",
-    "muon_match_adamw_update_rms",
-    "muon_momentum",
-    "muon_nesterov",
-    "muon_num_ns_steps",
-    "muon_scalar_optimizer",
-    "muon_scale_mode",
-    "muon_split_qkv",
-    "muon_tp_mode",
-    "use_checkpoint_opt_param_scheduler",
-    "use_layer_wise_distributed_optimizer",
-    "use_precision_aware_optimizer",
-    "weight_decay_incr_style",
-)
-_MEGATRON_LORA_KEYS = (
-    "a2a_experimental",
-    "adapter_path",
-    "alpha",
-    "dropout",
-    "dropout_position",
-    "dtype",
-    "exclude_modules",
-    "freeze_language_model",
-    "freeze_vision_model",
-    "freeze_vision_projection",
-    "lora_A_init_method",
-    "lora_B_init_method",
-    "merge",
-    "rank",
-    "target_modules",
-    "type",
-)
-_BY_STRATEGY = "the strategy of this run is fsdp2"
-_BY_ROLLOUT = "this run generates with the training weights in place (rollout.name auto or hf)"
-
-BRANCHES: tuple[Branch, ...] = (
-    Branch(
-        "Megatron",
-        _BY_STRATEGY,
-        (f"{_ARR}.actor.megatron", f"{_ARR}.ref.megatron", "critic.megatron"),
-        _MEGATRON_KEYS,
-    ),
-    Branch("Megatron", _BY_STRATEGY, _OPTIMS, _MEGATRON_OPTIM_KEYS),
-    Branch("Megatron", _BY_STRATEGY, tuple(f"{prefix}.lora" for prefix in _MODELS), _MEGATRON_LORA_KEYS),
-    Branch("Megatron", _BY_STRATEGY, (f"{_ARR}.actor.checkpoint", "critic.checkpoint"), ("mbridge_config",)),
-    Branch("Megatron", _BY_STRATEGY, ("critic",), ("nccl_timeout",)),
-    Branch("FSDP1", _BY_STRATEGY, _FSDP, ("use_orig_params",)),
-    Branch("FSDP1", _BY_STRATEGY, ("engine",), ("use_orig_params",), roots=("sft_trainer",)),
-    Branch(
-        "generation servers (vllm, sglang)",
-        _BY_ROLLOUT,
-        (f"{_ARR}.rollout",),
-        (
-            "agent.num_workers",
-            "checkpoint_engine.backend",
-            "checkpoint_engine.custom_backend_module",
-            "checkpoint_engine.engine_kwargs",
-            "checkpoint_engine.update_weights_bucket_megabytes",
-            "cudagraph_capture_sizes",
-            "data_parallel_size",
-            "disable_log_stats",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "enforce_eager",
-            "engine_kwargs",
-            "expert_parallel_size",
-            "free_cache_engine",
-            "gpu_memory_utilization",
-            "layered_summon",
-            "load_format",
-            "max_num_batched_tokens",
-            "mode",
-            "multi_stage_wake_up",
-            "pipeline_model_parallel_size",
-            "scheduling_policy",
-            "skip_tokenizer_init",
-            "tensor_model_parallel_size",
-        ),
     ),
 )

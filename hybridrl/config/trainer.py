@@ -85,4 +85,3 @@ class RayConfig(ConfigNode):
     """`ray_kwargs`."""
 
     ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init")
-    timeline_json_file: str | None = key(None, "write Ray's timeline here at the end")

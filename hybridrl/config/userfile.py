@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import nearest
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import KeyBook
+from hybridrl.config.keys import KeyBook, Outcome
 
 
 @dataclass
@@ -25,7 +25,7 @@ class UserFile:
         defaults: its defaults list, with our base first.
         searchpath: further folders that it names for Hydra.
         origins: for each dotted key, a clause that says file and line.
-        notices, faults: what was rewritten, and what cannot be used.
+        outcome: what became of its settings.
     """
 
     path: Path
@@ -33,8 +33,7 @@ class UserFile:
     defaults: list[Any]
     searchpath: list[str]
     origins: dict[str, str]
-    notices: list[str]
-    faults: list[str]
+    outcome: Outcome
 
 
 def read_user_file(
@@ -75,8 +74,8 @@ def read_user_file(
     kept: dict[str, Any] = {}
     for item in outcome.assignments:
         _set(kept, item.key, item.value)
-    entries = _with_base(root, defaults, path)
-    return UserFile(path, kept, entries, searchpath, origins, outcome.notices, outcome.faults)
+    entries = _with_base(root, defaults, path, shipped)
+    return UserFile(path, kept, entries, searchpath, origins, outcome)
 
 
 def _find(root: str, folder: str | os.PathLike[str] | None, name: str | None, shipped: Path) -> Path | None:
@@ -97,14 +96,23 @@ def _find(root: str, folder: str | os.PathLike[str] | None, name: str | None, sh
     return path
 
 
-def _with_base(root: str, defaults: Any, path: Path) -> list[Any]:
+def _with_base(root: str, defaults: Any, path: Path, shipped: Path) -> list[Any]:
     """The defaults list with our base in it, and the file's own settings last unless it says otherwise."""
     if defaults is None:
         return [root, "_self_"]
     if not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults must be a list")
     entries = list(defaults) if "_self_" in defaults else [*defaults, "_self_"]
-    return entries if _reaches(root, entries, path.parent, {path}) else [root, *entries]
+    if _reaches(root, entries, path.parent, {path}):
+        return entries
+    # a choice of a group that the base chooses too replaces it; Hydra wants such entries at the end
+    chosen = [entry for entry in entries if isinstance(entry, dict) and _is_shipped_choice(entry, shipped)]
+    overridden = [{f"override {group}": option for group, option in entry.items()} for entry in chosen]
+    return [root, *(entry for entry in entries if entry not in chosen), *overridden]
+
+
+def _is_shipped_choice(entry: dict[Any, Any], shipped: Path) -> bool:
+    return all((shipped / str(group).split("@")[0]).is_dir() for group in entry)
 
 
 def _reaches(root: str, entries: list[Any], folder: Path, seen: set[Path]) -> bool:

@@ -199,14 +199,9 @@ def _check_overlong(kwargs: dict[str, Any], response_length: int) -> Iterator[st
         elif not isinstance(value, _OVERLONG[name]):  # type: ignore[arg-type]
             yield f"{where}.{name}={value}: must be {'true or false' if _OVERLONG[name] is bool else 'a number'}"
     longest, length = kwargs.get("max_resp_len") or response_length, buffer.get("len")
-    if buffer.get("enable") is True:
-        if not isinstance(length, int) or not isinstance(longest, int) or not 0 < length <= longest:
-            yield f"{where}.len={length}: must be from 1 to max_resp_len={longest} where the buffer is enabled"
-        if longest != response_length:
-            yield (
-                f"reward.reward_kwargs.max_resp_len={longest} is not data.max_response_length={response_length}, "
-                "the length at which responses are cut"
-            )
+    fits = isinstance(length, int) and isinstance(longest, int) and 0 < length <= longest
+    if buffer.get("enable") is True and not fits:
+        yield f"{where}.len={length}: must be from 1 to max_resp_len={longest} where the buffer is enabled"
 
 
 # ---------------------------------------------------------------- algorithm and batches
@@ -286,6 +281,13 @@ def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
                 f"{_ROLLOUT}.{name}_length={length} and data.max_{name}_length={limit} are the same thing; set the one "
                 "of data, the other follows"
             )
+    for name, count in (
+        (f"{_ACTOR}.rollout_n", actor.rollout_n),
+        ("actor_rollout_ref.ref.rollout_n", ref.rollout_n),
+        ("critic.rollout_n", config.critic.rollout_n),
+    ):
+        if count != rollout.n:
+            yield f"{name}={count} and {_ROLLOUT}.n={rollout.n} are the same thing; set the latter, the former follows"
     total = rollout.prompt_length + rollout.response_length
     if rollout.max_model_len is not None and total > rollout.max_model_len:
         yield (
@@ -415,7 +417,11 @@ def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str
     """Devices of this machine, looked up without torch; a cluster's are checked when Ray is there."""
     if ray_init.get("address") or os.environ.get("RAY_ADDRESS") or trainer.nnodes > 1 or trainer.device == "cpu":
         return
-    count = visible_gpus()
+    yield from check_gpus(trainer, visible_gpus())
+
+
+def check_gpus(trainer: RunConfig, count: int | None) -> Iterator[str]:
+    """Whether `count` GPUs of this machine (None: unknown) are enough for the processes asked for."""
     if count is None:
         return
     if count == 0 and trainer.device == "cuda":
@@ -427,12 +433,12 @@ def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str
         )
 
 
-def visible_gpus() -> int | None:
+def visible_gpus(root: Path = Path("/")) -> int | None:
     """NVIDIA GPUs a process here may use, from the driver's files and CUDA_VISIBLE_DEVICES; None where unknown."""
-    if Path("/dev/kfd").exists():  # AMD: no such plain count
+    if (root / "dev/kfd").exists():  # AMD: no such plain count
         return None
-    driver = Path("/proc/driver/nvidia/gpus")
-    there = len(list(driver.iterdir())) if driver.is_dir() else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    driver = root / "proc/driver/nvidia/gpus"
+    there = len(list(driver.iterdir())) if driver.is_dir() else len(list((root / "dev").glob("nvidia[0-9]*")))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or there == 0:
         return there

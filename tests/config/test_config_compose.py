@@ -1,0 +1,379 @@
+"""Composing: overrides, the user's YAML, interpolations, types; all through the public functions."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from hybridrl.config import ConfigError, FSDPConfig, OptimConfig, as_dict, load_config, to_yaml
+from hybridrl.config.compose import compose_config
+
+
+def faults_of(*overrides: str, root: str = "ppo_trainer", **where) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(root, list(overrides), **where)
+    return caught.value.faults
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_all_three_ways_to_set_a_declared_key_are_alike(sign):
+    config = load_config("ppo_trainer", [f"{sign}trainer.total_epochs=7", f"{sign}data.seed=3"])
+    assert (config.trainer.total_epochs, config.data.seed) == (7, 3)
+
+
+def test_the_last_word_wins():
+    assert load_config("ppo_trainer", ["data.seed=1", "data.seed=2"]).data.seed == 2
+
+
+def test_a_tilde_takes_a_key_back_to_its_default(tmp_path):
+    write(tmp_path, "mine.yaml", "data: {seed: 9}\nactor_rollout_ref: {ref: {log_prob_use_dynamic_bsz: false}}\n")
+    config = load_config(
+        "ppo_trainer",
+        [
+            "~data.seed",
+            "~actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        ],
+        tmp_path,
+        "mine",
+    )
+    assert config.data.seed is None
+    assert config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz is True  # follows again
+
+
+def test_a_tilde_removes_an_entry_of_a_free_mapping():
+    config = load_config(
+        "ppo_trainer", ["+ray_kwargs.ray_init.a=1", "~ray_kwargs.ray_init.a", "~placement.roles.critic"]
+    )
+    assert config.ray_kwargs.ray_init == {"num_cpus": None}
+    assert config.placement.roles == {"actor_rollout_ref": "global", "critic": "global"}
+
+
+def test_a_mapping_sets_several_keys():
+    config = load_config("ppo_trainer", ["data={train_batch_size: 12, custom_cls: {path: a.py, name: A}}"])
+    assert config.data.train_batch_size == 12
+    assert config.data.custom_cls.name == "A"
+    assert config.data.max_prompt_length == 512
+    assert "data.train_batchsize" in faults_of("data={train_batchsize: 12}")[0]
+
+
+def test_keys_of_free_mappings_arrive_and_merge():
+    config = load_config(
+        "ppo_trainer",
+        [
+            "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+            "actor_rollout_ref.model.override_config={num_hidden_layers: 2}",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=4",
+            "actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6",
+        ],
+    )
+    assert config.actor_rollout_ref.model.override_config == {"attn_implementation": "eager", "num_hidden_layers": 2}
+    assert config.reward.reward_kwargs == {"overlong_buffer_cfg": {"len": 4}}
+    assert config.actor_rollout_ref.actor.optim.override_optimizer_config == {"eps": 1e-6}
+
+
+def test_defaults_that_follow_another_key():
+    config = load_config(
+        "ppo_trainer",
+        [
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+            "actor_rollout_ref.actor.clip_ratio=0.3",
+            "actor_rollout_ref.actor.loss_agg_mode=token-sum",
+            "actor_rollout_ref.model.path=org/name",
+            "actor_rollout_ref.rollout.n=5",
+            "data.max_response_length=99",
+            "trainer.nnodes=2",
+            "trainer.n_gpus_per_node=4",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
+        ],
+    )
+    policy, critic = config.actor_rollout_ref, config.critic
+    assert policy.ref.log_prob_use_dynamic_bsz is True
+    assert policy.rollout.log_prob_use_dynamic_bsz is True
+    assert critic.use_dynamic_bsz is True
+    assert policy.ref.log_prob_max_token_len_per_gpu == 4096
+    assert critic.ppo_max_token_len_per_gpu == critic.forward_max_token_len_per_gpu == 32768
+    assert policy.rollout.log_prob_micro_batch_size_per_gpu == critic.forward_micro_batch_size_per_gpu == 3
+    assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.3, 0.3)
+    assert critic.loss_agg_mode == "token-sum"
+    assert critic.model.path == "org/name"
+    assert policy.actor.rollout_n == policy.ref.rollout_n == critic.rollout_n == 5
+    assert policy.rollout.response_length == 99
+    assert config.placement.pools == {"global": [4, 4]}
+    assert policy.actor.checkpoint.load_contents == ["model", "hf_model"]
+
+
+def test_interpolations_of_the_user_resolve(monkeypatch):
+    monkeypatch.setenv("MY_LR", "3e-4")
+    config = load_config(
+        "ppo_trainer",
+        ["actor_rollout_ref.actor.optim.lr=${oc.env:MY_LR}", "trainer.experiment_name=x_${data.train_batch_size}"],
+    )
+    assert config.actor_rollout_ref.actor.optim.lr == 3e-4
+    assert config.trainer.default_local_dir == "checkpoints/hybridrl/x_1024"
+
+
+def test_an_interpolation_that_leads_nowhere_is_named():
+    assert "no_such" in faults_of("trainer.experiment_name=${trainer.no_such}")[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("data.train_batch_size=abc", "must be a whole number"),
+        ("data.train_batch_size=1.5", "must be a whole number"),
+        ("data.train_batch_size=true", "must be a whole number"),
+        ("data.train_batch_size=null", "must be a whole number"),
+        ("data.train_batch_size=0", "must be greater than 0"),
+        ("data.shuffle=3", "must be true or false"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "must be a number"),
+        ("actor_rollout_ref.actor.optim.lr=-1", "must be at least 0"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1.5]", "must be less than 1"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1.0", "must be greater than 1"),
+        ("actor_rollout_ref.rollout.top_p=1.1", "must be at most 1"),
+        ("algorithm.gamma=2", "must be at most 1"),
+        ("algorithm.kl_penalty=kl4", "must be one of"),
+        ("algorithm.kl_ctrl.type=fixd", "nearest: fixed"),
+        ("actor_rollout_ref.actor.strategy=megatron", "does not support it yet"),
+        ("actor_rollout_ref.rollout.name=vllm", "does not support it yet"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "does not support it yet"),
+        ("trainer.logger=[console,wandbb]", "nearest: wandb"),
+        ("trainer.resume_mode=always", "must be one of"),
+        ("trainer.on_nonfinite=ignore", "must be one of"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[weights]", "must be one of"),
+        ("actor_rollout_ref.model.override_config=3", "must be a mapping"),
+        ("data.train_files=3", "must be a list"),
+        ("placement.pools={a: 2}", "must be a list"),
+        ("actor_rollout_ref.model.path=[a]", "must be text"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_names_key_value_and_what_is_allowed(word, expected):
+    (fault,) = faults_of(word)
+    assert fault.startswith(word.split("=")[0] + "=")
+    assert expected in fault
+    assert "command line" in fault
+
+
+def test_values_that_lose_nothing_are_converted():
+    config = load_config(
+        "ppo_trainer",
+        ["data.train_batch_size=1e3", "algorithm.gamma=1", "data.train_files=a.parquet", "trainer.experiment_name=7"],
+    )
+    assert config.data.train_batch_size == 1000
+    assert isinstance(config.data.train_batch_size, int)
+    assert isinstance(config.algorithm.gamma, float)
+    assert config.data.train_files == ["a.parquet"]
+    assert config.trainer.experiment_name == "7"
+
+
+def test_other_spellings_of_a_value():
+    config = load_config(
+        "ppo_trainer",
+        [
+            "actor_rollout_ref.actor.strategy=fsdp",
+            "actor_rollout_ref.actor.fsdp_config.dtype=bf16",
+            "actor_rollout_ref.rollout.dtype=half",
+        ],
+    )
+    assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "fsdp2"
+    assert config.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16"
+    assert config.actor_rollout_ref.rollout.dtype == "float16"
+
+
+def test_paths_in_the_home_directory():
+    config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=~/m", "data.train_files=['~/a.parquet',b]"])
+    assert config.actor_rollout_ref.model.path == str(Path("~/m").expanduser())
+    assert config.data.train_files == [str(Path("~/a.parquet").expanduser()), "b"]
+
+
+def test_all_faults_come_at_once():
+    faults = faults_of(
+        "data.train_batch_size=abc",
+        "data.no_such_key=1",
+        "actor_rollout_ref.model.lora_rank=8",
+        "algorithm.kl_penalty=kl9",
+        "data.seed=1,2",
+        "just_a_word",
+        "model_engine=megatron",
+    )
+    assert len(faults) == 7
+    with pytest.raises(ConfigError, match="2 faults"):
+        load_config("ppo_trainer", ["data.a=1", "data.b=1"])
+
+
+def test_words_that_are_no_override_say_how_to_write_one():
+    assert "write key=value" in faults_of("trainer.total_epochs")[0]
+    assert "sweep" in faults_of("trainer.logger=console,wandb")[0]
+    assert "quote the value" in faults_of("trainer.experiment_name=a=b")[0]
+    assert load_config("ppo_trainer", ["trainer.experiment_name='a=b'"]).trainer.experiment_name == "a=b"
+
+
+# ---------------------------------------------------------------- the user's YAML
+
+GRPO = """\
+# my settings
+algorithm:
+  adv_estimator: grpo
+actor_rollout_ref:
+  actor:
+    lr: 1e-4
+    ppo_mini_batch_size: 32
+  rollout:
+    n: 8
+data:
+  train_files: [a.parquet, b.parquet]
+  train_batch_size: 64
+"""
+
+
+def test_a_partial_file_goes_over_the_base(tmp_path, monkeypatch, capsys):
+    write(tmp_path, "conf/grpo_math.yaml", GRPO)
+    monkeypatch.chdir(tmp_path)
+    config = load_config("ppo_trainer", ["data.train_batch_size=128"], "conf", "grpo_math")
+    assert config.algorithm.adv_estimator == "grpo"
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-4
+    assert config.actor_rollout_ref.rollout.n == config.critic.rollout_n == 8
+    assert config.data.train_files == ["a.parquet", "b.parquet"]
+    assert config.data.train_batch_size == 128  # the command line is above the file
+    assert config.data.max_prompt_length == 512
+    assert "grpo_math.yaml, line 6) is now actor_rollout_ref.actor.optim.lr" in capsys.readouterr().err
+
+
+def test_a_file_may_have_the_name_of_the_base(tmp_path):
+    write(tmp_path, "ppo_trainer.yaml", GRPO)
+    assert load_config("ppo_trainer", config_dir=tmp_path).actor_rollout_ref.rollout.n == 8
+
+
+def test_faults_of_a_file_name_file_and_line(tmp_path):
+    path = write(tmp_path, "mine.yaml", "data:\n  seed: 1\n  train_batchsize: 4\ntrainer:\n  total_epochs: many\n")
+    faults = faults_of(config_dir=tmp_path, config_name="mine")
+    assert any(f"data.train_batchsize ({path}, line 3): unknown key" in fault for fault in faults)
+    assert any(f"trainer.total_epochs='many' ({path}, line 5)" in fault for fault in faults)
+
+
+def test_a_file_with_a_defaults_list(tmp_path):
+    text = "hydra:\n  searchpath: []\ndefaults:\n  - ppo_trainer\n  - _self_\n"
+    write(tmp_path, "mine.yaml", text + GRPO)
+    config = load_config("ppo_trainer", [], tmp_path, "mine.yaml")
+    assert config.actor_rollout_ref.rollout.n == 8
+
+
+def test_a_file_on_top_of_another_and_with_groups_of_its_own(tmp_path):
+    write(tmp_path, "common.yaml", "trainer: {total_epochs: 3, save_freq: 5}\ndata: {seed: 4}\n")
+    write(tmp_path, "data/small.yaml", "train_batch_size: 16\n")
+    write(tmp_path, "mine.yaml", "defaults:\n  - common\n  - data: small\n  - _self_\ntrainer: {total_epochs: 2}\n")
+    config = load_config("ppo_trainer", [], tmp_path, "mine")
+    assert (config.trainer.total_epochs, config.trainer.save_freq) == (2, 5)
+    assert (config.data.seed, config.data.train_batch_size) == (4, 16)
+    assert config.data.max_prompt_length == 512
+
+
+def test_names_in_further_files_are_checked_too(tmp_path):
+    write(tmp_path, "common.yaml", "trainer: {total_epoch: 3}\nactor_rollout_ref: {actor: {lr: 0.5}}\n")
+    write(tmp_path, "mine.yaml", "defaults: [common]\n")
+    assert "trainer.total_epoch: unknown key" in faults_of(config_dir=tmp_path, config_name="mine")[0]
+    write(tmp_path, "common.yaml", "actor_rollout_ref: {actor: {lr: 0.5}}\n")
+    assert load_config("ppo_trainer", [], tmp_path, "mine").actor_rollout_ref.actor.optim.lr == 0.5
+
+
+def test_a_group_of_the_user_can_be_chosen_on_the_command_line(tmp_path):
+    write(tmp_path, "algorithm/mygrpo.yaml", "adv_estimator: grpo\ngamma: 0.9\n")
+    write(tmp_path, "mine.yaml", "data: {seed: 1}\n")
+    fault = faults_of("algorithm=other", config_dir=tmp_path, config_name="mine")[0]
+    assert "mygrpo" in fault
+    config = load_config("ppo_trainer", ["algorithm=mygrpo"], tmp_path, "mine")
+    assert (config.algorithm.adv_estimator, config.algorithm.gamma, config.algorithm.lam) == ("grpo", 0.9, 1.0)
+
+
+def test_a_flat_key_with_dots_in_a_file(tmp_path):
+    write(tmp_path, "mine.yaml", "data.train_batch_size: 4\n")
+    assert load_config("ppo_trainer", [], tmp_path, "mine").data.train_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("data: [\n", "cannot be read as YAML"), ("- a\n- b\n", "must be a mapping"), ("defaults: x\n", "must be a list")],
+)
+def test_a_file_that_cannot_be_used(tmp_path, text, expected):
+    path = write(tmp_path, "mine.yaml", text)
+    (fault,) = faults_of(config_dir=tmp_path, config_name="mine")
+    assert str(path) in fault
+    assert expected in fault
+
+
+def test_a_file_or_folder_that_is_not_there(tmp_path):
+    write(tmp_path, "grpo_math.yaml", GRPO)
+    assert "nearest: grpo_math" in faults_of(config_dir=tmp_path, config_name="grpo_mat")[0]
+    assert "no such folder" in faults_of(config_dir=tmp_path / "none", config_name="x")[0]
+    assert "ppo_trainer" in faults_of(root="ppo_traner")[0]
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    write(tmp_path, "mine.yaml", "")
+    assert load_config("ppo_trainer", [], tmp_path, "mine") == load_config("ppo_trainer")
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer"])
+def test_the_saved_yaml_reads_back_to_the_same_values(root, tmp_path):
+    words = ["trainer.n_gpus_per_node=2", "data.train_files=[a,b]", "trainer.resume_mode=disable"]
+    config = load_config(root, words)
+    write(tmp_path, "config.yaml", to_yaml(config))
+    assert load_config(root, [], tmp_path, "config") == config
+
+
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer"])
+def test_a_configuration_travels_and_is_plain(root):
+    config = load_config(root, [])
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert pickle.loads(pickle.dumps(ConfigError(["a", "b"]))).faults == ["a", "b"]
+    plain = as_dict(config)
+    assert OmegaConf.to_container(OmegaConf.create(to_yaml(config))) == plain
+    plain["data"]["train_files"].append("x")
+    assert "x" not in config.data.train_files
+
+
+def test_two_configurations_share_nothing():
+    first, second = load_config("ppo_trainer"), load_config("ppo_trainer")
+    first.data.train_files.append("x")
+    first.placement.pools["a"] = [1]
+    assert second.data.train_files == []
+    assert list(second.placement.pools) == ["global"]
+    assert OptimConfig().betas is not OptimConfig().betas
+
+
+def test_groups_built_in_python_hold_plain_values():
+    assert FSDPConfig().strategy == "fsdp2"
+    optim = OptimConfig(lr=1e-3)
+    assert (optim.get("lr"), optim["weight_decay"], optim.get("nothing", 5)) == (1e-3, 0.01, 5)
+    assert "lr" in optim
+    assert "nothing" not in optim
+
+
+def test_sft_has_its_own_tree():
+    config = load_config("sft_trainer", ["model.path=m", "optim.lr=2e-5", "engine.param_offload=true"])
+    assert (config.model.path, config.optim.lr, config.engine.param_offload) == ("m", 2e-5, True)
+    assert "nearest: optim.lr" in faults_of("optim.l=1", root="sft_trainer")[0]
+    assert "unknown key" in faults_of("algorithm.gamma=1", root="sft_trainer")[0]
+
+
+def test_composition_leaves_hydra_as_it_was(tmp_path, monkeypatch):
+    from hydra.core.global_hydra import GlobalHydra
+
+    monkeypatch.chdir(tmp_path)
+    composed = compose_config("ppo_trainer", ["hydra.run.dir=elsewhere"])
+    assert not GlobalHydra.instance().is_initialized()
+    assert list(tmp_path.iterdir()) == []
+    assert any("hydra.run.dir" in notice for notice in composed.notices)
