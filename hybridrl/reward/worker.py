@@ -65,7 +65,7 @@ def serve(connection: Connection, cell: Cell, function: LoadedFunction, timeout_
     while True:
         try:
             kind, payload = pickle.loads(connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the run has ended, in order or not
             return
         outbox = Outbox(connection)
         if kind == "batch":

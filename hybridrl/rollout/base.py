@@ -32,21 +32,22 @@ class Rollout(ABC):
         """One response a row, in the rows' order.
 
         Args:
-            prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a prompt)
-                and, where a prompt has several rows, `sample` (which of them); meta `eos_token_id` (int or list), `pad_token_id`,
-                `global_steps`, `validate`, and any field of `SamplingParams` to override.
+            prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
+                prompt) and, where a prompt has several rows, `sample` (which of them); meta `eos_token_id` (int or
+                list), `pad_token_id`, `global_steps`, `validate`, and any field of `SamplingParams` to override.
 
         Returns:
-            A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`, `attention_mask`, `position_ids` [B, P + T],
-            `response_mask` [B, T] and `rollout_log_probs` [B, T]; T is `rollout.response_length`.
+            A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
+            `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T] and `rollout_log_probs` [B, T]; T is
+            `rollout.response_length`.
         """
 
 
 class RolloutRegistry:
     """Rollout engines by `actor_rollout_ref.rollout.name`.
 
-    The values say what must be importable for an engine to run here; "auto" takes the first name of `PREFERENCE` that is
-    registered and installed.
+    The values say what must be importable for an engine to run here; "auto" takes the first name of `PREFERENCE` that
+    is registered and installed.
     """
 
     PREFERENCE: ClassVar[tuple[str, ...]] = ("hf",)

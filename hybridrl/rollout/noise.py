@@ -1,7 +1,8 @@
 """Sampling noise that belongs to a sample, not to a process.
 
-Each response draws its uniforms from a stream keyed by (seed, step, purpose, prompt, sample index), so that how a batch is split over
-ranks, ordered or padded changes nothing, and a resumed run draws what the uninterrupted one would have drawn.
+Each response draws its uniforms from a stream keyed by (seed, step, purpose, prompt, sample index), so that how a batch
+is split over ranks, ordered or padded changes nothing, and a resumed run draws what the uninterrupted one would have
+drawn.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def stream_keys(seed: int, step: int, purpose: str, uids: Sequence[str], samples
 
 
 def uniforms(keys: np.ndarray, length: int) -> np.ndarray:
-    """Uniform numbers in [0, 1), [B, length] float64: SplitMix64 (Steele et al., 2014) at counters 1..length of each key."""
+    """Uniforms in [0, 1), [B, length] float64: SplitMix64 (Steele et al., 2014) at counters 1..length of each key."""
     with np.errstate(over="ignore"):
         state = keys[:, None] + _GOLDEN * np.arange(1, length + 1, dtype=np.uint64)[None, :]
         state = (state ^ (state >> np.uint64(30))) * _MIX_1

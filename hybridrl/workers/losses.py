@@ -55,7 +55,7 @@ def policy_loss_fn(config: ActorConfig) -> LossFn:
         if old_log_prob is None:
             old_log_prob = log_prob.detach()
             if "rollout_log_probs" in tensors.keys():
-                metrics |= mismatch(old_log_prob, tensors["rollout_log_probs"], mask)
+                metrics |= _mismatch(old_log_prob, tensors["rollout_log_probs"], mask)
         settings = SimpleNamespace(**vars(config), global_batch_info=counts)
         loss, policy_metrics = policy_loss(
             old_log_prob=old_log_prob,
@@ -113,8 +113,11 @@ def value_loss_fn(config: CriticConfig) -> LossFn:
     return loss_fn
 
 
-def mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-    """How far the sampler's probabilities are from the trainer's on the same tokens: |pi - pi_rollout|."""
+def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """How far the sampler's probabilities are from the trainer's on the same tokens: |pi - pi_rollout|.
+
+    The trainer computes more of it where it has both log-probabilities of the whole batch: `rollout_probs_diff_metrics`.
+    """
     with torch.no_grad():
         difference = torch.where(mask.bool(), (log_probs.exp() - rollout_log_probs.exp()).abs(), 0.0)
         return {

@@ -20,7 +20,12 @@ EOS, PAD = 5, 0
 def actor(tiny_model):
     config = load_config(
         "ppo_trainer",
-        [f"actor_rollout_ref.model.path={tiny_model}", "data.train_files=x", "data.val_files=x", "data.max_response_length=24"],
+        [
+            f"actor_rollout_ref.model.path={tiny_model}",
+            "data.train_files=x",
+            "data.val_files=x",
+            "data.max_response_length=24",
+        ],
     ).actor_rollout_ref
     engine = EngineRegistry.create("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
     engine.initialize()
@@ -59,9 +64,13 @@ def make(actor, eos=(EOS,), **changes):
     return RolloutRegistry.create("hf", rollout, engine=engine, eos_token_ids=eos, pad_token_id=PAD)
 
 
-def plain_loop(model, batch: DataProto, limit: int, eos, temperature: float, seed: int) -> list[tuple[list[int], list[float]]]:
+def plain_loop(
+    model, batch: DataProto, limit: int, eos, temperature: float, seed: int
+) -> list[tuple[list[int], list[float]]]:
     """Row by row, without cache or padding; inverse-CDF sampling written out."""
-    keys = stream_keys(seed, 3, "train", batch.non_tensor_batch["uid"].tolist(), batch.non_tensor_batch["sample"].tolist())
+    keys = stream_keys(
+        seed, 3, "train", batch.non_tensor_batch["uid"].tolist(), batch.non_tensor_batch["sample"].tolist()
+    )
     noise = uniforms(keys, limit)
     rows = []
     for row in range(len(batch)):

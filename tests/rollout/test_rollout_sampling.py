@@ -1,4 +1,4 @@
-"""Sampling: the noise belongs to the sample, and tokens follow the distribution whose log-probabilities are reported."""
+"""Sampling: the noise belongs to the sample; tokens follow the distribution whose log-probabilities are reported."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ from hybridrl.utils.errors import UserError
 
 
 def params(**changes) -> SamplingParams:
-    return SamplingParams(**{"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4} | changes)
+    return SamplingParams(
+        **{"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4} | changes
+    )
 
 
 def test_noise_does_not_depend_on_the_rows_beside() -> None:
@@ -24,7 +26,14 @@ def test_noise_does_not_depend_on_the_rows_beside() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [(2, 7, "train", "a", 0), (1, 8, "train", "a", 0), (1, 7, "validate", "a", 0), (1, 7, "train", "b", 0), (1, 7, "train", "a", 1)]
+    "other",
+    [
+        (2, 7, "train", "a", 0),
+        (1, 8, "train", "a", 0),
+        (1, 7, "validate", "a", 0),
+        (1, 7, "train", "b", 0),
+        (1, 7, "train", "a", 1),
+    ],
 )
 def test_every_part_of_the_key_changes_the_noise(other) -> None:
     seed, step, purpose, uid, sample = other

@@ -1,4 +1,4 @@
-"""Cutting batches: what a mini-batch holds depends on the batch alone, and spreading over ranks loses and doubles nothing."""
+"""Cutting batches: mini-batches depend on the batch alone, and spreading over ranks loses and doubles nothing."""
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ def batch_of(prompts: int, n: int, seed: int, prompt_width: int = 5, width: int 
     lengths = rng.integers(1, width + 1, rows)
     prompt_lengths = np.repeat(rng.integers(1, prompt_width + 1, prompts), n)
     response_mask = torch.from_numpy((np.arange(width)[None] < lengths[:, None]).astype(np.int64))
-    prompt_mask = torch.from_numpy((np.arange(prompt_width)[None] >= prompt_width - prompt_lengths[:, None]).astype(np.int64))
+    prompt_mask = torch.from_numpy(
+        (np.arange(prompt_width)[None] >= prompt_width - prompt_lengths[:, None]).astype(np.int64)
+    )
     ids = torch.from_numpy(rng.integers(0, 50, (rows, prompt_width + width)))
     return DataProto.from_dict(
         tensors={
@@ -107,7 +109,9 @@ def test_trim_cuts_only_what_no_row_uses() -> None:
 
 
 def test_repeated_prompts_number_their_samples() -> None:
-    prompts = DataProto.from_dict(tensors={"key": torch.arange(3)}, non_tensors={"uid": np.array(["a", "b", "c"], dtype=object)})
+    prompts = DataProto.from_dict(
+        tensors={"key": torch.arange(3)}, non_tensors={"uid": np.array(["a", "b", "c"], dtype=object)}
+    )
     batch = repeat_for_sampling(prompts, 2)
     assert batch.batch["key"].tolist() == [0, 0, 1, 1, 2, 2]
     assert batch.non_tensor_batch["sample"].tolist() == [0, 1, 0, 1, 0, 1]

@@ -1,7 +1,7 @@
 """A key-value cache that is written in place and from which finished rows are dropped.
 
-The stock dynamic cache concatenates at every token, which copies all that was kept so far. Here a layer owns a buffer with room to spare
-and hands attention a view of the filled part.
+The stock dynamic cache concatenates at every token, which copies all that was kept so far. Here a layer owns a buffer
+with room to spare and hands attention a view of the filled part.
 
 Shapes: B rows, H key-value heads, L tokens so far, D head size.
 """
@@ -16,7 +16,7 @@ _HEADROOM = 64  # tokens: below this, growing by a quarter would still copy ever
 
 
 class InPlaceLayer(DynamicLayer):
-    """A full-attention cache layer over a buffer [B, H, capacity, D]; `keys` and `values` are views of its first L tokens."""
+    """A full-attention layer over buffers [B, H, capacity, D]; `keys` and `values` are views of their first L tokens."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

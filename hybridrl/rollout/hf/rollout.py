@@ -1,7 +1,8 @@
 """Generation with the training weights in place: no second copy, no engine to install, any causal LM of transformers.
 
-Prompts that occur several times are read once; rows that have ended are dropped from the batch and its cache, so that they cost nothing.
-Every rank holds whole weights while it generates, so ranks may end at different lengths without waiting for each other.
+Prompts that occur several times are read once; rows that have ended are dropped from the batch and its cache, so that
+they cost nothing. Every rank holds whole weights while it generates, so ranks may end at different lengths without
+waiting for each other.
 
 Shapes: B rows, U distinct prompts, P prompt width, T response width, V vocabulary.
 """
@@ -49,7 +50,7 @@ class HFRollout(Rollout):
         pad = int(meta.get("pad_token_id", self.pad_token_id))
         if not eos and not params.ignore_eos:
             raise UserError(
-                "the tokenizer and the model's generation config name no EOS token, so no response could end before the limit: "
+                "the tokenizer and the model's generation config name no EOS token, so no response could end early: "
                 "add eos_token_id to the model, or set actor_rollout_ref.rollout.ignore_eos=True"
             )
         noise = self._noise(prompts, params)
@@ -130,7 +131,9 @@ def _decode(
         use_cache=True,
         logits_to_keep=1,
     )
-    rows = torch.arange(prompts.row_of.shape[0], device=prompts.ids.device)  # the output row of each row still in the batch
+    rows = torch.arange(
+        prompts.row_of.shape[0], device=prompts.ids.device
+    )  # the output row of each row still in the batch
     logits = result.logits[:, -1].index_select(0, prompts.row_of)
     mask = prompts.mask.index_select(0, prompts.row_of)
     position = prompts.positions[:, -1:].index_select(0, prompts.row_of)

@@ -13,7 +13,7 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_rl_dataset
 from hybridrl.models.facts import config_of, model_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
-from hybridrl.reward import create_reward_manager
+from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout import RolloutRegistry, SamplingParams
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
@@ -32,9 +32,7 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     def spawn() -> dict[Role, RayWorkerGroup]:
         return spawn_worker_groups(config, role_worker_mapping, manager)
 
-    with workers_starting(
-        config.ray_kwargs.ray_init, manager.resource_pool_spec, config.trainer.device, spawn
-    ) as started:
+    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
         trainer = prepare(config, role_worker_mapping)
         with closing(trainer.reward_fn):
             trainer.init_workers(started())
@@ -47,7 +45,7 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     Raises:
         UserError: a setting, file or function of the user's cannot work; nothing was loaded yet.
     """
-    model, data = config.actor_rollout_ref.model, config.data
+    model = config.actor_rollout_ref.model
     rollout = config.actor_rollout_ref.rollout
     engine_name = RolloutRegistry.resolve(rollout.name)
     if engine_name != rollout.name:
@@ -57,7 +55,19 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     check_loggers(config.trainer.logger)
     tokenizer = tokenizer_of(model)
     reward = create_reward_manager(config, tokenizer)
-    reward.start()
+    try:
+        reward.start()
+        return _with_data(config, tokenizer, reward, role_worker_mapping)
+    except BaseException:
+        reward.close()
+        raise
+
+
+def _with_data(
+    config: PPOTrainerConfig, tokenizer: Any, reward: RewardManager, role_worker_mapping: Mapping[Role, Any] | None
+) -> RayPPOTrainer:
+    """Read the data while the reward function's processes start."""
+    data = config.data
     train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
     val = None
     if data.val_files:
@@ -69,5 +79,5 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
         reward_fn=reward,
         train_dataset=train,
         val_dataset=val,
-        identity=model_identity(config_of(model), tokenizer),
+        identity=model_identity(config_of(config.actor_rollout_ref.model), tokenizer),
     )

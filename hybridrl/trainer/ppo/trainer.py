@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.algorithms import get_kl_controller
+from hybridrl.algorithms import get_kl_controller, masked_mean
+from hybridrl.algorithms.rollout_correction import rollout_probs_diff_metrics
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.observe.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
@@ -109,6 +110,8 @@ class RayPPOTrainer:
         with self.run:
             self.restore()
             self.validate_if_due()
+            if self.config.trainer.val_only:
+                return
             for batch in self.run.batches(self.train_loader):
                 with self.step():
                     batch = self.generate(batch)
@@ -214,10 +217,13 @@ class RayPPOTrainer:
         for phase, future in pending.items():
             with self.run.phase(phase):
                 batch = batch.union(future.get())
-        if "entropys" in batch.batch.keys():
+        if self.recompute_old_log_prob:
+            mask = batch.batch["response_mask"]
             entropy = batch.pop(batch_keys=["entropys"]).batch["entropys"]
-            mask = batch.batch["response_mask"].bool()
-            self.run.metrics["actor/entropy"] = entropy[mask].mean().item()
+            self.run.metrics["actor/entropy"] = masked_mean(entropy, mask).item()
+            self.run.metrics |= rollout_probs_diff_metrics(
+                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask
+            )
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:

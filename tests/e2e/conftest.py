@@ -1,0 +1,39 @@
+"""Fixtures of the end-to-end tests."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from e2e_tools import Job
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs that end with the test."""
+    jobs: list[Job] = []
+
+    def start_job(*arguments: str, module: str = "hybridrl.trainer.main_ppo") -> Job:
+        jobs.append(Job(module, list(arguments), tmp_path / f"job{len(jobs)}.log"))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture(scope="session")
+def sort_run(micro_model: Path, sort_data: Path) -> list[str]:
+    """Overrides of a small GRPO run on the sorting task: 4 steps an epoch, 2 samples a prompt."""
+    return [
+        f"actor_rollout_ref.model.path={micro_model}",
+        f"data.train_files={sort_data / 'train.parquet'}",
+        f"data.val_files={sort_data / 'test.parquet'}",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=16",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.val_before_train=False",
+    ]

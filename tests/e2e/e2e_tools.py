@@ -1,0 +1,76 @@
+"""Whole jobs, as a user starts them: `python -m hybridrl.trainer.main_ppo KEY=VALUE ...` in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 240
+
+
+class Job:
+    """One running command, its output in a file."""
+
+    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
+        self.log = log
+        self._file = open(log, "w")  # noqa: SIM115  (open as long as the process)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, limit: float = LIMIT_S) -> int:
+        """The exit status.
+
+        Raises:
+            AssertionError: it did not end in time; its output is shown.
+        """
+        try:
+            return self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end within {limit} s:\n{self.output[-4000:]}") from None
+
+    def wait_for(self, condition: Callable[[], bool], limit: float = LIMIT_S) -> None:
+        """Until `condition` holds while the process runs."""
+        deadline = time.monotonic() + limit
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before:\n{self.output[-4000:]}"
+            assert time.monotonic() < deadline, f"not within {limit} s:\n{self.output[-4000:]}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL to the controller, as the kernel's out-of-memory killer would."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, 9)
+            self.process.wait()
+        self._file.close()
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The run's metrics, a dict a record; nothing where there are none yet. A line that is being written is left out."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def without_timing(record: dict[str, Any]) -> dict[str, Any]:
+    """The metrics that a repeated run repeats."""
+    return {name: value for name, value in record.items() if not name.startswith(("timing_", "perf/"))}
