@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hybridrl.utils.errors import UserError
 
@@ -30,19 +31,22 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             queue += [current.__cause__, context, getattr(current, "cause", None)]
 
 
-def disk_failure(error: BaseException) -> BaseException | None:
-    """The error that says that the disk, not the program, is at fault; None where there is none."""
+@dataclass(frozen=True)
+class DiskFailure:
+    """What the disk refused: one line of text, and whether it was for want of room (space, quota, size limit)."""
+
+    text: str
+    full: bool
+
+
+def disk_failure(error: BaseException) -> DiskFailure | None:
+    """What the disk refused, if it is the disk and not the program that is at fault; else None."""
     links = list(_chain(error))
     for link in links:
         if isinstance(link, OSError) and link.errno in _DISK:
-            return link
-    spoken = [link for link in links if any(phrase in str(link).lower() for phrase in _PHRASES_DISK)]
-    # A wrapper (Ray's) repeats the text of what it wraps among a traceback: the shortest is the original.
-    return min(spoken, key=lambda link: len(str(link)), default=None)
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether the failure is one of room: no space, quota, or size limit."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _FULL
-    return any(phrase in str(error).lower() for phrase in _PHRASES_FULL)
+            return DiskFailure(f"{type(link).__name__}: {link}", link.errno in _FULL)
+    # An error that came through Ray has the worker's traceback as its text: the line that speaks of the disk will do.
+    for line in (line for link in links for line in reversed(str(link).splitlines())):
+        if any(phrase in line.lower() for phrase in _PHRASES_DISK):
+            return DiskFailure(line.strip(), any(phrase in line.lower() for phrase in _PHRASES_FULL))
+    return None

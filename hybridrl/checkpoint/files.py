@@ -56,6 +56,12 @@ def load_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is no valid JSON ({exc}): the file is damaged") from exc
 
 
+def digest(state: Any) -> str:
+    """sha256 of plain data, independent of the order of keys: `config_digest` of a `RunStore`."""
+    text = json.dumps(state, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
 def sha256(path: Path) -> str:
     """Hex digest of a file's content, read in blocks."""
     with open(path, "rb") as file:

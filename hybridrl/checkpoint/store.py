@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint import lock
-from hybridrl.checkpoint.errors import CheckpointError, disk_failure, is_full
+from hybridrl.checkpoint.errors import CheckpointError, disk_failure
 from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
 from hybridrl.utils.files import sync_folder, write_text
 
@@ -177,7 +177,7 @@ class RunStore:
             exc.add_note(f"while saving the checkpoint of step {step} into {self.root}; {before}")
             return
         mend = ""
-        if is_full(culprit):
+        if culprit.full:
             free = shutil.disk_usage(self.root).free / 2**20 if self.root.is_dir() else 0.0
             mend = (
                 f" {free:.0f} MiB are free there (a quota or file size limit may be lower): make room, keep fewer "
@@ -185,7 +185,7 @@ class RunStore:
             )
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written into {self.root}: "
-            f"{type(culprit).__name__}: {culprit}. Nothing half-written is left; {before}.{mend}"
+            f"{culprit.text}. Nothing half-written is left; {before}.{mend}"
         ) from exc
 
     def _next_sequence(self) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from hybridrl.checkpoint import RunStore, load_json, save_json, verify
 import concurrent.futures.thread  # as the store would: no import in the children, whose calls would count
 
-CALLS = {"open", "shutil.rmtree"} | {f"os.{name}" for name in "rename mkdir rmdir remove truncate listdir scandir".split()}
+CALLS = {"open", "shutil.rmtree", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.listdir", "os.scandir"}
 
 def save(store, step, text):
     with store.writing(step) as folder:
@@ -221,3 +221,25 @@ def test_no_space_left(tmp_path: Path) -> None:
         with open("/dev/full", "w") as full:
             full.write("x")
     assert store.find() is None
+
+
+def test_a_workers_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
+    """The error of a Ray worker carries the worker's traceback; of it, the line about the disk is shown."""
+    from hybridrl.single_controller import WorkerError
+
+    remote = "Traceback (most recent call last):\n  File ...\nOSError: [Errno 28] No space left on device: 'model.pt'"
+    with pytest.raises(CheckpointError) as caught, RunStore(tmp_path).writing(1) as folder:
+        (folder / "half").write_text("half")
+        raise WorkerError(f"actor rank 1 failed in save\n{remote}\nmore context")
+    assert "written into" in str(caught.value)
+    assert ": OSError: [Errno 28] No space left on device: 'model.pt'. Nothing half-written" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_workers_other_error_passes_through(tmp_path: Path) -> None:
+    from hybridrl.single_controller import WorkerError
+
+    with pytest.raises(WorkerError, match="out of tune"), RunStore(tmp_path).writing(1) as folder:
+        (folder / "half").write_text("half")
+        raise WorkerError("out of tune") from FileNotFoundError(2, "No such file")
+    assert RunStore(tmp_path).find() is None

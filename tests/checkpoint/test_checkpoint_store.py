@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrl.checkpoint import CheckpointError, RunStore, load_json, read_manifest, save_json, verify
+from hybridrl.checkpoint import CheckpointError, RunStore, digest, load_json, read_manifest, save_json, verify
 from hybridrl.checkpoint.inspect import main as inspect_main
 
 
@@ -275,12 +275,12 @@ def test_writing_does_not_nest(store: RunStore) -> None:
 
 
 def test_hashes_handed_in_are_trusted_when_saving_and_checked_when_reading(store: RunStore) -> None:
-    for digest, whole in ((hashlib.sha256(b"weights").hexdigest(), True), ("0" * 64, False)):
+    for handed_in, whole in ((hashlib.sha256(b"weights").hexdigest(), True), ("0" * 64, False)):
         with store.writing(1) as folder:
             (folder / "model").write_bytes(b"weights")
-            store.hand_in({"model": digest})
+            store.hand_in({"model": handed_in})
         if whole:
-            assert verify(store.folder(1)).files["model"]["sha256"] == digest
+            assert verify(store.folder(1)).files["model"]["sha256"] == handed_in
         else:
             with pytest.raises(CheckpointError, match="model has other content"):
                 verify(store.folder(1))
@@ -336,6 +336,12 @@ def test_json_file_missing_or_damaged(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"a":')
     with pytest.raises(CheckpointError, match=r"state\.json is no valid JSON"):
         load_json(tmp_path / "state.json")
+
+
+def test_digest_ignores_the_order_of_keys_only() -> None:
+    assert digest({"a": 1, "b": [1, 2]}) == digest({"b": [1, 2], "a": 1})
+    assert digest({"a": 1}) != digest({"a": 1.5})
+    assert digest([1, 2]) != digest([2, 1])
 
 
 # ---------------------------------------------------------------- the list on the command line
