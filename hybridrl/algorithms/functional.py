@@ -18,6 +18,8 @@ from hybridrl.algorithms.errors import AlgorithmError
 EPS = 1e-8
 # Elements of one float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+# Elements of a block of rows in masked statistics: its temporaries stay in a CPU's cache.
+_BLOCK_ELEMENTS = 1 << 17
 # Below this many elements the log-probabilities are kept for the backward pass instead of being computed again.
 _SMALL = 1 << 21
 
@@ -39,34 +41,66 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
     return masked_sum(values, mask, axis) / (count + EPS)
 
 
+def row_blocks(values: Tensor) -> list[slice]:
+    """Slices of rows of ``values [B, ...]`` whose temporaries fit a CPU's cache; one slice elsewhere.
+
+    An elementwise chain over a large array is bound by memory and by the page faults of fresh temporaries. Done a block
+    at a time, the temporaries stay in the cache and are reused.
+    """
+    rows = len(values)
+    width = max(values[0].numel(), 1) if rows else 1
+    step = max(1, _BLOCK_ELEMENTS // width) if values.device.type == "cpu" else max(rows, 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def masked_row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of each row's masked values, [B, T] -> [B]."""
+    if not len(values):
+        return values.sum(-1)
+    return torch.cat([keep(values[block], mask[block]).sum(-1) for block in row_blocks(values)])
+
+
+def _moments(values: Tensor, mask: Tensor) -> tuple[int, Tensor, Tensor]:
+    """(count, mean, sum of squared distances from it) of the masked values, 0-dim tensors; two passes."""
+    blocks = row_blocks(values)
+    count = int(torch.count_nonzero(mask))
+    zero = torch.zeros((), dtype=torch.float64, device=values.device)
+    total = sum((keep(values[b], mask[b]).sum().double() for b in blocks), start=zero)
+    mean = (total / max(count, 1)).to(values.dtype)
+    squares = sum((keep(values[b] - mean, mask[b]).square().sum().double() for b in blocks), start=zero)
+    return count, mean, squares
+
+
+def _variance(count: int, squares: Tensor, unbiased: bool) -> Tensor:
+    if count == 0:
+        raise AlgorithmError("variance over an empty mask: no token of the batch is a response token.")
+    if unbiased and count == 1:
+        raise AlgorithmError("unbiased variance of one token is undefined: the batch has a single response token.")
+    return squares / (count - 1 if unbiased else count)
+
+
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of the values whose mask is set; with Bessel's correction n / (n - 1) when ``unbiased``.
 
     Raises:
         AlgorithmError: nothing is set, or a single value is and ``unbiased`` asks to divide by zero.
     """
-    count = int(mask.bool().sum())
-    if count == 0:
-        raise AlgorithmError("variance over an empty mask: no token of the batch is a response token.")
-    if unbiased and count == 1:
-        raise AlgorithmError("unbiased variance of one token is undefined: the batch has a single response token.")
-    var = masked_mean((values - masked_mean(values, mask)) ** 2, mask)
-    return var * (count / (count - 1)) if unbiased else var
+    count, _, squares = _moments(values, mask)
+    return _variance(count, squares, unbiased).to(values.dtype)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the masked values, zero elsewhere.
+    """(x - mean) / sqrt(var + 1e-8) over the masked values, zero elsewhere; var is the unbiased one.
 
     With ``shift_mean=False`` the mean is added back, so that only the scale changes.
 
     Raises:
         AlgorithmError: fewer than two values are set.
     """
-    mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + EPS)
-    if not shift_mean:
-        whitened = whitened + mean
-    return keep(whitened, mask)
+    count, mean, squares = _moments(values, mask)
+    scale = torch.rsqrt(_variance(count, squares, unbiased=True) + EPS).to(values.dtype)
+    offset = 0.0 if shift_mean else mean
+    return torch.cat([keep((values[b] - mean) * scale + offset, mask[b]) for b in row_blocks(values)])
 
 
 def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.errors import AlgorithmError
-from hybridrl.algorithms.functional import keep
+from hybridrl.algorithms.functional import masked_row_sum, row_blocks
 
 
 class Groups:
@@ -56,6 +56,12 @@ class Groups:
         std = torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
         return torch.where(self.sizes > 1, std, 1.0)[self.ids]
 
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest value of each group: [B] -> ([count], [count])."""
+        lowest = values.new_full((self.count,), -torch.inf)
+        largest = lowest.scatter_reduce(0, self.ids, values, "amax")
+        return (-lowest).scatter_reduce(0, self.ids, values, "amin"), largest
+
     def best_and_second(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The group's winner, and what it beat.
 
@@ -64,7 +70,7 @@ class Groups:
             [B], the largest value of the others in the sample's group (-inf in a group of one).
         """
         lowest = values.new_full((self.count,), -torch.inf)
-        best = lowest.scatter_reduce(0, self.ids, values, "amax")[self.ids]
+        best = self.extremes(values)[1][self.ids]
         rows = torch.arange(len(values), device=values.device)
         last = rows.new_full((self.count,), len(values))
         first = last.scatter_reduce(0, self.ids, torch.where(values == best, rows, len(values)), "amin")
@@ -95,7 +101,7 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
             f"token_level_rewards have shape {tuple(token_level_rewards.shape)} and response_mask "
             f"{tuple(response_mask.shape)}; both must be [B, T]."
         )
-    scores = keep(token_level_rewards, response_mask).sum(dim=-1, dtype=torch.float64)
+    scores = masked_row_sum(token_level_rewards, response_mask).double()
     finite = torch.isfinite(scores)
     if not bool(finite.all()):
         rows = (~finite).nonzero().squeeze(-1)[:8].tolist()
@@ -107,7 +113,11 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
 
 def spread(scores: Tensor, like: Tensor, response_mask: Tensor) -> Tensor:
     """One number a sequence on all its response tokens: [B] -> [B, T] in the dtype of ``like``, zero elsewhere."""
-    return scores.to(like.dtype).unsqueeze(-1) * response_mask.to(like.dtype)
+    column = scores.to(like.dtype).unsqueeze(-1)
+    out = torch.empty_like(like)
+    for block in row_blocks(out):
+        out[block] = torch.where(response_mask[block].bool(), column[block], 0.0)
+    return out
 
 
 def check_group_sizes(index: np.ndarray | Sequence[object], size: int) -> None:

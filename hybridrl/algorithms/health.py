@@ -23,8 +23,7 @@ def group_health(token_level_scores: Tensor, response_mask: Tensor, index: np.nd
     """
     scores = outcome_scores(token_level_scores, response_mask)
     groups = group_samples(index, scores)
-    largest = scores.new_full((groups.count,), -torch.inf).scatter_reduce(0, groups.ids, scores, "amax")
-    smallest = scores.new_full((groups.count,), torch.inf).scatter_reduce(0, groups.ids, scores, "amin")
+    smallest, largest = groups.extremes(scores)
     several = groups.sizes > 1
     total = several.sum().clamp(min=1)
     uniform = several & (largest == smallest)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages.scan import check_finite, reverse_scan, unit_interval
-from hybridrl.algorithms.functional import keep, masked_whiten
+from hybridrl.algorithms.advantages.scan import backwards, check_finite, unit_interval
+from hybridrl.algorithms.functional import keep, masked_whiten, row_blocks
 from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
 
 
@@ -45,14 +45,8 @@ def compute_gae_advantage_return(
     gamma, lam = unit_interval(gamma, "gamma"), unit_interval(lam, "lam")
     check_finite(token_level_rewards, response_mask, "token_level_rewards")
     check_finite(values, response_mask, "values")
-    # Time runs along the rows here: one step of the scan then reads contiguous memory.
-    mask = response_mask.bool().t().contiguous()
-    v = torch.where(mask, values.t(), 0.0)
-    deltas = torch.where(mask, token_level_rewards.t() - v, 0.0)
-    # The value of the next response token is itself a scan: v_t where there is one, else what comes later.
-    upcoming = reverse_scan(v, (~mask).to(v.dtype))
-    deltas[:-1].addcmul_(upcoming[1:], mask[:-1].to(v.dtype), value=gamma)
-    lam_returns = reverse_scan(deltas, torch.where(mask, gamma * lam, 1.0).to(v.dtype)).t().contiguous()
-    advantages = keep(lam_returns, response_mask)
-    returns = keep(advantages + values, response_mask)
+    advantages = backwards(token_level_rewards, values, response_mask, gamma, gamma * lam)
+    returns = torch.empty_like(advantages)
+    for block in row_blocks(returns):
+        returns[block] = keep(advantages[block] + values[block], response_mask[block])
     return masked_whiten(advantages, response_mask), returns

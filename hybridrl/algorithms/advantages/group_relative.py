@@ -272,8 +272,9 @@ def compute_gpg_outcome_advantage(
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = group_samples(index, scores)
     centred = _centred(scores, groups)
-    with_gradient = groups.sum((centred != 0).to(scores.dtype))[groups.ids] > 0
-    factor = alpha * len(scores) / with_gradient.sum().clamp(min=1)
+    smallest, largest = groups.extremes(scores)
+    with_gradient = torch.where(groups.size > 1, (smallest < largest)[groups.ids], scores != 0)
+    factor = alpha * len(scores) / with_gradient.sum().clamp(min=1).to(scores.dtype)
     advantages = spread(factor * centred / f_norm, token_level_rewards, response_mask)
     return advantages, advantages
 

@@ -103,7 +103,7 @@ def compute_policy_loss_bypass_mode(
         rollout_is_weights: not used; the weights are recomputed from the current policy.
         prepared: [B, T] rows of `prepare_bypass_mode`, for weights that are normalised over the mini-batch.
 
-    Metrics: those of the loss, over the tokens that remain, and token means ``rollout_corr/{kl,k3_kl,chi2_token}``,
+    Metrics: those of the loss, rejected tokens counting 0, and token means ``rollout_corr/{kl,k3_kl,chi2_token}``,
     ``rollout_corr/rollout_is_mean``, ``rollout_corr/rollout_rs_masked_fraction``.
     """
     chosen, loss_type = _settings(config)
@@ -118,11 +118,13 @@ def compute_policy_loss_bypass_mode(
         "rollout_corr/chi2_token": masked_mean(safe(log_ratio).exp().square() - 1.0, mask),
         "rollout_corr/rollout_rs_masked_fraction": masked_mean((~remaining).to(log_ratio.dtype), mask),
     }
+    # Metrics of the loss are means over the tokens that remain; over all tokens they merge exactly.
+    share = remaining.sum() / mask.sum().clamp(min=1)
     if loss_type == "ppo_clip":
         loss, more = compute_policy_loss_vanilla(
             old_log_prob, log_prob, advantages, remaining, loss_agg_mode, counted, None
         )
-        return loss, {**metrics, **more}
+        return loss, metrics | {name: value * share for name, value in more.items()}
     weights = None
     if chosen["rollout_is"] is not None:
         weights = _weights(log_ratio, mask, chosen) if prepared is None else prepared
@@ -138,4 +140,4 @@ def compute_policy_loss_bypass_mode(
     loss, more = compute_policy_loss_reinforce(
         old_log_prob, log_prob, advantages, remaining, loss_agg_mode, counted, weights
     )
-    return loss, {**metrics, **more}
+    return loss, metrics | {name: value * share for name, value in more.items()}

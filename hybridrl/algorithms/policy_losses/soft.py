@@ -95,7 +95,7 @@ def compute_policy_loss_sapo(
     who = "policy loss sapo"
     tau_pos, tau_neg = (number(config, name, who=who, low=0.0, open_low=True) for name in ("tau_pos", "tau_neg"))
     tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    tau = torch.where(tokens.advantages > 0, tau_pos, tau_neg).to(tokens.log_prob.dtype)
+    tau = tau_neg + (tau_pos - tau_neg) * (tokens.advantages > 0).to(tokens.log_prob.dtype)
     gate = torch.sigmoid(tau * (tokens.ratio() - 1.0)) * 4.0 / tau
     nothing = torch.zeros_like(tokens.mask)
     metrics = tokens.metrics(pg_clipfrac=nothing, pg_clipfrac_lower=nothing)

@@ -124,8 +124,9 @@ def check_probe(
     if not mean <= threshold:
         raise AlgorithmError(
             f"the sampler's log-probabilities differ from the trainer's by {mean:.3g} on average (largest "
-            f"{largest:.3g}) on {len(difference)} tokens sampled at temperature alone; at most {threshold:g} is tolerated. "
-            "The two do not hold the same model: look for weights that were not transferred (LoRA, tied embeddings), another dtype or "
-            "quantisation, a chat template or position ids that differ, or a temperature that only one side applies."
+            f"{largest:.3g}) on {len(difference)} tokens sampled at temperature alone; at most {threshold:g} is "
+            "tolerated. The two do not hold the same model: look for weights that were not transferred (LoRA, tied "
+            "embeddings), another dtype or quantisation, a chat template or position ids that differ, or a temperature "
+            "that only one side applies."
         )
     return {"rollout_corr/probe_mean_abs_diff": mean, "rollout_corr/probe_max_abs_diff": largest}
