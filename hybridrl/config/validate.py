@@ -309,8 +309,10 @@ def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
         critic = config.critic
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
             budgets.append((critic.use_dynamic_bsz, f"critic.{name}", critic[name]))
+    reported: set[int] = set()
     for dynamic, where, tokens in budgets:
-        if dynamic and tokens < total:
+        if dynamic and tokens < total and tokens not in reported:  # the others follow the first
+            reported.add(tokens)
             yield f"{where}={tokens} is less than one sequence of {total} tokens (prompt and response); raise it"
 
 
@@ -405,7 +407,7 @@ def _check_placement(placement: PlacementConfig, trainer: RunConfig, roles: dict
             yield f"placement.pools.{name} holds no role; map one to it in placement.roles, or remove it"
     for role, pool in given.items():
         if role not in roles:
-            yield f"placement.roles.{role}: unknown role; there are {', '.join(roles)}{nearest(role, list(roles), 1)}"
+            yield f"placement.roles.{role}: unknown role; there are {', '.join(roles)}"
         if pool not in pools:
             yield f"placement.roles.{role}={pool}: no such pool; placement.pools has {', '.join(pools) or 'none'}"
     for role, needed in roles.items():

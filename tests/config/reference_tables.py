@@ -67,7 +67,7 @@ def default_differences() -> dict[str, tuple[str, str]]:
         if OmegaConf.is_config(their_resolved):
             their_resolved = OmegaConf.to_container(their_resolved, resolve=True)
         same_kind = str(mine).startswith("${") == str(value).startswith("${")
-        if resolved != their_resolved or not same_kind:
+        if mine != value and (resolved != their_resolved or not same_kind):
             found[key] = (shown(value), shown(mine))
     return found
 
@@ -91,10 +91,9 @@ def shown(value: Any) -> str:
     return "`" + text.replace("|", "\\|").strip("'") + "`"
 
 
-def key_tables(root: str) -> str:
-    """Every acting setting, a table a group class, in the order of the tree."""
+def key_tables(root: str, done: set[type]) -> str:
+    """Every acting setting, a table a group class, in the order of the tree; classes in `done` are left out."""
     lines: list[str] = []
-    done: set[type] = set()
 
     def walk(cls: type) -> None:
         own = [field for field in dataclasses.fields(cls) if not is_group(field)]
@@ -118,8 +117,9 @@ def key_tables(root: str) -> str:
 def generated() -> dict[str, dict[str, str]]:
     """Page -> name of the part -> text."""
     own = "\n".join(f"| {key} | {default} | {meaning} |" for key, (default, meaning) in own_keys().items())
+    done: set[type] = set()
     return {
-        "config.md": {"ppo_trainer": key_tables("ppo_trainer"), "sft_trainer": key_tables("sft_trainer")},
+        "config.md": {root: key_tables(root, done) for root in ("ppo_trainer", "sft_trainer")},
         "defaults.md": {"own": f"| key | default | meaning |\n|---|---|---|\n{own}"},
     }
 

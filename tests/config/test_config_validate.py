@@ -1,0 +1,227 @@
+"""Cross-checks at start-up: each fault is found, named with its keys, and all of them come at once."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import ConfigError, load_config, validate
+from hybridrl.config.trainer import RunConfig
+from hybridrl.config.validate import check_gpus, visible_gpus
+
+POLICY = "actor_rollout_ref"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A working directory with data, a model folder and a reward function; no GPU."""
+    (tmp_path / "model").mkdir()
+    for name in ("train.parquet", "val.parquet", "reward.py", "cls.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+PPO = [f"{POLICY}.model.path=model", "data.train_files=train.parquet", "data.val_files=[val.parquet]"]
+GRPO = [*PPO, "algorithm.adv_estimator=grpo", f"{POLICY}.rollout.n=8"]
+SFT = ["model.path=./model", "data.train_files=[train.parquet]"]
+
+
+def faults_of(words: list[str], root: str = "ppo_trainer") -> list[str]:
+    config = load_config(root, words)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    return caught.value.faults
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        PPO,
+        GRPO,
+        [*GRPO, "data.train_batch_size=96", f"{POLICY}.actor.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=5"],
+        [*GRPO, "data.train_batch_size=4", f"{POLICY}.actor.ppo_mini_batch_size=2"],  # micro-batch default is larger
+        [*GRPO, "+placement.pools.second=[1]", "+placement.roles.ref=second"],
+        [*GRPO, f"{POLICY}.model.path=org/name", "critic.model.path=nowhere"],  # no critic in GRPO
+        [*GRPO, "reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 64}"],
+        [*GRPO, "data.train_files=hdfs://host/file.parquet"],
+        [*GRPO, "algorithm.adv_estimator=mine", f"{POLICY}.model.external_lib=json"],
+    ],
+)
+def test_what_works_passes(here, words):
+    validate(load_config("ppo_trainer", words))
+
+
+def test_sft_that_works_passes(here):
+    validate(load_config("sft_trainer", SFT))
+    validate(load_config("sft_trainer", [*SFT, "data.prompt_key=question", "data.response_key=answer"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "expected"),
+    [
+        # models and files
+        ([f"{POLICY}.model.path=''"], f"{POLICY}.model.path", "is not set"),
+        ([f"{POLICY}.model.path=./missing"], f"{POLICY}.model.path", "no such directory"),
+        ([f"{POLICY}.model.path=/a/b/c"], f"{POLICY}.model.path", "no such directory"),
+        ([f"{POLICY}.model.path=train.parquet"], f"{POLICY}.model.path", "is a file"),
+        ([f"{POLICY}.model.tokenizer_path=./tok"], f"{POLICY}.model.tokenizer_path", "no such directory"),
+        ([f"{POLICY}.model.external_lib=no_such_module_x"], f"{POLICY}.model.external_lib", "no such module"),
+        (
+            [f"+{POLICY}.model.override_config.attn_implementation=flash_attention_2", "trainer.device=cpu"],
+            "attn_implementation",
+            "needs a GPU",
+        ),
+        (["data.train_files=[]"], "data.train_files", "is not set"),
+        (["data.train_files=[train.parquet,gone.parquet]"], "data.train_files=gone.parquet", "no such file"),
+        (["data.train_files=model"], "data.train_files", "is a folder"),
+        (["data.val_files=gone.parquet"], "data.val_files", "no such file"),
+        (["data.val_files=[]", "trainer.test_freq=5"], "trainer.test_freq=5", "data.val_files"),
+        (["data.val_files=[]", "trainer.val_only=true"], "trainer.val_only", "data.val_files"),
+        (["data.train_max_samples=10"], "data.train_max_samples=10", "no batch"),
+        (["data.custom_cls.path=cls.py"], "data.custom_cls.path", "custom_cls.name"),
+        (["data.custom_cls.path=gone.py", "data.custom_cls.name=A"], "data.custom_cls.path", "no such file"),
+        (["data.sampler.class_name=A"], "data.sampler.class_name", "class_path"),
+        (["reward.custom_reward_function.path=gone.py"], "reward.custom_reward_function.path", "no such file"),
+        (["reward.custom_reward_function.name=f"], "reward.custom_reward_function.name", "path"),
+        (["reward.reward_manager.source=importlib"], "reward.reward_manager", "module.path"),
+        (["reward.reward_manager.name=naiv"], "reward.reward_manager.name", "nearest: naive"),
+        (
+            ["reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.lenght=4"],
+            "overlong_buffer_cfg.lenght",
+            "unknown key",
+        ),
+        (
+            ["reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 9999}"],
+            "overlong_buffer_cfg.len",
+            "from 1 to",
+        ),
+        # algorithm
+        (["algorithm.adv_estimator=grpoo"], "algorithm.adv_estimator", "nearest: grpo"),
+        ([f"{POLICY}.actor.policy_loss.loss_mode=vanila"], "loss_mode", "nearest: vanilla"),
+        ([f"{POLICY}.rollout.n=1"], "algorithm.adv_estimator=grpo", f"{POLICY}.rollout.n=1"),
+        (["algorithm.adv_estimator=gae", "critic.enable=false"], "algorithm.adv_estimator=gae", "critic.enable"),
+        (["trainer.critic_warmup=3"], "trainer.critic_warmup=3", "without a critic"),
+        ([f"{POLICY}.actor.loss_scale_factor=100"], "loss_scale_factor", "seq-mean-token-sum-norm"),
+        # batches
+        (["data.train_batch_size=100"], "ppo_mini_batch_size=256", "data.train_batch_size=100"),
+        (["data.train_batch_size=1000"], "data.train_batch_size=1000", "nearest divisors: 250, 500"),
+        ([f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4096"], "ppo_micro_batch_size_per_gpu=4096", "2048 sequences"),
+        # lengths
+        ([f"{POLICY}.rollout.response_length=64"], "response_length=64", "same thing"),
+        ([f"{POLICY}.actor.rollout_n=4"], "actor.rollout_n=4", "same thing"),
+        ([f"{POLICY}.rollout.max_model_len=1000"], "max_model_len=1000", "1024 tokens"),
+        (
+            [f"{POLICY}.actor.use_dynamic_bsz=true", f"{POLICY}.actor.ppo_max_token_len_per_gpu=1023"],
+            "actor.ppo_max_token_len_per_gpu=1023",
+            "1024 tokens",
+        ),
+        # sampling
+        ([f"{POLICY}.rollout.do_sample=false"], "do_sample=False", "alike"),
+        ([f"{POLICY}.rollout.val_kwargs.n=4"], "val_kwargs.n=4", "alike"),
+        ([f"{POLICY}.rollout.val_kwargs.do_sample=true"], "val_kwargs.do_sample=True", "temperature"),
+        # engines and run
+        ([f"{POLICY}.actor.fsdp_config.forward_only=true"], "forward_only=True", "trained"),
+        ([f"{POLICY}.actor.checkpoint.load_contents=[model,hf_model]"], "load_contents", "hf_model"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_mode", "resume_from_path"),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"],
+            "resume_from_path=gone",
+            "no such folder",
+        ),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=model"], "resume_from_path", "global_step_N"),
+        (["trainer.resume_from_path=model"], "trainer.resume_from_path", "resume_mode"),
+        (["trainer.default_local_dir=train.parquet"], "trainer.default_local_dir", "is a file"),
+        (["trainer.device=cuda"], "trainer.device=cuda", "no GPU"),
+        # placement
+        (["placement.roles.ref=other"], "placement.roles.ref=other", "no such pool"),
+        (["placement.roles.actor=global"], "placement.roles.actor", "there are actor_rollout_ref, critic, ref"),
+        (["placement.pools.second=[1]"], "placement.pools.second", "holds no role"),
+        (["placement.pools.second=[]", "placement.roles.ref=second"], "placement.pools.second", "is empty"),
+        (["placement.pools.global=[2]"], "placement.pools.global=[2]", "same thing"),
+    ],
+)
+def test_a_fault_names_its_keys_and_the_way_out(here, change, key, expected):
+    faults = faults_of([*GRPO, *change])
+    assert len(faults) == 1, faults
+    assert key in faults[0]
+    assert expected in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (["critic.ppo_mini_batch_size=300"], "critic.ppo_mini_batch_size=300"),
+        (["trainer.max_critic_ckpt_to_keep=2"], "max_critic_ckpt_to_keep=2"),
+        (["critic.model.path=./gone"], "critic.model.path=./gone"),
+        (["critic.fsdp.forward_only=true"], "critic.fsdp.forward_only=True"),
+        (["critic.use_dynamic_bsz=true", "critic.ppo_max_token_len_per_gpu=10"], "critic.ppo_max_token_len_per_gpu=10"),
+        (["~placement.roles.critic", "placement.roles.critic=nowhere"], "placement.roles.critic=nowhere"),
+    ],
+)
+def test_faults_of_a_critic(here, change, expected):
+    assert any(expected in fault for fault in faults_of([*PPO, *change]))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (["data.train_files=[]"], "data.train_files is not set"),
+        (["data.train_files=gone.parquet"], "no such file"),
+        (["data.prompt_key=q"], "data.prompt_key=q alone"),
+        (["data.micro_batch_size_per_gpu=300"], "data.micro_batch_size_per_gpu=300"),
+        (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100"], "max_token_len_per_gpu=100"),
+        (["data.train_max_samples=3"], "no batch"),
+        (["model.path=./gone"], "model.path=./gone"),
+        (["checkpoint.load_contents=[hf_model]"], "checkpoint.load_contents"),
+        (["trainer.test_freq=2"], "trainer.test_freq=2"),
+        (["placement.roles.modl=global"], "there are model"),
+    ],
+)
+def test_faults_of_sft(here, change, expected):
+    (fault,) = faults_of([*SFT, *change], "sft_trainer")
+    assert expected in fault
+
+
+def test_all_faults_come_at_once(here):
+    faults = faults_of(
+        [
+            "algorithm.adv_estimator=grpo",
+            "data.train_files=gone.parquet",
+            "data.train_batch_size=100",
+            "reward.custom_reward_function.path=gone.py",
+            "trainer.resume_mode=resume_path",
+        ]
+    )
+    named = " ".join(faults)
+    assert len(faults) == 6
+    for key in ("model.path", "data.train_files", "ppo_mini_batch_size", "rollout.n=1", "reward.custom", "resume_from"):
+        assert key in named
+
+
+def test_gpus_are_counted_from_the_driver_without_torch(tmp_path, monkeypatch):
+    for index in range(4):
+        (tmp_path / f"proc/driver/nvidia/gpus/0000:0{index}:00.0").mkdir(parents=True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus(tmp_path) == 4
+    for chosen, count in (("0,1", 2), ("", 0), ("-1", 0), ("GPU-a,GPU-b,GPU-c", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert visible_gpus(tmp_path) == count
+    assert visible_gpus(tmp_path / "nothing") == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "count", "fits"),
+    [
+        ("auto", 4, 0, True),  # processes on a CPU
+        ("auto", 4, 4, True),
+        ("auto", 5, 4, False),
+        ("cuda", 1, 0, False),
+        ("cuda", 2, 1, False),
+        ("cuda", 8, None, True),  # unknown: Ray will tell
+    ],
+)
+def test_more_processes_than_devices(device, processes, count, fits):
+    faults = list(check_gpus(RunConfig(device=device, n_gpus_per_node=processes), count))
+    assert (faults == []) is fits
+    assert fits or "trainer." in faults[0]
