@@ -114,7 +114,7 @@ fi
     trainer.total_training_steps=150 \
     trainer.test_freq=10 \
     trainer.save_freq=50 \
-    trainer.max_ckpt_to_keep=1 \
+    trainer.max_actor_ckpt_to_keep=1 \
     ${overrides[@]+"${overrides[@]}"} ||
     fail "step 5 failed, see above; the run's folder is $out/grpo"
 

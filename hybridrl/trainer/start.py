@@ -1,12 +1,14 @@
 """Starting worker processes beside everything else that has to be done before the first step."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from hybridrl.single_controller.ray import init_ray, shutdown_ray
+import ray
+
+from hybridrl.single_controller.ray import ResourcePoolManager, init_ray, shutdown_ray
 
 Groups = TypeVar("Groups")
 
@@ -20,23 +22,23 @@ USES_GPU = {
 
 @contextmanager
 def workers_starting(
-    ray_options: Mapping[str, Any], pools: Mapping[str, Sequence[int]], device: str, spawn: Callable[[], Groups]
+    ray_options: Mapping[str, Any], manager: ResourcePoolManager, device: str, spawn: Callable[[], Groups]
 ) -> Iterator[Callable[[], Groups]]:
     """Ray and the worker processes start in a thread; the block gets a function that waits for them.
 
-    Reading data and checking the user's settings take as long as starting processes, and need none of them. Ray ends
-    with the block, whatever happened in it.
+    Reading data and checking the user's settings take as long as starting processes, and need none of them. The
+    processes end with the block, whatever happened in it, and so does Ray if it was started here.
 
     Args:
         ray_options: `ray_kwargs.ray_init`.
-        pools: processes on each node, by pool.
+        manager: the pools that the workers live in.
         device: `trainer.device`.
-        spawn: starts the worker groups once Ray runs.
+        spawn: starts the worker groups, in the manager's pools, once Ray runs.
     """
     given_up = threading.Event()
 
     def start() -> Groups | None:
-        init_ray(dict(ray_options), {name: list(counts) for name, counts in pools.items()}, use_gpu=USES_GPU[device])
+        init_ray(dict(ray_options), manager.resource_pool_spec, use_gpu=USES_GPU[device])
         return None if given_up.is_set() else spawn()
 
     # The thread has to outlive Ray: the kernel ends Ray's processes when the thread that started them ends.
@@ -48,3 +50,6 @@ def workers_starting(
             given_up.set()
             wait([starting])  # Ray cannot be shut down in the middle of its start
             shutdown_ray()
+            if ray.is_initialized():  # by the program that called: it gets its devices back
+                for pool in manager.resource_pool_dict.values():
+                    pool.release()

@@ -20,8 +20,9 @@ def run_sft(config: SFTTrainerConfig) -> None:
     """Train as `config` says."""
     placement, trainer_config = config.placement, config.trainer
     pool = placement.roles[ROLE]
-    spec = {pool: list(placement.pools[pool])}
-    manager = ResourcePoolManager(spec, mapping={ROLE: pool}, use_gpu=USES_GPU[trainer_config.device])
+    manager = ResourcePoolManager(
+        {pool: list(placement.pools[pool])}, mapping={ROLE: pool}, use_gpu=USES_GPU[trainer_config.device]
+    )
 
     def spawn() -> RayWorkerGroup:
         manager.create_resource_pool()
@@ -33,7 +34,7 @@ def run_sft(config: SFTTrainerConfig) -> None:
             threads=trainer_config.threads_per_worker,
         )
 
-    with workers_starting(config.ray_kwargs.ray_init, spec, trainer_config.device, spawn) as started:
+    with workers_starting(config.ray_kwargs.ray_init, manager, trainer_config.device, spawn) as started:
         trainer = prepare(config)
         trainer.init_workers(started())
         trainer.fit()
