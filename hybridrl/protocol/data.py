@@ -170,7 +170,9 @@ class DataProto:
                     f"non-tensor field '{key}' must be a NumPy array, found {type(value).__name__}; "
                     "use DataProto.from_dict, which converts lists"
                 )
-            if value.ndim == 0 or value.shape[0] != (value.shape[0] if length is None else length):
+            if value.ndim == 0:
+                raise ValueError(f"non-tensor field '{key}' is a single value, not one a row; put it into meta_info")
+            if length is not None and value.shape[0] != length:
                 raise ValueError(f"non-tensor field '{key}' has shape {value.shape}, but the batch has {length} rows")
             length = value.shape[0]
 

@@ -132,6 +132,9 @@ def _gather_rows(value: torch.Tensor, counts: list[int], group: Any) -> torch.Te
     mine = value.detach().contiguous()
     if len(mine) < longest:
         mine = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
-    parts = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(parts, mine, group=group)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    # As bytes: back ends differ in the dtypes that they know.
+    raw = mine.reshape(-1).view(torch.uint8)
+    parts = [torch.empty_like(raw) for _ in counts]
+    dist.all_gather(parts, raw, group=group)
+    whole = [part.view(value.dtype).view(mine.shape) for part in parts]
+    return torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])

@@ -76,7 +76,7 @@ def test_batches_without_tensors_and_without_anything():
         (lambda: DataProto(batch={"x": torch.zeros(2)}), TypeError, "must be a TensorDict, found dict"),
         (lambda: DataProto(batch=TensorDict({}, [])), ValueError, "at least one batch dimension"),
         (lambda: DataProto(non_tensor_batch={"u": ["a"]}), TypeError, "'u' must be a NumPy array, found list"),
-        (lambda: DataProto(non_tensor_batch={"u": np.array(1)}), ValueError, "'u' has shape"),
+        (lambda: DataProto(non_tensor_batch={"u": np.array(1)}), ValueError, "'u' is a single value"),
         (lambda: DataProto.from_dict({"x": torch.zeros(2)}, num_batch_dims=0), ValueError, "at least 1"),
         (lambda: DataProto.from_dict({"x": torch.zeros(2, 2)}, {"u": [1, 2]}, num_batch_dims=2), ValueError, "one ba"),
     ],

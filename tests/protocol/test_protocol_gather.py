@@ -7,7 +7,7 @@ import torch.multiprocessing as mp
 
 from hybridrl.protocol import DataProto, all_gather_data_proto
 
-COUNTS = [2, 0, 3]
+COUNTS = [3, 2]
 
 
 def part(rank: int) -> DataProto:
@@ -17,6 +17,8 @@ def part(rank: int) -> DataProto:
     tensors = {
         "x": torch.tensor([[rank, i] for i in range(COUNTS[rank])], dtype=torch.int64).reshape(-1, 2),
         "half": torch.full((COUNTS[rank],), rank + 0.5).bfloat16(),
+        "flag": torch.arange(COUNTS[rank]) % 2 == rank % 2,
+        "tiny": torch.full((COUNTS[rank], 3), rank).to(torch.float8_e4m3fn),
         "jagged": torch.nested.nested_tensor_from_jagged(values, offsets),
     }
     return DataProto.from_dict(tensors, {"uid": rows, "turns": [[1, 2]] * COUNTS[rank]}, {"rank": rank})
@@ -32,14 +34,18 @@ def run(rank: int, folder: str) -> None:
         whole = DataProto.concat([part(r).select(meta_info_keys=[]) for r in range(len(COUNTS))])
         assert data.meta_info == {"rank": rank}
         assert len(data) == sum(COUNTS)
-        assert set(data.batch.keys()) == {"x", "half", "jagged"}
+        assert set(data.batch.keys()) == {"x", "half", "flag", "tiny", "jagged"}
         data.union(whole)  # refuses any difference
         wrong = DataProto.from_dict({"x": torch.zeros(1, 2 + rank)})
         with pytest.raises(ValueError, match="the group has fields"):
             all_gather_data_proto(wrong, dist.group.WORLD)
+        data = part(rank) if rank == 0 else part(rank)[:0]
+        all_gather_data_proto(data, dist.group.WORLD)
+        data.union(part(0).select(meta_info_keys=[]))
+        assert len(data) == COUNTS[0]
         texts = DataProto.from_dict(non_tensors={"uid": [str(rank)]})
         all_gather_data_proto(texts, dist.group.WORLD)
-        assert texts.non_tensor_batch["uid"].tolist() == ["0", "1", "2"]
+        assert texts.non_tensor_batch["uid"].tolist() == ["0", "1"]
     finally:
         dist.destroy_process_group()
 

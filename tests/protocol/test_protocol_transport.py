@@ -174,6 +174,15 @@ def test_batch_device_and_subclass_survive():
     assert type(data[0:1]) is Mine and type(Mine.concat([data, data])) is Mine
 
 
+def test_a_batch_inside_a_batch_travels():
+    inner = DataProto.from_dict({"x": torch.arange(5000)}, meta_info={"when": datetime.date(2025, 1, 2)})
+    received, stream, _ = send(DataProto(meta_info={"inner": inner}, non_tensor_batch={"rows": object_array([inner])}))
+    assert len(stream) < 5000
+    assert torch.equal(received.meta_info["inner"].batch["x"], torch.arange(5000))
+    assert received.meta_info["inner"] is received.non_tensor_batch["rows"][0]
+    assert received.meta_info["inner"].meta_info["when"] == datetime.date(2025, 1, 2)
+
+
 def test_sparse_tensors_travel():
     sparse = torch.eye(3).to_sparse()
     received, _, _ = send(DataProto(meta_info={"sparse": sparse}))
