@@ -36,6 +36,8 @@ GRACE_DEATH_S = 1.0
 # A failure of another call is raised in place of this one when this one does not end by itself.
 GRACE_FOREIGN_S = 10.0
 
+CONSTRUCTOR = "__init__"
+
 # Answers not waited for yet, of all groups: a rank that hangs may hang because of a failure in another group.
 _IN_FLIGHT: dict[Any, Call] = {}
 
@@ -87,41 +89,34 @@ class Call:
         if self.ended:
             return
         timeout_s = self.group.timeout_s if timeout_s is None else timeout_s
-        started = time.monotonic()
-        deadline = started + timeout_s
-        foreign_failure: tuple[float, Any] | None = None
+        deadline = time.monotonic() + timeout_s
         pending = list(self.answers)
-        watched = [answer for answer, call in list(_IN_FLIGHT.items()) if call is not self] if _IN_FLIGHT else []
+        others = [answer for answer, call in list(_IN_FLIGHT.items()) if call is not self] if _IN_FLIGHT else []
+        broken_other, broken_until = None, deadline
         slowest = 0.0
         while pending:
-            left = deadline - time.monotonic()
-            if foreign_failure is not None:
-                left = min(left, foreign_failure[0] - time.monotonic())
-            done, _ = ray.wait(pending + watched, num_returns=1, timeout=max(0.0, left))
+            done, _ = ray.wait(
+                pending + others, num_returns=1, timeout=max(0.0, min(deadline, broken_until) - time.monotonic())
+            )
+            if not done and broken_other is not None and broken_until < deadline:
+                _fail([broken_other], pending, {**_IN_FLIGHT, **self.owners()})
             if not done:
-                if foreign_failure is not None and time.monotonic() >= foreign_failure[0]:
-                    call = _IN_FLIGHT[foreign_failure[1]]
-                    _fail([foreign_failure[1]], [*pending], {**call.owners(), **self.owners()})
                 self._time_out(pending, timeout_s)
-            ref = done[0]
-            try:
-                answer = ray.get(ref)
-            except RayError:
-                if ref in pending:
-                    _fail(
-                        [ref],
-                        [*(other for other in pending if other is not ref), *watched],
-                        {**_IN_FLIGHT, **self.owners()},
-                    )
-                watched.remove(ref)
-                foreign_failure = foreign_failure or (time.monotonic() + GRACE_FOREIGN_S, ref)
+            answered = done[0]
+            if answered in pending:
+                pending.remove(answered)
+                try:
+                    slowest = max(slowest, ray.get(answered).seconds)
+                except RayError:
+                    _fail([answered], [*pending, *others], {**_IN_FLIGHT, **self.owners()})
                 continue
-            if ref in pending:
-                pending.remove(ref)
-                slowest = max(slowest, answer.seconds)
-            else:
-                watched.remove(ref)
-                _IN_FLIGHT.pop(ref, None)
+            others.remove(answered)
+            try:
+                ray.get(answered)
+                _IN_FLIGHT.pop(answered, None)
+            except RayError:
+                if broken_other is None:
+                    broken_other, broken_until = answered, time.monotonic() + GRACE_FOREIGN_S
         self._end(slowest)
 
     def owners(self) -> dict[Any, Call]:

@@ -63,12 +63,14 @@ class WorkerHost:
         """Reserve a port on rank 0's node, ``master_port`` or any."""
         address = ray.util.get_node_ip_address()
         try:
-            self._host_port = PortReservation(master_port)
+            self._host_port: PortReservation | PortInUseError = PortReservation(master_port)
         except OSError as error:
-            raise PortInUseError(
+            # reported by _host_build, which knows the group's name
+            self._host_port = PortInUseError(
                 f"port {master_port} on node {address} cannot be taken for the worker group's process group: {error}. "
                 "Choose another master_port, or leave it unset to get a free one"
-            ) from None
+            )
+            return address, master_port
         return address, self._host_port.port
 
     def _host_build(self, settings: WorkerSettings, master: tuple[str, int], arguments: Arguments) -> WorkerInfo:
@@ -77,6 +79,8 @@ class WorkerHost:
         self._host_settings = settings
         args, kwargs = arguments
         try:
+            if settings.rank == 0 and isinstance(self._host_port, PortInUseError):
+                raise self._host_port
             set_up_process(settings, *master)
             _keep_stacks_readable()
             super().__init__(*args, **kwargs)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
 
 _TAIL_LINES = 25
+# Ray's words for a process that is gone without its doing.
+_RAY_SAYS_NOTHING = "connection error code 2"
 _LESS_MEMORY = "use fewer workers a node, smaller batches, or offloading"
 _CRASH_MARKS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "Fatal Python error")
 
@@ -53,7 +55,8 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
         lines += ["Last lines of its log:", *(f"  {line}" for line in tail.splitlines())]
     elif pid:
         lines.append(f"Its output is in worker-*-{pid}.err in Ray's log folder on that node.")
-    lines.append(f"Ray says: {_flat(str(error))}")
+    if _RAY_SAYS_NOTHING not in str(error):
+        lines.append(f"Ray says: {_flat(str(error))}")
     return WorkerDiedError(
         "\n".join(lines) + (f"\n{notes}" if notes else ""),
         role=group.role,

@@ -203,7 +203,7 @@ class RayWorkerGroup(WorkerGroup):
             return
         self.raise_if_ended()
         building = shared.building
-        start = calls.Call(self, "__init__", range(len(building)), building, building)
+        start = calls.Call(self, calls.CONSTRUCTOR, range(len(building)), building, building)
         start.wait(self.start_timeout_s)
         shared.infos = ray.get(building)
 
@@ -355,7 +355,9 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_all_async(method_name, *args, **kwargs)
 
     def add_seconds(self, method: str, seconds: float) -> None:
-        """Count the slowest rank's time in a call."""
+        """Count the slowest rank's time in a call (constructors are not calls)."""
+        if method == calls.CONSTRUCTOR:
+            return
         self.method_seconds[method] = self.method_seconds.get(method, 0.0) + seconds
 
     def pop_method_seconds(self) -> dict[str, float]:

@@ -1,0 +1,418 @@
+"""Worker groups on a real Ray: dispatch, meshes, futures, colocation, attaching."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.single_controller import (
+    Dispatch,
+    Execute,
+    PlacementError,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    Worker,
+    WorkerError,
+    create_colocated_worker_cls,
+    extract_pg_from_exist,
+    make_nd_compute_dataproto_dispatch_fn,
+    make_nd_compute_dispatch_fn,
+    merge_resource_pool,
+    padding_mask,
+    register,
+    register_dispatch_mode,
+    split_resource_pool,
+)
+from hybridrl.single_controller.base.decorator import dispatch_one_to_all
+
+# This module's classes reach the workers whole, whatever is on their import path.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+LAST = register_dispatch_mode("last_rank", dispatch_one_to_all, lambda group, output: output[-1])
+
+
+class Doubler(Worker):
+    """Knows every way of being called; on four ranks a mesh of 2 data-parallel by 2 tensor-parallel ranks."""
+
+    def __init__(self, factor: int = 2, fail: bool = False) -> None:
+        super().__init__()
+        self.factor = factor
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        if self.world_size == 4:
+            # data-parallel groups {0, 3} and {1, 2}, collected from ranks 3 and 1: not in rank order
+            self._register_dispatch_collect_info(
+                "mesh", dp_rank=[1, 0, 0, 1][self.rank], is_collect=self.rank in (1, 3)
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def whoami(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self.rank, args, kwargs
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def place(self) -> dict[str, Any]:
+        keys = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "OMP_NUM_THREADS",
+            "NOTE",
+        )
+        return {key: os.environ.get(key) for key in keys} | {
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "master": self.get_master_addr_port(),
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def all_reduce(self) -> float:
+        value = torch.tensor(float(self.rank + 1))
+        dist.all_reduce(value)
+        return value.item()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def rank_zero(self, value: list[int]) -> tuple[int, list[int]]:
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def also_rank_zero(self, value: list[int]) -> tuple[int, list[int]]:
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def all_to_all(self, value: Any) -> Any:
+        return value
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def dp_compute(self, value: int) -> int:
+        return value * self.factor
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"x": batch.batch["x"] * self.factor})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def echo(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def count(self, batch: DataProto) -> tuple[int, list[bool] | None]:
+        mask = padding_mask(batch)
+        return len(batch), None if mask is None else mask.tolist()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
+    def mesh_double(self, batch: DataProto) -> DataProto:
+        rows = len(batch)
+        return DataProto.from_dict({"x": batch.batch["x"] * self.factor, "rank": torch.full((rows,), self.rank)})
+
+    @register(dispatch_mode=make_nd_compute_dispatch_fn("mesh"))
+    def mesh_list(self, value: str) -> tuple[str, int]:
+        return value, self.rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def later(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict(
+            {"x": batch.batch["x"] + 1}, {"made_by": np.array([self.rank] * len(batch), dtype=object)}
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def rank_later(self) -> int:
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, materialize_futures=False)
+    def raw_future(self, batch: Any) -> DataProto:
+        assert isinstance(batch, DataProtoFuture)
+        return batch.get()
+
+    @register(dispatch_mode=Dispatch.LAST_RANK)
+    def from_last(self) -> int:
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def address_of(self, array: np.ndarray) -> tuple[bool, int]:
+        return array.flags.writeable, array.nbytes
+
+    def unregistered(self, value: int) -> tuple[int, int]:
+        return self.rank, value
+
+
+class Other(Worker):
+    """A second role."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def whoami(self, suffix: str) -> str:
+        return f"other {self.rank} {suffix}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def neighbour_factor(self) -> int:
+        return self.get_fused_worker_by_name("doubler").factor
+
+
+class Talker(Worker):
+    """Has asynchronous methods, whose calls overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import asyncio
+
+        self.event = asyncio.Event()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def wait(self) -> str:
+        await self.event.wait()
+        return f"released {self.rank}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def release(self) -> None:
+        self.event.set()
+
+
+def start(cls: type, count: int, *args: Any, group: dict[str, Any] | None = None, **kwargs: Any) -> RayWorkerGroup:
+    pool = RayResourcePool([count], use_gpu=False)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args, **kwargs), **(group or {}))
+
+
+@pytest.fixture(scope="module")
+def pair(ray_session: None) -> Iterator[RayWorkerGroup]:
+    group = start(Doubler, 2, factor=3, group={"role": "pair", "threads": 1, "worker_env": {"NOTE": "here"}})
+    yield group
+    group.kill()
+    group.resource_pool.release()
+
+
+def rows(count: int, start: int = 0) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(start, start + count)})
+
+
+def test_ranks_know_their_place_and_meet(pair: RayWorkerGroup) -> None:
+    places = pair.place()
+    assert [place["RANK"] for place in places] == ["0", "1"] == [place["LOCAL_RANK"] for place in places]
+    assert {place["WORLD_SIZE"] for place in places} == {"2"} == {place["LOCAL_WORLD_SIZE"] for place in places}
+    assert {place["master"] for place in places} == {(pair.master_address, pair.master_port)}
+    assert {(place["threads"], place["OMP_NUM_THREADS"], place["NOTE"]) for place in places} == {(1, "1", "here")}
+    assert len({place["pid"] for place in places}) == 2
+    assert pair.all_reduce() == [3.0, 3.0]
+
+
+def test_simple_modes(pair: RayWorkerGroup) -> None:
+    assert pair.whoami([1, 2], key=None) == [(0, ([1, 2],), {"key": None}), (1, ([1, 2],), {"key": None})]
+    assert pair.rank_zero([1, 2]) == (0, [1, 2]) == pair.also_rank_zero([1, 2])
+    assert pair.all_to_all(["a", "b"]) == ["a", "b"] and pair.all_to_all("ab") == ["ab", "ab"]
+    assert pair.dp_compute([1, 2]) == [3, 6]
+    assert pair.from_last() == 1
+    assert pair.execute_func_rank_zero(max, 3, 4) == 4
+
+
+def test_rows_are_split_and_padded(pair: RayWorkerGroup) -> None:
+    assert pair.double(rows(4)).batch["x"].tolist() == [0, 3, 6, 9]
+    assert pair.double(rows(5)).batch["x"].tolist() == [0, 3, 6, 9, 12]
+    assert pair.double(rows(1)).batch["x"].tolist() == [0]
+    assert pair.count(rows(3)) == [(2, [False, False]), (2, [False, True])]
+    assert pair.count(rows(4)) == [(2, None), (2, None)]
+    echoed = pair.echo(DataProto.from_dict({"x": torch.arange(3)}, {"uid": np.array(["a", "b", "c"], dtype=object)}))
+    assert echoed.non_tensor_batch["uid"].tolist() == ["a", "b", "c"] and list(echoed.batch.keys()) == ["x"]
+
+
+def test_function_is_brought_to_every_rank(pair: RayWorkerGroup) -> None:
+    result = pair.execute_with_func_generator(
+        lambda worker, batch: DataProto.from_dict({"x": batch.batch["x"] * 0 + worker.rank}), rows(3)
+    )
+    assert result.batch["x"].tolist() == [0, 0, 1]
+
+
+def test_futures_chain_from_worker_to_worker(pair: RayWorkerGroup) -> None:
+    future = pair.later(rows(4))
+    assert isinstance(future, DataProtoFuture)
+    chained = pair.later(future)
+    result = pair.double(chained)
+    assert result.batch["x"].tolist() == [6, 9, 12, 15]
+    assert chained.get().batch["x"].tolist() == [2, 3, 4, 5] and future.get().batch["x"].tolist() == [1, 2, 3, 4]
+    assert pair.raw_future(pair.later(rows(2))).batch["x"].tolist() == [1, 2]
+
+
+def test_futures_of_padded_and_unevenly_split_batches(pair: RayWorkerGroup) -> None:
+    future = pair.later(rows(3))
+    assert future.get().batch["x"].tolist() == [1, 2, 3]
+    with pytest.raises(WorkerError, match="future batch of 3 rows cannot be split over 2 ranks"):
+        broken = start(Doubler, 2)
+        broken.later(broken.later(rows(3))).get()
+
+
+def test_future_goes_to_a_group_of_another_size(pair: RayWorkerGroup) -> None:
+    single = start(Doubler, 1, factor=5)
+    assert single.double(pair.later(rows(4))).batch["x"].tolist() == [5, 10, 15, 20]
+    assert pair.double(single.later(rows(4))).batch["x"].tolist() == [3, 6, 9, 12]
+    # 5 rows padded to 6 on the way: the consumer must not see the sixth
+    assert single.double(pair.later(rows(5))).batch["x"].tolist() == [5, 10, 15, 20, 25]
+    single.kill()
+
+
+def test_lists_of_results_can_be_waited_for_later(pair: RayWorkerGroup) -> None:
+    pending = pair.rank_later()
+    assert ray.get(pending) == [0, 1] == pending.get()
+    assert pair.execute_all_sync("unregistered", 7) == [(0, 7), (1, 7)]
+    assert pair.execute_all_sync("unregistered", ["a", "b"]) == [(0, "a"), (1, "b")]
+    assert ray.get(pair.execute_all_async("unregistered", 7)) == [(0, 7), (1, 7)]
+    assert pair.execute_rank_zero_sync("unregistered", [7, 8]) == (0, [7, 8])
+    assert ray.get(pair.execute_rank_zero("unregistered", 7)) == (0, 7)
+    assert ray.get(pair.workers[1].unregistered.remote(9)) == (1, 9)
+
+
+def test_time_in_methods_is_the_slowest_ranks(pair: RayWorkerGroup) -> None:
+    pair.pop_method_seconds()
+    pair.execute_with_func_generator(_sleep_by_rank, rows(2))
+    pair.later(rows(2)).get()
+    seconds = pair.pop_method_seconds()
+    assert seconds["execute_with_func_generator"] > 0.15 and "later" in seconds and pair.method_seconds == {}
+
+
+def _sleep_by_rank(worker: Worker, batch: DataProto) -> DataProto:
+    import time
+
+    time.sleep(0.2 * worker.rank)
+    return batch
+
+
+def test_large_argument_enters_the_object_store_once(pair: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    puts: list[int] = []
+    real = ray.put
+
+    def counting(value: Any) -> Any:
+        puts.append(value.nbytes)
+        return real(value)
+
+    monkeypatch.setattr(ray, "put", counting)
+    big = np.zeros(300_000, dtype=np.uint8)
+    assert pair.address_of(big) == [(False, big.nbytes)] * 2
+    assert puts == [big.nbytes]
+    pair.address_of(big[:1000])
+    assert len(puts) == 1, "a small argument travels in the call"
+
+
+def test_mesh_splits_over_data_parallel_ranks_and_collects_in_their_order() -> None:
+    group = start(Doubler, 4, factor=10)
+    result = group.mesh_double(rows(5))
+    assert result.batch["x"].tolist() == [0, 10, 20, 30, 40]
+    assert result.batch["rank"].tolist() == [1, 1, 1, 3, 3]
+    assert group.mesh_list(["a", "b"]) == [("a", 1), ("b", 3)]
+    group.kill()
+
+
+def test_unknown_mesh_is_explained() -> None:
+    group = start(Doubler, 1)
+    with pytest.raises(WorkerError, match=r"Doubler has no dispatch mesh 'mesh' \(it has: none\)"):
+        group.mesh_double(rows(1))
+
+
+def test_roles_share_processes() -> None:
+    classes = {"doubler": RayClassWithInitArgs(Doubler, factor=7), "other": RayClassWithInitArgs(ray.remote(Other))}
+    pool = RayResourcePool([2], use_gpu=False)
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(classes))
+    spawned = group.spawn(prefix_set={"doubler", "other"})
+    assert spawned["other"].whoami("x") == ["other 0 x", "other 1 x"] == group.other_whoami("x")
+    assert spawned["doubler"].double(rows(3)).batch["x"].tolist() == [0, 7, 14]
+    assert spawned["other"].neighbour_factor() == [7, 7]
+    assert spawned["doubler"].place()[0]["pid"] == group.doubler_place()[0]["pid"]
+    assert spawned["doubler"].worker_names == group.worker_names and not hasattr(spawned["other"], "double")
+    group.fuse({"other"})
+    assert group.other.whoami("y") == ["other 0 y", "other 1 y"]
+    assert set(spawned["other"].method_seconds) == {"whoami", "neighbour_factor"}
+    with pytest.raises(ValueError, match="'critic' is no role of these workers; they have doubler, other"):
+        group.spawn({"critic"})
+    group.kill()
+
+
+def test_asynchronous_methods_overlap() -> None:
+    group = start(Talker, 2)
+    waiting = group.wait()
+    group.release()
+    assert waiting.get() == ["released 0", "released 1"]
+    group.kill()
+
+
+def test_groups_share_a_slot_and_threads_are_explicit() -> None:
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=2)
+    first = RayWorkerGroup(pool, RayClassWithInitArgs(Doubler))
+    second = RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), threads=3)
+    assert first.all_reduce() == second.all_reduce() == [3.0, 3.0]
+    assert {place["threads"] for place in second.place()} == {3}
+    assert first.master_port != second.master_port
+    first.kill()
+    second.kill()
+    pool.release()
+
+
+def test_attach_by_name_and_by_handle(pair: RayWorkerGroup) -> None:
+    wrapped = RayClassWithInitArgs(Doubler)
+    by_name = RayWorkerGroup.from_detached(worker_names=pair.worker_names, ray_cls_with_init=wrapped)
+    assert by_name.double(rows(3)).batch["x"].tolist() == [0, 3, 6] and by_name.world_size == 2
+    by_handle = RayWorkerGroup.from_detached(worker_handles=pair.workers, ray_cls_with_init=wrapped)
+    assert by_handle.master_port == pair.master_port
+    with pytest.raises(WorkerError, match="no running worker named 'nobody'"):
+        RayWorkerGroup.from_detached(worker_names=["nobody"], ray_cls_with_init=wrapped)
+
+
+def test_pools_split_merge_and_lend(pair: RayWorkerGroup) -> None:
+    pool = RayResourcePool([4], use_gpu=False, name_prefix="whole")
+    parts = split_resource_pool(pool, [1, 3])
+    assert [part.world_size for part in parts] == [1, 3]
+    groups = [RayWorkerGroup(part, RayClassWithInitArgs(Doubler)) for part in parts]
+    assert [group.all_reduce() for group in groups] == [[1.0], [6.0] * 3]
+    again = split_resource_pool(parts[1], [1, 2])
+    assert again[1].slots() == pool.slots()[2:]
+    with pytest.raises(PlacementError, match="pool of 4 slots cannot be cut into parts of 3"):
+        split_resource_pool(pool, 3)
+    other = RayResourcePool([1], use_gpu=False)
+    merged = merge_resource_pool(pool, other)
+    assert merged.world_size == 5 and merged.slots() == pool.slots() + other.slots()
+    with pytest.raises(PlacementError, match="use_gpu"):
+        merge_resource_pool(pool, RayResourcePool([1], use_gpu=True))
+    lent = extract_pg_from_exist({"a": pool, "b": other}, ["a", "b"], RayResourcePool([1, 3], use_gpu=False))
+    assert [group.bundle_count for group in lent] == [1, 4]
+    with pytest.raises(PlacementError, match=r"\[5\] slots do not fit"):
+        extract_pg_from_exist({"a": pool}, ["a"], RayResourcePool([5], use_gpu=False))
+    for group in groups:
+        group.kill()
+    pool.release()
+    other.release()
+
+
+def test_manager_maps_roles_to_pools() -> None:
+    manager = ResourcePoolManager(
+        {"one": [1], "two": [2]}, {"actor": "two", "ref": "one", "critic": "two"}, use_gpu=False
+    )
+    manager.create_resource_pool()
+    assert manager.get_resource_pool("actor") is manager.get_resource_pool("critic")
+    assert manager.get_resource_pool("ref").world_size == 1 and manager.get_n_gpus() == 3
+    assert manager.roles_by_pool() == {"one": ["ref"], "two": ["actor", "critic"]}
+    with pytest.raises(PlacementError, match="role reward is mapped to no pool; mapped are actor, ref, critic"):
+        manager.get_resource_pool("reward")
+    with pytest.raises(PlacementError, match=r"role actor is mapped to pool 'gone'.*\n.*pool 'none' is \[\]"):
+        ResourcePoolManager({"none": []}, {"actor": "gone"})
+    for pool in manager.resource_pool_dict.values():
+        pool.release()
+
+
+def test_what_does_not_fit_is_refused_at_once() -> None:
+    with pytest.raises(PlacementError) as refused:
+        RayResourcePool([64], use_gpu=False, name_prefix="huge").get_placement_groups()
+    text = str(refused.value)
+    assert "pool 'huge' asks for 64 slots of 1 CPU" in text and "has 16 CPU" in text and "at most 16 slots" in text
+    with pytest.raises(PlacementError, match="No node offers a GPU"):
+        RayResourcePool([1], use_gpu=True).get_placement_groups()
+    with pytest.raises(PlacementError, match=r"asks for 9 slots(.|\n)*asks for 9 slots"):
+        ResourcePoolManager({"a": [9], "b": [9]}, {}, use_gpu=False).create_resource_pool()
