@@ -281,7 +281,7 @@ def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int) -> np.nd
         DataError: none is wanted.
     """
     if max_samples == 0:
-        raise DataError("data.train_max_samples or val_max_samples is 0, which leaves no row. Set it to -1 for all rows.")
+        raise DataError("data.train_max_samples or val_max_samples is 0, so no row is left. Set it to -1 for all.")
     if max_samples < 0 or max_samples >= total:
         return np.arange(total)
     if shuffle:

@@ -219,6 +219,8 @@ class RewardPool:
     def _check_dead(self, pending: deque[int], describe: Callable[[int], str]) -> None:
         """A process that ended by itself: killed for memory, crashed in a C extension, os._exit() in the function."""
         for worker in [w for w in self._workers if w.gone]:
+            if not worker.ready:
+                raise self._never_started(worker)
             number, _ = worker.cell.read()
             if worker.busy:
                 sample = describe(number) if number in worker.working_on else "a sample"
@@ -261,12 +263,16 @@ class RewardPool:
     def _check_starting(self) -> None:
         for worker in [w for w in self._workers if not w.ready]:
             if worker.gone:
-                raise RewardError(f"{self.function.label}: its process {worker.death()} while it loaded the function.")
+                raise self._never_started(worker)
             if time.monotonic() - worker.started > _START_LIMIT_S:
                 raise RewardError(
                     f"{self.function.label}: not imported after {_START_LIMIT_S:g} seconds. What does the file do on "
                     "import?"
                 )
+
+    def _never_started(self, worker: _Worker) -> RewardError:
+        self._end(worker)
+        return RewardError(f"{self.function.label}: its process {worker.death()} while it loaded the function.")
 
     def _end(self, worker: _Worker) -> None:
         worker.end()

@@ -113,7 +113,7 @@ def test_resume_at_any_batch_goes_on_as_if_never_stopped(workers, stop):
 
 
 def test_state_taken_inside_the_loop_while_the_last_batch_is_in_hand():
-    """A trainer saves in the loop's body; saved on the last batch of an epoch, the next epoch must follow, not nothing."""
+    """A trainer saves in the loop's body; after the last batch of an epoch the next epoch must follow, not nothing."""
     source, states = loader(), []
     for _ in source:
         states.append(source.state_dict())
@@ -181,7 +181,7 @@ def test_dataset_that_returns_something_else():
         def __getitem__(self, item):
             return {"prompt": "x"}
 
-    with pytest.raises(DataError, match="'input_ids'.*found: prompt"):
+    with pytest.raises(DataError, match=r"'input_ids'.*found: prompt"):
         next(iter(PromptLoader(Wrong(4), 2)))
 
 

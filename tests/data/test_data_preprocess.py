@@ -37,13 +37,17 @@ def test_gsm8k_command(gsm8k, tmp_path):
             {
                 "role": "user",
                 "content": sources[0]["question"]
-                + " Let's think step by step and output the final answer after \"####\".",
+                + ' Let\'s think step by step and output the final answer after "####".',
             }
         ],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "72"},
-        "extra_info": {"split": "train", "index": 0, "answer": sources[0]["answer"], "question": "
-        "sources[0]["question"]},
+        "extra_info": {
+            "split": "train",
+            "index": 0,
+            "answer": sources[0]["answer"],
+            "question": sources[0]["question"],
+        },
     }
     assert [p.name for p in (tmp_path / "out").iterdir() if p.name.startswith(".")] == []
 

@@ -152,7 +152,7 @@ def test_prompt_that_is_no_message_list_is_named(write, rows, tokenizer, prompt,
 def test_prompt_column_of_text_in_parquet(write, rows, tokenizer):
     for row in rows:
         row["prompt"] = row["prompt"][0]["content"]
-    with pytest.raises(DataError, match="row 0.*it is text"):
+    with pytest.raises(DataError, match=r"row 0.*it is text"):
         make(write("a.parquet", rows), tokenizer)
 
 
@@ -210,7 +210,7 @@ def test_custom_class(write, rows, tokenizer, tmp_path):
         DataError, match=r"data.custom_cls: Wrong .* is called as Wrong\(data_files=, tokenizer=, config="
     ):
         build("Wrong")
-    with pytest.raises(DataError, match="data.custom_cls.name is not"):
+    with pytest.raises(DataError, match=r"data\.custom_cls\.name is not"):
         build(None)
     with pytest.raises(DataError, match="no such file"):
         build("Loud", "none.py")

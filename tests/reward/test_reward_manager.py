@@ -1,0 +1,291 @@
+"""Managers, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridrl.config import DataConfig
+from hybridrl.data import create_rl_dataset
+from hybridrl.reward import (
+    RewardError,
+    RewardManager,
+    check_dataset,
+    check_reward,
+    create_reward_manager,
+    get_reward_manager_cls,
+    register,
+)
+
+LENGTHS_FILE = """
+def compute_score(solution_str, ground_truth):
+    return {"score": len(solution_str), "text": solution_str}
+"""
+
+
+@pytest.fixture
+def manager_for(config, tokenizer):
+    """A manager of the configuration, closed after the test."""
+    made = []
+
+    def make(path=None, **reward):
+        config.reward.custom_reward_function.path = path
+        for name, value in reward.items():
+            setattr(config.reward, name, value)
+        made.append(create_reward_manager(config, tokenizer))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def sort_columns(*truths):
+    return {
+        "data_source": ["hybridrl/sort"] * len(truths),
+        "reward_model": [{"style": "rule", "ground_truth": truth} for truth in truths],
+        "extra_info": [{"index": i} for i in range(len(truths))],
+        "uid": [f"0-{i}" for i in range(len(truths))],
+        "raw_prompt": [[{"role": "user", "content": f"Sort: number {i}"}] for i in range(len(truths))],
+    }
+
+
+def test_the_score_stands_on_the_last_token_of_each_response(manager_for, make_batch):
+    batch = make_batch(["#### 12", "#### 21 ", "12"], width=12, **sort_columns("12", "21", "12"))
+    result = manager_for()(batch, return_dict=True)
+    lengths = batch.batch["response_mask"].sum(-1)
+    expected = torch.zeros(3, 12)
+    expected[0, lengths[0] - 1] = expected[1, lengths[1] - 1] = 1.0
+    assert torch.equal(result["reward_tensor"], expected) and result["reward_tensor"].dtype == torch.float32
+    assert result["reward_extra_info"] == {"acc": [1.0, 1.0, 0.0]}
+    assert result["metrics"]["reward/timeouts"] == 0.0
+    assert torch.equal(manager_for()(batch), expected)
+
+
+def test_padding_and_special_tokens_are_not_part_of_the_text(manager_for, make_batch, user_file, tokenizer):
+    batch = make_batch(["ab", "a longer text"], **sort_columns("1", "2"))
+    batch.batch["responses"][0, 5:] = tokenizer("z")["input_ids"][0]  # rubbish beyond the end
+    result = manager_for(user_file(LENGTHS_FILE))(batch, return_dict=True)
+    assert result["reward_extra_info"]["text"] == ["ab", "a longer text"]
+
+
+def test_without_attention_mask_the_response_mask_tells_the_end(manager_for, make_batch):
+    batch = make_batch(["#### 12"], width=12, **sort_columns("12"))
+    batch = batch.select(batch_keys=["responses", "response_mask"])
+    assert manager_for()(batch).nonzero().tolist() == [[0, int(batch.batch["response_mask"].sum()) - 1]]
+
+
+def test_a_batch_that_ray_handed_over_read_only_is_not_written(manager_for, make_batch):
+    batch = make_batch(["#### 12"], **sort_columns("12"))
+    before = {name: tensor.clone() for name, tensor in batch.batch.items()}
+    manager_for()(batch)
+    assert all(torch.equal(before[name], tensor) for name, tensor in batch.batch.items())
+
+
+def test_a_dataset_without_data_source_works_with_a_custom_function(manager_for, make_batch, user_file):
+    path = user_file(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0 if (data_source, ground_truth, extra_info) == (None, None, {}) else 0.0"
+    )
+    assert manager_for(path)(make_batch(["x", "y"])).sum() == 2.0
+
+
+def test_another_column_may_choose_the_scorer(manager_for, make_batch, config):
+    columns = sort_columns("12")
+    columns["kind"] = columns.pop("data_source")
+    config.data.reward_fn_key = "kind"
+    assert manager_for()(make_batch(["#### 12"], **columns)).sum() == 1.0
+
+
+def test_built_in_scorers_refuse_what_they_do_not_know(manager_for, make_batch):
+    columns = sort_columns("12")
+    columns["data_source"] = ["my/data"]
+    with pytest.raises(RewardError, match=r"unknown data source 'my/data' in column 'data_source'"):
+        manager_for()(make_batch(["x"], **columns))
+    columns = sort_columns("12")
+    del columns["reward_model"]
+    with pytest.raises(RewardError, match=r"no ground truth for data source 'hybridrl/sort'"):
+        manager_for()(make_batch(["x"], **columns))
+
+
+def test_an_error_names_data_source_uid_and_prompt(manager_for, make_batch, user_file):
+    path = user_file("def compute_score(solution_str, ground_truth): return 1 / (len(solution_str) - 2)")
+    batch = make_batch(["a", "bb", "ccc"], **sort_columns("1", "2", "3"))
+    message = r"sample 1 \(data source 'hybridrl/sort', uid '0-1', prompt 'Sort: number 1'\)(.|\n)*ZeroDivisionError"
+    with pytest.raises(RewardError, match=message):
+        manager_for(path)(batch)
+
+
+def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_file, caplog):
+    path = user_file(
+        """
+        import time
+        def compute_score(solution_str, ground_truth):
+            if solution_str == "hang":
+                time.sleep(1000)
+            return {"score": 1.0, "acc": True, "note": "ok"}
+        """
+    )
+    result = manager_for(path, timeout_s=0.4)(
+        make_batch(["a", "hang", "c"], **sort_columns("1", "2", "3")), return_dict=True
+    )
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
+    assert result["reward_extra_info"] == {"score": [1, 0, 1], "acc": [True, 0, True], "note": ["ok", None, "ok"]}
+    assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in caplog.text
+
+
+def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, make_batch, user_file, caplog):
+    path = user_file(
+        """
+        def compute_score(solution_str, ground_truth):
+            return {"score": 1, "letters": 1} if solution_str == "a" else {"score": 0}
+        """
+    )
+    manager = manager_for(path)
+    for _ in range(2):
+        result = manager(make_batch(["b", "a"], **sort_columns("1", "2")), return_dict=True)
+        assert result["reward_extra_info"] == {"score": [0, 1], "letters": [None, 1]}
+    assert caplog.text.count("'letters' for 1 of 2") == 1
+
+
+@pytest.mark.parametrize("manager", ["naive", "batch", "dapo"])
+def test_a_batched_function_serves_every_manager(manager_for, make_batch, user_file, config, manager):
+    config.reward.reward_manager.name = manager
+    path = user_file("def compute_reward(responses, ground_truths): return [len(r) for r in responses]")
+    assert manager_for(path)(make_batch(["a", "bbb"], **sort_columns("1", "2"))).sum(-1).tolist() == [1.0, 3.0]
+
+
+def test_the_batch_manager_settles_what_names_do_not(manager_for, make_batch, user_file, config):
+    config.reward.reward_manager.name = "batch"
+    path = user_file("def mine(sources, texts, truths, infos): return [len(texts)] * len(texts)")
+    assert manager_for(path)(make_batch(["a", "b"], **sort_columns("1", "2"))).sum(-1).tolist() == [2.0, 2.0]
+
+
+def test_dapo_penalty_is_the_formula_of_the_paper(manager_for, make_batch, user_file, config):
+    """Eq. 13 with L_max = 10 and L_cache = 4: 0 up to 6 tokens, then ((L_max - L_cache) - L) / L_cache, -1 at 10."""
+    config.reward.reward_manager.name = "dapo"
+    path = user_file("def compute_score(solution_str, ground_truth): return 1")
+    buffer = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
+    manager = manager_for(path, reward_kwargs={"max_resp_len": 10, "overlong_buffer_cfg": buffer})
+    texts = ["a" * (length - 1) for length in range(2, 11)]  # EOS is a token, too
+    result = manager(make_batch(texts, **sort_columns(*texts)), return_dict=True)
+    expected = [0.0 if length <= 6 else 2.0 * ((10 - 4) - length) / 4 for length in range(2, 11)]
+    assert result["reward_extra_info"]["overlong_reward"] == expected and expected[-1] == -2.0
+    assert result["reward_extra_info"]["overlong"] == [length > 6 for length in range(2, 11)]
+    assert result["reward_tensor"].sum(-1).tolist() == [1 + penalty for penalty in expected]
+    assert result["reward_extra_info"]["acc"] == [1.0] * 9
+
+
+def test_dapo_without_a_buffer_is_naive(manager_for, make_batch, user_file, config):
+    config.reward.reward_manager.name = "dapo"
+    path = user_file("def compute_score(solution_str, ground_truth): return 1")
+    assert manager_for(path)(make_batch(["a" * 15], **sort_columns("1"))).sum() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("naive", {"max_resp_len": 3}, r"reward.reward_kwargs.max_resp_len: the manager 'naive' has no such setting"),
+        ("dapo", {"length": 3}, r"it has: max_resp_len, overlong_buffer_cfg"),
+        ("dapo", {"overlong_buffer_cfg": {"enabled": True}}, r"overlong_buffer_cfg.enabled: no such setting"),
+        ("dapo", {"overlong_buffer_cfg": {"enable": True}}, r"overlong_buffer_cfg.len=None"),
+        ("dapo", {"overlong_buffer_cfg": {"enable": True, "len": 17}}, r"from 1 to the longest response .16"),
+    ],
+)
+def test_settings_of_managers_are_checked(manager_for, config, name, settings, message):
+    config.reward.reward_manager.name = name
+    with pytest.raises(RewardError, match=message):
+        manager_for(reward_kwargs=settings)
+
+
+def test_registry():
+    with pytest.raises(RewardError, match=r"no such manager\. Known: batch, dapo, naive"):
+        get_reward_manager_cls("magic")
+    with pytest.raises(RewardError, match="'naive' is taken by hybridrl"):
+        register("naive")(type("Other", (RewardManager,), {"__module__": "x"}))
+
+
+def test_a_manager_out_of_a_file(manager_for, make_batch, user_file, config):
+    path = user_file(
+        """
+        from hybridrl.reward import RewardManager
+        class Halved(RewardManager):
+            def adjust(self, score, extra, sample, length):
+                return score / 2, {**extra, "length": length}
+        class Unrelated: ...
+        """
+    )
+    settings = config.reward.reward_manager
+    settings.source, settings.module.path, settings.module.name = "importlib", path, "Halved"
+    result = manager_for()(make_batch(["#### 12"], **sort_columns("12")), return_dict=True)
+    assert result["reward_tensor"].sum() == 0.5 and result["reward_extra_info"]["length"] == [5]
+    for name, file, message in [
+        ("Unrelated", path, "no class of that name derived from"),
+        ("None", path, "no class of that name"),
+        ("Halved", path + "x", "neither|no such file|must end in .py|fails to import"),
+        (None, path, "needs reward.reward_manager.module.path and"),
+    ]:
+        settings.module.name, settings.module.path = name, file
+        with pytest.raises(RewardError, match=message):
+            manager_for()
+
+
+def test_check_reward_refuses_before_anything_is_loaded(config, user_file, tmp_path):
+    custom = config.reward.custom_reward_function
+    check_reward(config)
+    custom.path = user_file("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1")
+    check_reward(config)
+    for path, name, message in [
+        (str(tmp_path / "none.py"), None, "none.py: no such file"),
+        (user_file("def f(x): ...", "b.py"), None, "not understood"),
+        (user_file("import not_there", "c.py"), None, "c.py, line 1"),
+        (custom.path, "missing", "name=missing: no such function"),
+        (None, "compute_score", "path is not"),
+    ]:
+        custom.path, custom.name = path, name
+        with pytest.raises(RewardError, match=message):
+            check_reward(config)
+    custom.path, custom.name, config.reward.reward_manager.name = None, None, "magic"
+    with pytest.raises(RewardError, match="magic"):
+        check_reward(config)
+
+
+def test_check_reward_runs_the_users_file_elsewhere(config, user_file, tmp_path):
+    import os
+
+    note = tmp_path / "pid"
+    config.reward.custom_reward_function.path = user_file(
+        f"import os\nopen({str(note)!r}, 'w').write(str(os.getpid()))\ndef compute_score(solution_str, ground_truth): "
+        "..."
+    )
+    check_reward(config)
+    assert int(note.read_text()) != os.getpid()
+
+
+def test_check_dataset_names_file_and_row(config, tokenizer, sort_data, tmp_path):
+    import pyarrow.parquet
+
+    data = DataConfig()
+    check_dataset(config, create_rl_dataset(sort_data / "train.parquet", data, tokenizer))
+    rows = pyarrow.parquet.read_table(sort_data / "train.parquet").to_pylist()
+    for column, value, message in [
+        ("data_source", "my/data", "row 5 .*unknown data source 'my/data'"),
+        ("data_source", None, "row 5 .*no data source"),
+        ("reward_model", {"style": "rule", "ground_truth": None}, "row 5 .*no ground truth"),
+        ("reward_model", None, "row 5 .*no ground truth"),
+    ]:
+        bad = [dict(row) for row in rows]
+        bad[5][column] = value
+        file = tmp_path / "bad.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(bad), file)
+        dataset = create_rl_dataset(file, data, tokenizer)
+        with pytest.raises(RewardError, match=rf"bad\.parquet, {message}"):
+            check_dataset(config, dataset)
+        config.reward.custom_reward_function.path = "my.py"
+        check_dataset(config, dataset)  # a function of the user's own may need neither
+        config.reward.custom_reward_function.path = None
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": row["prompt"]} for row in rows]), file)
+    with pytest.raises(
+        RewardError, match=r"no data source in column 'data_source'. Built-in scorers exist for: openai/gsm8k"
+    ):
+        check_dataset(config, create_rl_dataset(file, data, tokenizer))

@@ -1,0 +1,339 @@
+"""The pool with real processes: limits, hangs, crashes, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hybridrl.reward import RewardError, RewardFunction, RewardPool
+from hybridrl.reward.function import Sample
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample("source", f"text {i}", f"truth {i}", {"i": i}) for i in range(count)]
+
+
+def pool(path: str, workers: int = 1, timeout_s: float = 10.0, **settings) -> RewardPool:
+    return RewardPool(RewardFunction(path, **settings), workers, timeout_s)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 300])
+def test_every_sample_gets_its_own_score(user_file, workers, count):
+    path = user_file(
+        "def f(solution_str, ground_truth, extra_info): return {'score': extra_info['i'], 's': solution_str}"
+    )
+    with pool(path, workers) as p:
+        for _ in range(2):
+            outcomes = p.run(samples(count))
+            assert [o.score for o in outcomes] == list(range(count))
+            assert [o.extra["s"] for o in outcomes] == [f"text {i}" for i in range(count)]
+
+
+def test_samples_run_at_the_same_time(user_file):
+    """Two samples that wait for each other can only finish in two processes."""
+    path = user_file(
+        """
+        import os, time
+        def f(solution_str, ground_truth, extra_info):
+            mine, other = (os.path.join(extra_info["folder"], str(i)) for i in (extra_info["i"], 1 - extra_info["i"]))
+            open(mine, "w").close()
+            while not os.path.exists(other):
+                time.sleep(0.01)
+            return 1
+        """
+    )
+    folder = os.path.dirname(path)
+    both = [Sample("", "", "", {"i": i, "folder": folder}) for i in range(2)]
+    with pool(path, 2) as p:
+        assert [o.score for o in p.run(both)] == [1.0, 1.0]
+
+
+def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
+    """The hang is a regular expression: it holds the interpreter lock, so nothing inside the process could stop it."""
+    path = user_file(
+        """
+        import re
+        def f(solution_str, ground_truth, extra_info):
+            if extra_info["i"] in (7, 20):
+                re.match("(a+)+$", "a" * 60 + "b")
+            return extra_info["i"]
+        """
+    )
+    with pool(path, 2, timeout_s=0.5) as p:
+        outcomes = p.run(samples(40), "sample no. {}".format)
+        assert [i for i, o in enumerate(outcomes) if o.timed_out] == [7, 20]
+        assert [o.score for o in outcomes] == [0 if i in (7, 20) else i for i in range(40)]
+        assert "sample no. 7 took more than reward.timeout_s=0.5" in caplog.text and "no. 20" in caplog.text
+        assert [o.score for o in p.run(samples(5))] == [0, 1, 2, 3, 4]
+
+
+def test_programs_that_a_hung_function_started_end_with_it(user_file, tmp_path):
+    path = user_file(
+        """
+        import subprocess
+        def f(solution_str, ground_truth, extra_info):
+            child = subprocess.Popen(["sleep", "1000"])
+            open(extra_info["note"], "w").write(str(child.pid))
+            child.wait()
+        """
+    )
+    note = tmp_path / "pid"
+    with pool(path, timeout_s=0.5) as p:
+        (outcome,) = p.run([Sample("", "", "", {"note": str(note)})])
+        assert outcome.timed_out and gone_within(int(note.read_text()), 5)
+
+
+def test_an_exception_names_sample_and_line(user_file):
+    path = user_file(
+        """
+        def f(solution_str, ground_truth, extra_info):
+            if extra_info["i"] == 3:
+                return helper(extra_info)
+            return 1
+        def helper(info):
+            return info["missing"]
+        """
+    )
+    with pool(path, 2, name="f") as p:
+        with pytest.raises(RewardError) as caught:
+            p.run(samples(8), "sample no. {}".format)
+        message = str(caught.value)
+        for part in ("f in ", "mine.py", "sample no. 3", "KeyError: 'missing'", "line 7, in helper", 'info["missing"]'):
+            assert part in message
+        assert "worker.py" not in message
+        assert [o.score for o in p.run(samples(3))] == [1, 1, 1]  # the pool still works
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ("return float('nan')", ["returned nan; a score must be finite", "sample no. 0"]),
+        ("return None", ["returned NoneType", "sample no. 0"]),
+        ("return {'points': 1}", ["without 'score'", "sample no. 0"]),
+        ("raise SystemExit(3)", ["SystemExit: 3", "sample no. 0"]),
+        ("import os; os._exit(5)", ["ended with exit code 5 while it scored sample no. 0"]),
+        ("import os; os.kill(os.getpid(), 11)", ["was killed by SIGSEGV while it scored sample no. 0"]),
+        ("import os; os.kill(os.getpid(), 9)", ["SIGKILL (out of memory?) while it scored sample no. 0"]),
+    ],
+)
+def test_every_bad_end_names_the_sample(user_file, body, parts):
+    with pool(user_file(f"def f(solution_str, ground_truth):\n    {body}")) as p:
+        with pytest.raises(RewardError) as caught:
+            p.run(samples(2), "sample no. {}".format)
+        for part in (*parts, "mine.py"):
+            assert part in str(caught.value)
+
+
+def test_built_in_scorers_in_the_pool():
+    with RewardPool(RewardFunction(), 1) as p:
+        texts = [
+            ("openai/gsm8k", "#### 5", "5", 1.0),
+            ("lighteval/MATH", r"\boxed{\frac{2}{4}}", "0.5", 1.0),
+            ("math", "x", "5", -1.0),
+        ]
+        outcomes = p.run([Sample(source, text, truth, {}) for source, text, truth, _ in texts])
+        assert [o.score for o in outcomes] == [score for *_, score in texts]
+
+
+def test_async_samples_wait_at_the_same_time_and_time_out_alone(user_file):
+    path = user_file(
+        """
+        import asyncio
+        started = 0
+        async def f(solution_str, ground_truth, extra_info):
+            global started
+            started += 1
+            while started < 50:  # all fifty must be under way in one process
+                await asyncio.sleep(0.001)
+            if extra_info["i"] == 4:
+                await asyncio.sleep(1000)
+            if extra_info["i"] == 5:
+                await asyncio.gather(asyncio.sleep(0), asyncio.sleep(1000))
+            return extra_info["i"]
+        """
+    )
+    with pool(path, 1, timeout_s=2.0) as p:
+        outcomes = p.run(samples(50))
+        assert [i for i, o in enumerate(outcomes) if o.timed_out] == [4, 5]
+        assert [o.score for o in outcomes] == [0 if i in (4, 5) else i for i in range(50)]
+
+
+@pytest.mark.parametrize("where", ["directly", "in a task"])
+def test_an_async_sample_that_blocks_the_loop_is_found(user_file, where):
+    path = user_file(
+        f"""
+        import asyncio, time
+        async def block():
+            time.sleep(1000)
+        async def compute_score(solution_str, ground_truth, extra_info):
+            await asyncio.sleep(0.01)
+            if extra_info["i"] == 2:
+                await {"block()" if where == "directly" else "asyncio.gather(asyncio.sleep(0), block())"}
+            return extra_info["i"]
+        """
+    )
+    with pool(path, 1, timeout_s=0.6) as p:
+        outcomes = p.run(samples(6))
+        assert [i for i, o in enumerate(outcomes) if o.timed_out] == [2]
+        assert [o.score for o in outcomes] == [0, 1, 0, 3, 4, 5]
+
+
+def test_an_async_exception_names_the_sample(user_file):
+    path = user_file(
+        """
+        import asyncio
+        async def f(solution_str, ground_truth, extra_info):
+            await asyncio.sleep(0)
+            return 1 / (extra_info["i"] - 3)
+        """
+    )
+    with (
+        pool(path) as p,
+        pytest.raises(RewardError, match=r"raised an exception for sample no. 3:\n(.|\n)*ZeroDivisionError"),
+    ):
+        p.run(samples(6), "sample no. {}".format)
+
+
+def test_a_timeout_error_of_the_function_itself_is_no_time_limit(user_file):
+    path = user_file("async def f(solution_str, ground_truth): raise TimeoutError('the judge is away')")
+    with pool(path) as p, pytest.raises(RewardError, match="the judge is away"):
+        p.run(samples(1))
+
+
+@pytest.mark.parametrize("word", ["def", "async def"])
+def test_a_batched_function_is_called_once_with_everything(user_file, word):
+    path = user_file(
+        f"""
+        calls = 0
+        {word} compute_reward(responses, ground_truths):
+            global calls
+            calls += 1
+            return [{{"score": i, "calls": calls, "text": r + t}} for i, (r, t) in enumerate(zip(responses,
+            ground_truths))]
+        """
+    )
+    with pool(path, 3) as p:
+        outcomes = p.run(samples(9))
+        assert [o.score for o in outcomes] == list(range(9)) and {o.extra["calls"] for o in outcomes} == {1}
+        assert outcomes[4].extra["text"] == "text 4truth 4"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1]", r"returned 1 scores for 3 responses. It was called for a batch of 3"),
+        ("return [1, float('nan'), 1]", r"returned nan; a score must be finite for response 1 of 3"),
+        ("return 1 / 0", r"raised an exception for a batch of 3(.|\n)*ZeroDivisionError"),
+        ("import time; time.sleep(1000)", r"took more than reward.timeout_s=0.5 seconds for one call with 3 responses"),
+        ("import os; os._exit(1)", r"ended with exit code 1 while it scored 3 responses"),
+    ],
+)
+def test_every_bad_end_of_a_batched_function(user_file, body, message):
+    path = user_file(f"def compute_reward(responses, ground_truths):\n    {body}")
+    with pool(path, timeout_s=0.5) as p, pytest.raises(RewardError, match=message):
+        p.run(samples(3))
+
+
+def test_a_file_that_does_not_load(user_file):
+    with pool(user_file("import not_there")) as p, pytest.raises(RewardError, match=r"mine.py, line 1: .*not_there"):
+        p.start(wait_for_one=True)
+    path = user_file("import os; os._exit(4)", "b.py")
+    with pool(path) as p, pytest.raises(RewardError, match="ended with exit code 4 while it loaded"):
+        p.run(samples(1))
+
+
+def test_ctrl_c_and_sigterm_do_not_reach_the_processes(user_file):
+    """A run that is interrupted saves at the next step boundary, for which it needs its scores."""
+    with pool(user_file("import os\ndef f(solution_str, ground_truth): return os.getpid()")) as p:
+        (first,) = p.run(samples(1))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(int(first.score), number)
+        assert p.run(samples(1))[0].score == first.score
+
+
+def test_close_ends_the_processes_and_run_starts_new_ones(user_file):
+    p = pool(user_file("import os\ndef f(solution_str, ground_truth): return os.getpid()"))
+    pid = int(p.run(samples(1))[0].score)
+    p.close()
+    assert gone_within(pid, 5)
+    assert int(p.run(samples(1))[0].score) != pid
+    p.close()
+
+
+def test_threads_take_turns(user_file):
+    path = user_file("def f(solution_str, ground_truth, extra_info): return extra_info['i']")
+    results: dict[int, list[float]] = {}
+    with pool(path, 2) as p:
+
+        def work(name: int) -> None:
+            results[name] = [o.score for _ in range(5) for o in p.run(samples(20 + name))]
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {name: list(range(20 + name)) * 5 for name in range(4)}
+
+
+PARENT = """
+import os, sys, threading, time
+from hybridrl.reward import RewardFunction, RewardPool
+from hybridrl.reward.function import Sample
+pool = RewardPool(RewardFunction(sys.argv[1]), 2, 1000.0)
+print("started without a guard for __main__", flush=True)
+pool.run([Sample("", "", "", {"i": i, "folder": sys.argv[2]}) for i in range(2)])
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_its_parent(user_file, tmp_path, end):
+    """The parent dies while one process is stuck in C code under the interpreter lock and one waits for a child."""
+    path = user_file(
+        """
+        import os, re, subprocess
+        def f(solution_str, ground_truth, extra_info):
+            child = subprocess.Popen(["sleep", "1000"])
+            note = os.path.join(extra_info["folder"], f"note{extra_info['i']}")
+            with open(note + ".part", "w") as file:
+                file.write(f"{os.getpid()} {child.pid}")
+            os.rename(note + ".part", note)
+            if extra_info["i"] == 0:
+                re.match("(a+)+$", "a" * 60 + "b")
+            child.wait()
+        """
+    )
+    parent_file = user_file(PARENT, "parent.py")  # a script without a __main__ guard
+    parent = subprocess.Popen([sys.executable, parent_file, path, str(tmp_path)], stderr=subprocess.DEVNULL)
+    notes = [tmp_path / f"note{i}" for i in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(note.exists() for note in notes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = [int(pid) for note in notes for pid in note.read_text().split()]
+    assert len(pids) == 4 and all(map(alive, pids))
+    parent.send_signal(end)
+    parent.wait(timeout=30)
+    assert all(gone_within(pid, 10) for pid in pids)
