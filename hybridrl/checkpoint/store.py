@@ -97,7 +97,7 @@ class RunStore:
         beside = final.with_name(final.name + ".tmp")
         self._hashes = {}
         try:
-            self._start()
+            self.claim()
             beside.mkdir()
             yield beside
             write_manifest(
@@ -128,7 +128,14 @@ class RunStore:
             raise RuntimeError("hand_in() belongs inside `with store.writing(step)`")
         self._hashes.update(hashes)
 
-    def _start(self) -> None:
+    def claim(self) -> None:
+        """Make the folder, take it for this process, and clean up after a killed run; `find` and `writing` do it too.
+
+        To be called before anything else is written into the run's folder.
+
+        Raises:
+            CheckpointError: another living process writes there, or a file stands in the folder's place.
+        """
         if self.root.exists() and not self.root.is_dir():
             raise CheckpointError(f"{self.root} is a file; trainer.default_local_dir has to be a folder")
         self.root.mkdir(parents=True, exist_ok=True)
@@ -248,7 +255,7 @@ class RunStore:
         if resume_mode not in RESUME_MODES:
             raise CheckpointError(f"trainer.resume_mode is {resume_mode!r}; it is one of {', '.join(RESUME_MODES)}")
         if self.root.is_dir():
-            self._start()
+            self.claim()
         if resume_mode == "disable":
             return None
         found = self._find_path(resume_from_path) if resume_mode == "resume_path" else self._find_newest()

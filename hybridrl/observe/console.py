@@ -77,15 +77,16 @@ class ConsoleLogger:
     Args:
         total: steps of the run, for the bar and `step 3/150`; None where unknown.
         stream: where to print; by default whatever stdout is when a line is printed.
+        bar: whether a terminal gets the bar.
     """
 
     can_cut = True
 
-    def __init__(self, total: int | None = None, stream: IO[str] | None = None) -> None:
+    def __init__(self, total: int | None = None, stream: IO[str] | None = None, bar: bool = True) -> None:
         self._total = total
         self._stream = stream
         self._progress: Progress | None = None
-        if is_terminal(stream or sys.stdout):
+        if bar and is_terminal(stream or sys.stdout):
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),

@@ -44,7 +44,7 @@ _STYLE: Any = {
     "svg.fonttype": "none",
 }
 _PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
-_SMOOTH_FROM = 25
+_MARKED_UP_TO, _SMOOTH_FROM = 12, 25
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ _PANELS = (
     Panel("Value loss", (("critic/vf_loss", "loss"),)),
     Panel("Variance that the critic explains", (("critic/vf_explained_var", "explained"),)),
     Panel("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), "exact"),
+    Panel("Rollout against trainer (probability of a token)", (("training/rollout_probs_diff_mean", "difference"),)),
     Panel("Throughput (tokens a second and device)", (("perf/throughput", "tokens"),)),
 )
 
@@ -85,7 +86,7 @@ def panels(history: RunHistory) -> list[Panel]:
     """The charts that this run has data for, the telling ones first."""
     found = []
     for panel in _PANELS:
-        lines = tuple((name, label) for name, label in panel.lines if history.curve(name))
+        lines = tuple((name, label) for name, label in panel.lines if _telling(history, name))
         if lines and not _repeats(history, lines):
             found.append(Panel(panel.title, lines, panel.kind))
         elif lines:
@@ -100,6 +101,12 @@ def panels(history: RunHistory) -> list[Panel]:
     elif history.curve("timing_s/step"):
         found.append(Panel("Seconds a step", (("timing_s/step", "step"),)))
     return found
+
+
+def _telling(history: RunHistory, name: str) -> bool:
+    """Whether a metric has points, and not only zeros: with one update a batch nothing is ever clipped, for example."""
+    curve = history.curve(name)
+    return curve is not None and (name == history.reward() or bool(np.any(curve.values)))
 
 
 def _repeats(history: RunHistory, lines: tuple[tuple[str, str], ...]) -> bool:
@@ -132,7 +139,9 @@ def _draw(axes: Any, history: RunHistory, panel: Panel) -> None:
     axes.set_title(panel.title)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], min_n_ticks=3))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
+    )
     if panel.kind == "stack":
         axes.legend(loc="upper left", ncols=4, handlelength=0.9, columnspacing=1.0, labelspacing=0.3)
     elif len(panel.lines) > 1:
@@ -140,7 +149,7 @@ def _draw(axes: Any, history: RunHistory, panel: Panel) -> None:
 
 
 def _draw_line(axes: Any, curve: Curve, label: str, colour: str, kind: str) -> None:
-    if kind == "points" or len(curve) < 3:
+    if kind == "points" or len(curve) <= _MARKED_UP_TO:
         axes.plot(curve.steps, curve.values, color=colour, lw=1.8, marker="o", ms=4, mec="white", mew=0.8, label=label)
     elif kind == "exact" or len(curve) < _SMOOTH_FROM:
         axes.plot(curve.steps, curve.values, color=colour, lw=1.6, label=label)

@@ -94,6 +94,7 @@ class Tracking:
         folder: the run's folder; made where it is missing.
         config: the resolved settings as nested dicts, for services that keep them.
         total_steps: for the progress bar.
+        progress_bar: whether the console has one where it is a terminal.
         dump_folders: where samples are dumped by step, to be cut with the metrics; by default `rollouts/` and
             `validation/` in the run's folder.
         notice: called with each message for the user; by default it is printed to stderr.
@@ -111,6 +112,7 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
         *,
         total_steps: int | None = None,
+        progress_bar: bool = True,
         dump_folders: Sequence[str | Path] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> None:
@@ -131,7 +133,7 @@ class Tracking:
             self._open(name)
         self._save_memory()
         if "console" in names:
-            self._console = self._backends["console"] = ConsoleLogger(total_steps)
+            self._console = self._backends["console"] = ConsoleLogger(total_steps, bar=progress_bar)
 
     def _read_memory(self) -> dict[str, Any]:
         path = self.folder / MEMORY

@@ -375,7 +375,7 @@ def test_inspect_leaves_a_save_in_progress_alone(store: RunStore) -> None:
 
 
 def test_a_second_run_in_the_same_folder_is_refused(store: RunStore) -> None:
-    save(store, 1)
+    store.claim()
     code = (
         "import sys\nfrom hybridrl.checkpoint import RunStore\n"
         "try:\n    RunStore(sys.argv[1]).find()\nexcept Exception as exc:\n    print(type(exc).__name__, exc)\n"
