@@ -21,6 +21,7 @@ class PolicyLossConfig(ConfigNode):
         later=names.POLICY_LOSSES_LATER,
         open_names=True,
     )
+    dro_beta: float | None = key(None, "dro: weight of the quadratic term; must be set for it", gt=0)
 
 
 @dataclass
@@ -45,6 +46,8 @@ class ActorConfig(ConfigNode):
     clip_ratio_low: float = key(0.2, "clip range below 1", follows="${.clip_ratio}", ge=0, le=1)
     clip_ratio_high: float = key(0.2, "clip range above 1", follows="${.clip_ratio}", ge=0)
     clip_ratio_c: float = key(3.0, "bound of the dual clip for negative advantages", gt=1)
+    tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive", gt=0)
+    tau_neg: float = key(1.05, "sapo: temperature where it is negative", gt=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
     loss_agg_mode: str = key("token-mean", "how the loss of tokens becomes one number", choices=names.LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(

@@ -48,10 +48,12 @@ class Overrides:
 def configs_folder() -> Path:
     """The folder of the shipped YAML: beside the package in a source tree, inside it when installed."""
     package = Path(__file__).resolve().parent.parent
-    for folder in (package.parent / "configs", package / "_configs", package / "configs"):
+    for folder in (package / "_configs", package.parent / "configs"):
         if (folder / "ppo_trainer.yaml").is_file():
             return folder
-    raise ConfigError(f"the YAML files of hybridrl are missing: there is no configs folder next to or in {package}")
+    raise ConfigError(
+        f"the YAML files of hybridrl are missing: there is no _configs in {package} and no configs beside it"
+    )
 
 
 def _groups(folders: Sequence[Path]) -> set[str]:

@@ -46,7 +46,6 @@ class DataConfig(ConfigNode):
     validation_shuffle: bool = key(False, "shuffle validation prompts")
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
-    trust_remote_code: bool = key(False, "run Python code that comes with the tokenizer")
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
     sampler: SamplerConfig = group(SamplerConfig)
 
@@ -72,5 +71,4 @@ class SFTDataConfig(ConfigNode):
     seed: int | None = key(None, "seed of that shuffle; null: 1", ge=0)
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
-    trust_remote_code: bool = key(False, "run Python code that comes with the tokenizer")
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")

@@ -95,6 +95,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("data.micro_batch_size", "data.micro_batch_size_per_gpu", _PER_PROCESS, roots=("sft_trainer",)),
     # data and trainer
     Alias("data.tokenizer", f"{_ARR}.model.tokenizer_path"),
+    Alias("data.trust_remote_code", f"{_ARR}.model.trust_remote_code", weak=True),
+    Alias("data.trust_remote_code", "model.trust_remote_code", weak=True, roots=("sft_trainer",)),
     Alias(
         "trainer.async_weight_update",
         "trainer.v1.trainer_mode",

@@ -30,20 +30,9 @@ GROUP_ESTIMATORS: tuple[str, ...] = (
     "gpg",
 )
 
-POLICY_LOSSES: tuple[str, ...] = ("vanilla",)
-POLICY_LOSSES_LATER: tuple[str, ...] = (
-    "dppo_tv",
-    "dppo_kl",
-    "gspo",
-    "sapo",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "dro",
-    "cispo",
-    "bypass_mode",
-)
+POLICY_LOSSES: tuple[str, ...] = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "geo_mean", "dro", "cispo")
+#: choose tokens over a whole mini-batch, or belong to rollout_correction
+POLICY_LOSSES_LATER: tuple[str, ...] = ("clip_cov", "kl_cov", "bypass_mode")
 
 LOSS_AGG_MODES: tuple[str, ...] = (
     "token-mean",

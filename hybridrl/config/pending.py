@@ -134,9 +134,9 @@ PENDING: tuple[Pending, ...] = (
     # ---- actor, reference, critic
     Pending(
         (f"{_ARR}.actor",),
-        {"tau_pos": 1.0, "tau_neg": 1.05, "calculate_sum_pi_squared": False},
-        "its policy loss or estimator (sapo, optimal_token_baseline) is not built",
-        "Use policy_loss.loss_mode=vanilla and adv_estimator gae or grpo.",
+        {"calculate_sum_pi_squared": False},
+        "the estimator that needs it, optimal_token_baseline, is not built",
+        "Use another algorithm.adv_estimator.",
     ),
     Pending(
         (f"{_ARR}.actor.policy_loss",),
@@ -144,11 +144,10 @@ PENDING: tuple[Pending, ...] = (
             "clip_cov_lb": 1.0,
             "clip_cov_ratio": 0.0002,
             "clip_cov_ub": 5.0,
-            "dro_beta": None,
             "kl_cov_ratio": 0.0002,
             "ppo_kl_coef": 0.1,
         },
-        "its policy loss (clip_cov, kl_cov, dro) is not built",
+        "its policy loss (clip_cov, kl_cov) is not built",
         "Use policy_loss.loss_mode=vanilla with clip_ratio.",
     ),
     Pending(
@@ -251,8 +250,13 @@ PENDING: tuple[Pending, ...] = (
     ),
     Pending(
         (f"{_ARR}.rollout",),
-        {"full_determinism": False, "logprobs_mode": "processed_logprobs", "over_sample_rate": 0},
-        "the hf rollout ends at EOS, is always reproducible, and returns log-probabilities of the sampled distribution",
+        {
+            "full_determinism": False,
+            "logprobs_mode": "processed_logprobs",
+            "over_sample_rate": 0,
+            "calculate_log_probs": DECLARED,
+        },
+        "the hf rollout is always reproducible and always returns log-probabilities of the sampled distribution",
         "Leave it at its default.",
     ),
     Pending(

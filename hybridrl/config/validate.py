@@ -221,6 +221,8 @@ def _check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
     if loss not in names.POLICY_LOSSES and not _own_code(config):
         close = nearest(loss, names.POLICY_LOSSES, 1)
         yield f"{_ACTOR}.policy_loss.loss_mode={loss}: unknown; there are {', '.join(names.POLICY_LOSSES)}{close}{own}"
+    if loss == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
+        yield f"{_ACTOR}.policy_loss.loss_mode=dro without {_ACTOR}.policy_loss.dro_beta; set it, a number above 0"
     samples = config.actor_rollout_ref.rollout.n
     if name in names.GROUP_ESTIMATORS and samples == 1:
         yield (
@@ -335,6 +337,12 @@ def _check_sampling(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _check_engines(config: PPOTrainerConfig) -> Iterator[str]:
     policy, critic = config.actor_rollout_ref, config.critic
+    training = policy.actor.fsdp_config.dtype
+    if policy.rollout.dtype not in ("auto", training):
+        yield (
+            f"{_ROLLOUT}.dtype={policy.rollout.dtype}: generation with the training weights in place computes in "
+            f"{_ACTOR}.fsdp_config.dtype={training}; leave it at auto, or set that"
+        )
     engines = [
         (f"{_ACTOR}", policy.actor.strategy, f"{_ACTOR}.fsdp_config", policy.actor.fsdp_config, False),
         (

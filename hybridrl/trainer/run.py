@@ -60,6 +60,7 @@ class TrainingRun:
             folder=self.folder,
             config=as_dict(self.config),
             total_steps=self.total_steps,
+            progress_bar=self.trainer.progress_bar,
         )
         return self
 

@@ -1,5 +1,7 @@
 """Every key of verl's tree is known: acting, renamed, of an engine not selected, or waiting with a reason."""
 
+import re
+
 import pytest
 from reference_tables import value_of, verl_keys
 
@@ -258,6 +260,17 @@ def test_names_are_those_that_the_library_has():
     assert set(names.POLICY_LOSSES) <= set(POLICY_LOSS_REGISTRY)
     assert set(names.LOGGERS) == set(KNOWN)
     assert set(names.GROUP_ESTIMATORS) <= {*names.ADV_ESTIMATORS, *names.ADV_ESTIMATORS_LATER}
+
+
+def test_every_acting_setting_is_read_by_the_library(repository):
+    """A setting that nothing reads would be ignored in silence."""
+    sources = [path for path in (repository / "hybridrl").rglob("*.py") if path.parent.name != "config"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    # by composition (which configs/ files), and by `validate`, which holds them equal to the key that acts
+    here = {"model_engine", "rollout_n", "max_model_len", "max_critic_ckpt_to_keep"}
+    last_parts = {key.rsplit(".", 1)[-1] for root in ROOTS for key in KeyBook(root).fields}
+    unread = {name for name in last_parts if not re.search(rf"""[."']{name}\b""", text)}
+    assert unread - here == set()
 
 
 @pytest.mark.parametrize("root", ROOTS)

@@ -103,6 +103,7 @@ def test_sft_that_works_passes(here):
         (["algorithm.adv_estimator=gae", "critic.enable=false"], "algorithm.adv_estimator=gae", "critic.enable"),
         (["trainer.critic_warmup=3"], "trainer.critic_warmup=3", "without a critic"),
         ([f"{POLICY}.actor.loss_scale_factor=100"], "loss_scale_factor", "seq-mean-token-sum-norm"),
+        ([f"{POLICY}.actor.policy_loss.loss_mode=dro"], "loss_mode=dro", "dro_beta"),
         # batches
         (["data.train_batch_size=100"], "ppo_mini_batch_size=256", "data.train_batch_size=100"),
         (["data.train_batch_size=1000"], "data.train_batch_size=1000", "nearest divisors: 250, 500"),
@@ -121,6 +122,7 @@ def test_sft_that_works_passes(here):
         ([f"{POLICY}.rollout.val_kwargs.n=4"], "val_kwargs.n=4", "alike"),
         ([f"{POLICY}.rollout.val_kwargs.do_sample=true"], "val_kwargs.do_sample=True", "temperature"),
         # engines and run
+        ([f"{POLICY}.rollout.dtype=bfloat16"], "rollout.dtype=bfloat16", "fsdp_config.dtype=auto"),
         ([f"{POLICY}.actor.fsdp_config.forward_only=true"], "forward_only=True", "trained"),
         ([f"{POLICY}.actor.checkpoint.load_contents=[model,hf_model]"], "load_contents", "hf_model"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode", "resume_from_path"),
