@@ -27,7 +27,8 @@ SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient of a training step is NaN or infinite. Parameters and optimizer are as they were before the step.
+    """A loss or gradient of a training step is NaN or infinite. Parameters and optimizer are as they were before the
+    step.
 
     Attributes:
         what: ``"loss"`` or ``"gradient"``.
@@ -51,9 +52,10 @@ class MicroBatching:
 
     Attributes:
         size: At most so many sequences a micro-batch.
-        max_tokens: At most so many tokens a micro-batch. Where sequences are packed (flash attention) these are real tokens;
-            where they are padded to the longest of the micro-batch, the padding counts. A longer sequence gets a micro-batch
-            of its own. Both limits may be given; with neither, the engine chooses pieces that compute fast.
+        max_tokens: At most so many tokens a micro-batch. Where sequences are packed (flash attention) these are real
+            tokens; where they are padded to the longest of the micro-batch, the padding counts. A longer sequence
+            gets a micro-batch of its own. Both limits may be given; with neither, the engine chooses pieces that
+            compute fast.
     """
 
     size: int | None = None
@@ -103,9 +105,9 @@ class Engine(ABC):
         """Compute without gradients.
 
         Args:
-            temperature: Logits are divided by it, so log-probabilities are those of the distribution that was sampled from.
-            outputs: Of a language model ``log_probs`` (of each response token) and ``entropy`` (of the distribution it was
-                drawn from); of a value model ``values`` (of the state before each response token).
+            temperature: Logits are divided by it, so log-probabilities are those of the distribution that was
+            sampled from. outputs: Of a language model ``log_probs`` (of each response token) and ``entropy`` (of the
+                distribution it was drawn from); of a value model ``values`` (of the state before each response token).
 
         Returns:
             Name to float32 ``[B, T]`` in main memory, 0 where ``response_mask`` is 0.
@@ -124,17 +126,18 @@ class Engine(ABC):
         """One optimizer step: forward and backward over micro-batches, clip, step, schedule.
 
         Args:
-            loss_fn: ``loss_fn(outputs, micro_batch) -> (loss, metrics)``. `outputs` are ``log_probs`` (and ``entropy``) or
-                ``values``, ``[b, t]`` float32 with 0 where the mask is 0; `micro_batch` holds the batch's fields for the same
-                rows and, of response-wide fields, the same first t columns (columns that are padding in every row are cut off,
-                and ``meta_info["response_width"]`` is T). The loss is the micro-batch's share of the mini-batch's loss,
-                normalised by global counts, so that shares add up over micro-batches and ranks. Metrics may be plain numbers:
-                they become means weighted by the micro-batch's response tokens.
+            loss_fn: ``loss_fn(outputs, micro_batch) -> (loss, metrics)``. `outputs` are ``log_probs`` (and
+                ``entropy``) or ``values``, ``[b, t]`` float32 with 0 where the mask is 0; `micro_batch` holds the
+                batch's fields for the same rows and, of response-wide fields, the same first t columns (columns that
+                are padding in every row are cut off, and ``meta_info["response_width"]`` is T). The loss is the
+                micro-batch's share of the mini-batch's loss, normalised by global counts, so that shares add up over
+                micro-batches and ranks. Metrics may be plain numbers: they become means weighted by the
+                micro-batch's response tokens.
             on_nonfinite: What happens when loss or gradients are NaN or infinite: ``raise`` or ``skip`` the step.
 
         Returns:
-            This rank's metrics (merge those of all ranks with `merge_metrics`), and the same on every rank: ``grad_norm`` (before
-            clipping), ``lr`` (used in this step) and ``skipped_steps`` (0 or 1).
+            This rank's metrics (merge those of all ranks with `merge_metrics`), and the same on every rank:
+            ``grad_norm`` (before clipping), ``lr`` (used in this step) and ``skipped_steps`` (0 or 1).
 
         Raises:
             NonFiniteError: on every rank, with parameters and optimizer state untouched.
@@ -142,7 +145,7 @@ class Engine(ABC):
 
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Parameters, and the optimizer's state if asked for, on the device within; offloaded after it where configured."""
+        """Parameters (and the optimizer's state) on the device within; offloaded again where configured."""
 
     @abstractmethod
     def whole_weights(self) -> AbstractContextManager[nn.Module]:
@@ -153,11 +156,14 @@ class Engine(ABC):
 
     @abstractmethod
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, one at a time, by its Hugging Face name; tied ones once. All ranks iterate together."""
+        """Every parameter whole, one at a time, by its Hugging Face name; tied ones once.
+
+        All ranks iterate together.
+        """
 
     @abstractmethod
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Write ``model``, ``optimizer``, ``extra`` (schedule and random states) and ``hf_model`` as asked into `folder`."""
+        """Write ``model``, ``optimizer``, ``extra`` (schedule, random states), ``hf_model`` as asked into `folder`."""
 
     @abstractmethod
     def load(self, folder: Path, contents: Sequence[str]) -> None:
@@ -187,7 +193,9 @@ class EngineRegistry:
             for name in strategies:
                 holder = cls._engines.setdefault((model_type, name), engine)
                 if holder is not engine:
-                    raise ValueError(f"an engine for {model_type} with strategy {name} is registered already: {holder.__qualname__}")
+                    raise ValueError(
+                        f"an engine for {model_type} with strategy {name} is registered already: {holder.__qualname__}"
+                    )
             return engine
 
         return add

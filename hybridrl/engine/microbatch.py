@@ -2,12 +2,13 @@
 
 Two layouts, chosen by what the attention implementation does well:
 
-* *aligned* ``[b, W]``: each sequence's real tokens moved to the left, padding only at the right end. Causal attention then never
-  looks at padding, so no attention mask is needed, and W is the longest real length, not longest prompt plus longest response.
+* *aligned* ``[b, W]``: each sequence's real tokens moved to the left, padding only at the right end. Causal
+  attention then never looks at padding, so no attention mask is needed, and W is the longest real length, not
+  longest prompt plus longest response.
 * *packed* ``[1, L]``: all real tokens one after the other with position ids that restart, for flash attention.
 
-In both, the outputs of the model are wanted only where a response token is predicted: `Layout.selected` indexes these positions
-in the flattened layout.
+In both, the outputs of the model are wanted only where a response token is predicted: `Layout.selected` indexes
+these positions in the flattened layout.
 """
 
 from __future__ import annotations
@@ -40,8 +41,13 @@ class Layout:
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
             return self
-        tensors = (t.to(target, non_blocking=True) for t in (self.input_ids, self.position_ids, self.selected, self.labels))
-        return Layout(*tensors, self.lengths)
+        return Layout(
+            self.input_ids.to(target, non_blocking=True),
+            self.position_ids.to(target, non_blocking=True),
+            self.selected.to(target, non_blocking=True),
+            self.labels.to(target, non_blocking=True),
+            self.lengths,
+        )
 
 
 class BatchPlan:
@@ -64,7 +70,8 @@ class BatchPlan:
         attention = _required(tensors, "attention_mask")
         if attention.shape != self.input_ids.shape:
             raise ValueError(
-                f"attention_mask {list(attention.shape)} and input_ids {list(self.input_ids.shape)} differ in shape; both are [B, S]"
+                f"attention_mask {list(attention.shape)} and input_ids {list(self.input_ids.shape)} differ in "
+                "shape; both are [B, S]"
             )
         self.batch_size, self.width = self.input_ids.shape
         self.attention = attention.bool()
@@ -106,8 +113,8 @@ class BatchPlan:
     def slice_tensors(self, rows: Sequence[int], columns: int, target: torch.device) -> dict[str, torch.Tensor]:
         """The batch's fields for these rows, on the device, without the columns that are padding in all of them.
 
-        Response-wide fields keep their first `columns`; sequence-wide ones lose the same columns at the right, and at the left the
-        ones before the first real token; ``prompts`` loses these too; other fields stay as they are.
+        Response-wide fields keep their first `columns`; sequence-wide ones lose the same columns at the right, and
+        at the left the ones before the first real token; ``prompts`` loses these too; other fields stay as they are.
         """
         index = torch.tensor(rows)
         prompt_width = self.width - self.response_width
@@ -136,11 +143,14 @@ class BatchPlan:
         if mask is None:
             responses = self.tensors.get("responses")
             if responses is None:
-                raise ValueError("the batch has neither response_mask nor responses; one of them says which columns are the response")
+                raise ValueError(
+                    "the batch has neither response_mask nor responses; one of them says which columns are the response"
+                )
             return self.attention[:, self.width - responses.shape[1] :]
         if mask.ndim != 2 or mask.shape[0] != self.batch_size or mask.shape[1] >= self.width:
             raise ValueError(
-                f"response_mask {list(mask.shape)} does not fit input_ids {[self.batch_size, self.width]}: it is [B, T] with T < S, "
+                f"response_mask {list(mask.shape)} does not fit input_ids {[self.batch_size, self.width]}: it "
+                "is [B, T] with T < S, "
                 "the last T columns of a sequence"
             )
         return mask.bool()
@@ -151,7 +161,8 @@ class BatchPlan:
         if wrong.any():
             row, column = (int(i) for i in wrong.nonzero()[0])
             raise ValueError(
-                f"sequence {row}: response column {column} is in response_mask but has attention_mask 0 or no token before it; "
+                f"sequence {row}: response column {column} is in response_mask but has attention_mask 0 or no "
+                "token before it; "
                 "a response token is attended to and follows at least one prompt token"
             )
 
@@ -197,8 +208,8 @@ def _first_fit(rows: Sequence[int], lengths: Sequence[int], size: int, budget: i
 def _cut_runs(rows: Sequence[int], lengths: Sequence[int], size: int, budget: int | None) -> list[list[int]]:
     """Runs of the sorted rows, within the limits and with little padding.
 
-    Beyond the limits, a run ends as soon as its padding would cost more than another pass through the model, and on a CPU when its
-    activations would fall out of the cache.
+    Beyond the limits, a run ends as soon as its padding would cost more than another pass through the model, and on
+    a CPU when its activations would fall out of the cache.
     """
     cells, waste = PREFERRED_CELLS[device.get_device_name()], WORTHWHILE_PADDING[device.get_device_name()]
     cells = min(cells, budget or cells)
@@ -222,5 +233,3 @@ def fields(batch: Any) -> Mapping[str, torch.Tensor]:
     if batch.batch is None:
         raise ValueError("the batch holds no tensors")
     return {str(name): tensor for name, tensor in batch.batch.items()}
-
-

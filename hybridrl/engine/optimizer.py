@@ -21,8 +21,9 @@ STABLE_SHARE = 0.9
 def build_optimizer(parameters: Iterable[torch.Tensor], optim: Any) -> torch.optim.Optimizer:
     """The optimizer class ``optim.optimizer`` of module ``optim.optimizer_impl`` over `parameters`.
 
-    ``betas`` is passed to classes that take it; ``override_optimizer_config`` is passed last and wins. Where the class has a fused
-    kernel (one pass over memory) and nothing else is asked for, that is used: it is several times faster, also on a CPU.
+    ``betas`` is passed to classes that take it; ``override_optimizer_config`` is passed last and wins. Where the
+    class has a fused kernel (one pass over memory) and nothing else is asked for, that is used: it is several times
+    faster, also on a CPU.
 
     Raises:
         ModelError: there is no such module or class, or it does not take an argument.
@@ -31,7 +32,8 @@ def build_optimizer(parameters: Iterable[torch.Tensor], optim: Any) -> torch.opt
         kind: Any = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
     except (ImportError, AttributeError) as error:
         raise ModelError(
-            f"optim.optimizer={optim.optimizer!r} of optim.optimizer_impl={optim.optimizer_impl!r} cannot be imported: {error}"
+            f"optim.optimizer={optim.optimizer!r} of optim.optimizer_impl={optim.optimizer_impl!r} cannot be "
+            f"imported: {error}"
         ) from error
     takes = inspect.signature(kind).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
@@ -48,7 +50,8 @@ def build_optimizer(parameters: Iterable[torch.Tensor], optim: Any) -> torch.opt
             f"optimizer {optim.optimizer_impl}.{optim.optimizer} takes no argument {', '.join(unknown)} "
             "(see optim.override_optimizer_config); it takes " + ", ".join(name for name in takes if name != "params")
         )
-    return kind(parameters, **arguments)  # type: ignore[no-any-return]
+    made: torch.optim.Optimizer = kind(parameters, **arguments)
+    return made
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, optim: Any) -> LambdaLR:
@@ -78,7 +81,8 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
     needs_total = kind != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
     if needs_total and total <= 0:
         raise ModelError(
-            f"optim.total_training_steps={total}: lr_scheduler_type={kind} with lr_warmup_steps={optim.lr_warmup_steps} and "
+            f"optim.total_training_steps={total}: lr_scheduler_type={kind} with "
+            f"lr_warmup_steps={optim.lr_warmup_steps} and "
             f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio} has to know how long training is"
         )
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * max(total, 0))
@@ -101,11 +105,16 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, target: torch.device) -> None:
-    """Move the optimizer's state tensors. A fused step counter moves along; a plain one stays in main memory, where it belongs."""
+    """Move the optimizer's state tensors.
+
+    A fused step counter moves along; a plain one stays in main memory, where it belongs.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and (value.ndim > 0 or group.get("fused") or group.get("capturable")):
+                if isinstance(value, torch.Tensor) and (
+                    value.ndim > 0 or group.get("fused") or group.get("capturable")
+                ):
                     state[name] = value.to(target, non_blocking=True)
     device.synchronize()

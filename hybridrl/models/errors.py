@@ -4,4 +4,4 @@ from hybridrl.utils.errors import UserError
 
 
 class ModelError(UserError):
-    """A model directory, tokenizer or checkpoint that cannot be used as asked; the message says which and what to change."""
+    """A model directory, tokenizer or checkpoint that cannot be used as asked; says which and what to change."""

@@ -1,8 +1,8 @@
 """Hugging Face configurations and models: read, built without weights, loaded.
 
-A model is built in one of two ways. A rank that holds the weights gets them from `load_...` (``from_pretrained``, which also
-knows how a checkpoint's names map onto the module). A rank that will receive its share from another builds an empty one on the
-meta device, which costs no memory and next to no time.
+A model is built in one of two ways. A rank that holds the weights gets them from `load_...` (``from_pretrained``,
+which also knows how a checkpoint's names map onto the module). A rank that will receive its share from another
+builds an empty one on the meta device, which costs no memory and next to no time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def resolve_dtype(name: str, key: str) -> torch.dtype:
 
 
 def attention_implementation(override: Mapping[str, Any]) -> str:
-    """What `transformers` computes attention with: the override's ``attn_implementation``, else flash attention 2 where it runs, else sdpa."""
+    """What attention is computed with: the override's ``attn_implementation``, else flash attention 2, else sdpa."""
     chosen = override.get("attn_implementation")
     if chosen is not None:
         return str(chosen)
@@ -58,17 +58,20 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """Read a model's ``config.json`` and lay `override` over it; nested mappings are merged.
 
-    Dropout is switched off: the old and the new log-probabilities of a token have to come from the same function, or the very
-    first importance ratio is not 1.
+    Dropout is switched off: the old and the new log-probabilities of a token have to come from the same function, or
+    the very first importance ratio is not 1.
 
     Raises:
-        ModelError: no such directory, no readable configuration, or an override of a field that the model does not have.
+        ModelError: no such directory, no readable configuration, or an override of a field that the model does not
+            have.
     """
     source = checked_source(path)
     try:
         config = AutoConfig.from_pretrained(source, **({"trust_remote_code": True} if trust_remote_code else {}))
     except Exception as error:  # transformers raises whatever the broken file provokes
-        raise ModelError(f"the model configuration of {source} cannot be read: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"the model configuration of {source} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     override = dict(override or {})
     config._attn_implementation = attention_implementation(override)
     override.pop("attn_implementation", None)
@@ -89,10 +92,16 @@ def checked_source(path: str | Path) -> str | Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} is no model directory: it has no config.json; set actor_rollout_ref.model.path to one that has")
+            raise ModelError(
+                f"{folder} is no model directory: it has no config.json; set actor_rollout_ref.model.path to "
+                "one that has"
+            )
         return folder
     if looks_local(path):
-        raise ModelError(f"model directory {folder} does not exist; set actor_rollout_ref.model.path (critic.model.path) to one that does")
+        raise ModelError(
+            f"model directory {folder} does not exist; set actor_rollout_ref.model.path (critic.model.path) to "
+            "one that does"
+        )
     return path
 
 
@@ -106,7 +115,9 @@ def check_weights(path: str | Path) -> None:
         )
 
 
-def build_language_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+def build_language_model(
+    config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A causal language model without weights: parameters and buffers lie on the meta device."""
     with torch.device("meta"), _default_dtype(dtype):
         options = {"trust_remote_code": True} if trust_remote_code else {}
@@ -132,13 +143,15 @@ def load_pretrained(
     trust_remote_code: bool = False,
     may_miss: str | None = None,
 ) -> Any:
-    """``auto_class.from_pretrained`` with faults turned into `ModelError`; weights named `may_miss`... may be absent."""
+    """``auto_class.from_pretrained``, with whatever goes wrong turned into a `ModelError`."""
     source = checked_source(path)
     check_weights(source)
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         with _no_progress_bar():
-            model, report = auto_class.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **options)
+            model, report = auto_class.from_pretrained(
+                source, config=config, dtype=dtype, output_loading_info=True, **options
+            )
     except Exception as error:  # transformers raises whatever the broken file provokes
         raise ModelError(f"the weights of {source} cannot be loaded: {type(error).__name__}: {error}") from error
     missing = sorted(name for name in report["missing_keys"] if may_miss is None or not name.startswith(may_miss))
@@ -164,7 +177,7 @@ def import_external_lib(name: str | None) -> None:
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
-    """Names of the classes of the blocks that are sharded each on their own: the configured ones, else the model's own list."""
+    """Class names of the blocks that are sharded each on their own: the configured ones, else the model's own list."""
     if configured:
         return {configured} if isinstance(configured, str) else set(configured)
     names: set[str] = set()
@@ -220,7 +233,7 @@ def _no_progress_bar() -> Iterator[None]:
 def save_language_model(
     state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path, trust_remote_code: bool = False
 ) -> None:
-    """Write whole weights (by the module's names, tied ones once) and configuration as ``from_pretrained`` reads them."""
+    """Write configuration and whole weights (by the module's names, tied ones once) for ``from_pretrained``."""
     twin = build_language_model(config, torch.float32, trust_remote_code)
     twin.load_state_dict(dict(state), strict=False, assign=True)
     twin.tie_weights()

@@ -1,7 +1,8 @@
 """Loading a tokenizer, and refusing one that loses text.
 
-Whatever a policy reads and whatever a reward function judges passes through the tokenizer. One that silently drops spaces or
-newlines makes a run that looks healthy and learns nothing, so text has to survive a round trip before a run starts.
+Whatever a policy reads and whatever a reward function judges passes through the tokenizer. One that silently drops
+spaces or newlines makes a run that looks healthy and learns nothing, so text has to survive a round trip before a
+run starts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 # Classes that mean "tokenizer.json as it stands".
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Words, digits, single and double spaces, newlines, signs: what prompts, answers and chat templates are made of.
@@ -30,9 +38,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory (or of a hub name) for left-padded prompts.
 
-    A directory whose ``tokenizer_config.json`` records a generic class (``PreTrainedTokenizerFast``, ``TokenizersBackend``) is loaded
-    from its ``tokenizer.json`` as it stands: ``AutoTokenizer`` would go by the model's type instead and rebuild, for a ``qwen2``
-    model, a ``Qwen2Tokenizer`` that drops every piece which byte-pair encoding cannot reach, spaces and newlines among them.
+    A directory whose ``tokenizer_config.json`` records a generic class (``PreTrainedTokenizerFast``,
+    ``TokenizersBackend``) is loaded from its ``tokenizer.json`` as it stands: ``AutoTokenizer`` would go by the
+    model's type instead and rebuild, for a ``qwen2`` model, a ``Qwen2Tokenizer`` that drops every piece which
+    byte-pair encoding cannot reach, spaces and newlines among them.
 
     Args:
         path: A directory, or a name on the model hub.
@@ -40,29 +49,35 @@ def load_tokenizer(
         custom_chat_template: A Jinja chat template that replaces the tokenizer's own.
 
     Returns:
-        A tokenizer that pads on the left and has a pad token. Without one of its own it pads with its EOS token: masks, never
-        comparisons with the pad id, say what is padding.
+        A tokenizer that pads on the left and has a pad token. Without one of its own it pads with its EOS token:
+        masks, never comparisons with the pad id, say what is padding.
 
     Raises:
-        ModelError: there is no tokenizer, it has neither pad nor EOS token, or text does not survive encoding and decoding.
+        ModelError: there is no tokenizer, it has neither pad nor EOS token, or text does not survive encoding and
+            decoding.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(
-                f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there or name "
+                f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's "
+                "files there or name "
                 "their directory with actor_rollout_ref.model.tokenizer_path"
             )
         path = folder
     elif looks_local(path):
-        raise ModelError(f"tokenizer directory {folder} does not exist; set actor_rollout_ref.model.path or .tokenizer_path")
+        raise ModelError(
+            f"tokenizer directory {folder} does not exist; set actor_rollout_ref.model.path or .tokenizer_path"
+        )
     tokenizer = _from_pretrained(path, trust_remote_code)
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ModelError(f"the tokenizer of {path} has neither a pad_token nor an eos_token; set one in tokenizer_config.json")
+            raise ModelError(
+                f"the tokenizer of {path} has neither a pad_token nor an eos_token; set one in tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     check_round_trip(tokenizer, path)
     return tokenizer
@@ -71,7 +86,8 @@ def load_tokenizer(
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     """Refuse a tokenizer that loses text.
 
-    Characters which the tokenizer openly answers with its unknown token are left out: a small vocabulary is the user's choice.
+    Characters which the tokenizer openly answers with its unknown token are left out: a small vocabulary is the
+    user's choice.
 
     Raises:
         ModelError: names the text that was lost and the usual cause.
@@ -79,16 +95,23 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> No
     for probe in PROBES:
         text = "".join(char for char in probe if char.isspace() or not _is_unknown(tokenizer, char))
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids and tokenizer.unk_token_id != tokenizer.eos_token_id:
+        if (
+            tokenizer.unk_token_id is not None
+            and tokenizer.unk_token_id in ids
+            and tokenizer.unk_token_id != tokenizer.eos_token_id
+        ):
             continue
         decoded = tokenizer.decode(ids)
         if decoded == text or decoded.strip(" ") == text.strip(" "):
             continue
         name = type(tokenizer).__name__
         raise ModelError(
-            f"the tokenizer of {path} ({name}) does not give text back: {text!r} comes back as {decoded!r}. Rewards would be computed "
-            "on damaged text. The usual cause: AutoTokenizer picks its class by the model's type (Qwen2Tokenizer for qwen2) and rebuilds "
-            'a custom tokenizer wrongly. Set "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json, which takes '
+            f"the tokenizer of {path} ({name}) does not give text back: {text!r} comes back as {decoded!r}. "
+            "Rewards would be computed "
+            "on damaged text. The usual cause: AutoTokenizer picks its class by the model's type "
+            "(Qwen2Tokenizer for qwen2) and rebuilds "
+            'a custom tokenizer wrongly. Set "tokenizer_class": "PreTrainedTokenizerFast" in '
+            "tokenizer_config.json, which takes "
             "tokenizer.json as it stands, or name another tokenizer with actor_rollout_ref.model.tokenizer_path"
         )
 

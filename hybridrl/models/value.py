@@ -1,7 +1,8 @@
 """A value model: any Hugging Face backbone with a scalar head.
 
-Its parameters carry the names of the architecture's own ``...ForTokenClassification`` with one label (``model.layers...``,
-``score.weight``), so that a saved critic opens with ``AutoModelForTokenClassification`` and a saved reward model of that kind opens here.
+Its parameters carry the names of the architecture's own ``...ForTokenClassification`` with one label
+(``model.layers...``, ``score.weight``), so that a saved critic opens with ``AutoModelForTokenClassification`` and a
+saved reward model of that kind opens here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class ValueModel(nn.Module):
         self.base_model_prefix: str = getattr(backbone, "base_model_prefix", None) or "model"
         setattr(self, self.base_model_prefix, backbone)
         weight = next(backbone.parameters())
-        self.score = ValueHead(config.get_text_config().hidden_size, 1, bias=True, device=weight.device, dtype=torch.float32)
+        self.score = ValueHead(
+            config.get_text_config().hidden_size, 1, bias=True, device=weight.device, dtype=torch.float32
+        )
         if weight.device.type != "meta":
             # Values start at exactly 0: no arbitrary noise in the first advantages.
             nn.init.zeros_(self.score.weight)
@@ -52,7 +55,7 @@ class ValueModel(nn.Module):
         return getattr(self.backbone, "_no_split_modules", None)
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.backbone.get_input_embeddings()  # type: ignore[operator, no-any-return]
+        return self.backbone.get_input_embeddings()  # type: ignore[operator]
 
     def get_output_embeddings(self) -> nn.Module:
         return self.score
@@ -69,14 +72,17 @@ class ValueModel(nn.Module):
 def build_value_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> ValueModel:
     """A value model without weights, on the meta device."""
     with torch.device("meta"):
-        backbone = AutoModel.from_config(config, dtype=dtype, **({"trust_remote_code": True} if trust_remote_code else {}))
+        backbone = AutoModel.from_config(
+            config, dtype=dtype, **({"trust_remote_code": True} if trust_remote_code else {})
+        )
     return ValueModel(backbone, config)
 
 
 def load_value_model(
     path: str | Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> ValueModel:
-    """A value model on the weights at `path`: of a language model (the head starts at 0) or of a saved value or reward model.
+    """A value model on the weights at `path`: of a language model (the head starts at 0) or of a saved value or
+    reward model.
 
     Raises:
         ModelError: no weights, or weights that do not fit the configuration.
@@ -114,12 +120,18 @@ def _read_head(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def save_value_model(state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path) -> None:
-    """Write whole weights and configuration as ``AutoModelForTokenClassification`` (and `load_value_model`) reads them."""
+    """Write whole weights and configuration for ``AutoModelForTokenClassification`` and `load_value_model`."""
     from safetensors.torch import save_file
 
     saved = value_config(config)
-    dtypes = {tensor.dtype for name, tensor in state.items() if tensor.is_floating_point() and not name.startswith(HEAD_NAME)}
+    dtypes = {
+        tensor.dtype for name, tensor in state.items() if tensor.is_floating_point() and not name.startswith(HEAD_NAME)
+    }
     if len(dtypes) == 1:
         saved.dtype = dtypes.pop()
     saved.save_pretrained(folder)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )

@@ -1,7 +1,7 @@
 """The machine's accelerator behind a few plain functions: the only file of the package that knows of ``torch.cuda``.
 
-Everything else asks here, so that every code path runs on a CPU with gloo and takes NCCL, bfloat16 and flash attention where
-there is a GPU that has them.
+Everything else asks here, so that every code path runs on a CPU with gloo and takes NCCL, bfloat16 and flash
+attention where there is a GPU that has them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def supports_bf16() -> bool:
 
 @functools.cache
 def supports_flash_attention() -> bool:
-    """Whether transformers' ``flash_attention_2`` can run: the package is there and the GPU is of generation 8.0 or newer."""
+    """Whether transformers' ``flash_attention_2`` can run: the package, and a GPU of generation 8.0 or newer."""
     if not is_gpu() or importlib.util.find_spec("flash_attn") is None:
         return False
     from transformers.utils import is_flash_attn_2_available
@@ -100,7 +100,8 @@ def manual_seed(seed: int) -> None:
 
 
 def memory_stats() -> dict[str, float]:
-    """Device memory in GiB: ``max_memory_allocated_gb`` and ``max_memory_reserved_gb`` so far, ``free_gb`` and ``total_gb`` now.
+    """Device memory in GiB: ``max_memory_allocated_gb`` and ``max_memory_reserved_gb`` so far, ``free_gb`` and
+    ``total_gb`` now.
 
     On a CPU the two maxima are the process's peak resident memory and the other two are those of the machine.
     """
@@ -134,6 +135,6 @@ def get_rng_states() -> list[torch.Tensor]:
 
 
 def set_rng_states(states: list[torch.Tensor]) -> None:
-    """Put back what `get_rng_states` gave. States taken on a machine with another number of accelerators are ignored."""
+    """Put back what `get_rng_states` gave; without an accelerator, do nothing."""
     if is_gpu() and states:
         torch.cuda.set_rng_state(states[0])

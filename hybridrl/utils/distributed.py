@@ -29,7 +29,8 @@ def get_world_size() -> int:
 def init_process_group(
     rank: int, world_size: int, master_address: str, master_port: int, timeout_seconds: float = 1800.0
 ) -> None:
-    """Join the process group of a worker group, with the device's own back end. Does nothing when one is joined already.
+    """Join the process group of a worker group, with the device's own back end. Does nothing when one is joined
+    already.
 
     Args:
         timeout_seconds: How long any collective may wait for a peer before it raises.
@@ -39,7 +40,9 @@ def init_process_group(
     """
     if is_distributed():
         return
-    address = f"tcp://[{master_address}]:{master_port}" if ":" in master_address else f"tcp://{master_address}:{master_port}"
+    address = (
+        f"tcp://[{master_address}]:{master_port}" if ":" in master_address else f"tcp://{master_address}:{master_port}"
+    )
     try:
         dist.init_process_group(
             backend=device.backend_name(),
@@ -50,7 +53,8 @@ def init_process_group(
         )
     except Exception as error:
         raise RuntimeError(
-            f"rank {rank} of {world_size} could not join the process group at {address} within {timeout_seconds:.0f} s: {error}"
+            f"rank {rank} of {world_size} could not join the process group at {address} within "
+            f"{timeout_seconds:.0f} s: {error}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Numbers that merge exactly over micro-batches, mini-batches and ranks.
 
-A mean of means is wrong as soon as the parts differ in size. A `Metric` therefore carries its weight along, and merging two of
-them gives what one computation over all the data would have given, in whatever order they are merged.
+A mean of means is wrong as soon as the parts differ in size. A `Metric` therefore carries its weight along, and
+merging two of them gives what one computation over all the data would have given, in whatever order they are merged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Splitting sequences of unequal length into parts of equal work.
 
-The partitioner is the largest differencing method of Karmarkar and Karp (1982) for k parts, with or without the condition that all
-parts hold equally many sequences.
+The partitioner is the largest differencing method of Karmarkar and Karp (1982) for k parts, with or without the
+condition that all parts hold equally many sequences.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from hybridrl.utils.distributed import all_reduce_max
 
-# A transformer layer's work on L tokens is about proportional to 24576 L + L^2: its linear maps (of a 7B model with hidden size
-# 4096: 6 H = 24576) and its attention.
+# A transformer layer's work on L tokens is about proportional to 24576 L + L^2: its linear maps (of a 7B model with
+# hidden size 4096: 6 H = 24576) and its attention.
 LINEAR_WORK = 24576
 
 
@@ -63,9 +63,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
         # The two with the largest spread are joined, the fullest place of one with the emptiest of the other.
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        joined = [
-            (a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)
-        ]
+        joined = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
         joined.sort(key=lambda place: -place[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
         number += 1
@@ -126,7 +124,9 @@ def get_group_balanced_partitions(
     return [[index for group in part for index in members[group]] for part in parts]
 
 
-def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str) -> dict[str, float]:
+def log_seqlen_unbalance(
+    seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
+) -> dict[str, float]:
     """How uneven the parts' token counts were in the order given, and are as partitioned.
 
     Returns:
@@ -176,7 +176,9 @@ def rearrange_micro_batches(
     lengths = batch["attention_mask"].sum(dim=1)
     longest = int(lengths.max())
     if longest > max_token_len:
-        raise ValueError(f"a sequence of {longest} tokens does not fit max_token_len={max_token_len}; raise it to at least {longest}")
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit max_token_len={max_token_len}; raise it to at least {longest}"
+        )
     if len(lengths) % force_group_size:
         raise ValueError(f"{len(lengths)} rows do not divide into groups of force_group_size={force_group_size}")
     work = calculate_workload(lengths.long()).view(-1, force_group_size).sum(1).tolist()
@@ -211,7 +213,11 @@ def prepare_dynamic_batch(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[Any], list[list[int]]]:
-    """`rearrange_micro_batches` for a `DataProto`: non-tensor fields follow their rows. Returns `DataProto`s and their rows."""
+    """`rearrange_micro_batches` for a `DataProto`, whose non-tensor fields follow their rows.
+
+    Returns:
+        One `DataProto` a micro-batch, and each one's rows.
+    """
     _, rows = rearrange_micro_batches(
         data.batch.select("attention_mask"),
         max_token_len,

@@ -1,20 +1,24 @@
 """An engine's state on disk, readable on any number of ranks and without unpickling anything.
 
-    model/      float32 master weights: every rank's shards as safetensors, written and resharded by torch.distributed.checkpoint
-    optimizer/  the optimizer's tensors, the same way, named ``<parameter>/<state>``
-    extra/      schedule.json, and rng_<rank>.json of every rank
-    hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+model/      float32 master weights: every rank's shards as safetensors, written and resharded by
+torch.distributed.checkpoint optimizer/  the optimizer's tensors, the same way, named ``<parameter>/<state>``
+extra/      schedule.json, and rng_<rank>.json of every rank
+hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
@@ -64,7 +68,9 @@ def load(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
 def _check(contents: Sequence[str]) -> None:
     unknown = sorted(set(contents) - set(SAVE_CONTENTS))
     if unknown:
-        raise ModelError(f"checkpoint contents {', '.join(unknown)} are not known; there are {', '.join(SAVE_CONTENTS)}")
+        raise ModelError(
+            f"checkpoint contents {', '.join(unknown)} are not known; there are {', '.join(SAVE_CONTENTS)}"
+        )
 
 
 def _part(folder: Path, name: str) -> Path:
@@ -79,15 +85,33 @@ def _part(folder: Path, name: str) -> Path:
 
 def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    alone = not distributed.is_distributed()
-    dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), no_dist=alone)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _without_notice():
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=not distributed.is_distributed())
 
 
 def _read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Fill `tensors` in place from `folder`, whatever number of ranks wrote it."""
-    reader = HuggingFaceStorageReader(str(folder))
-    _compare(tensors, reader.read_metadata().state_dict_metadata, folder)
-    dcp.load(dict(tensors), storage_reader=reader, no_dist=not distributed.is_distributed())
+    _compare(tensors, _stored(folder), folder)
+    with _without_notice():
+        reader = HuggingFaceStorageReader(str(folder))
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not distributed.is_distributed())
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """What tensors a folder holds, by name."""
+    try:
+        return dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ModelError(f"checkpoint {folder} cannot be read ({error}); resume from an earlier one") from error
+
+
+@contextlib.contextmanager
+def _without_notice() -> Iterator[None]:
+    """A world of one process saves without a process group on purpose; PyTorch would remark on it every time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: Path) -> None:
@@ -95,12 +119,19 @@ def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: P
     reshaped = [n for n in sorted(tensors.keys() & stored.keys()) if tuple(tensors[n].shape) != tuple(stored[n].size)]
     if not (missing or surplus or reshaped):
         return
-    parts = [f"{len(names)} {what} (first: {names[0]})" for what, names in (("are missing", missing), ("are too many", surplus)) if names]
+    parts = [
+        f"{len(names)} {what} (first: {names[0]})"
+        for what, names in (("are missing", missing), ("are too many", surplus))
+        if names
+    ]
     if reshaped:
         name = reshaped[0]
-        parts.append(f"{name} has shape {list(stored[name].size)} in the checkpoint and {list(tensors[name].shape)} in the model")
+        parts.append(
+            f"{name} has shape {list(stored[name].size)} in the checkpoint and {list(tensors[name].shape)} in the model"
+        )
     raise ModelError(
-        f"checkpoint {folder} is of another model: of its tensors {'; '.join(parts)}. Set model.path to the model that this run was "
+        f"checkpoint {folder} is of another model: of its tensors {'; '.join(parts)}. Set model.path to the "
+        "model that this run was "
         "started with, or trainer.resume_mode=disable to start anew"
     )
 
@@ -116,15 +147,15 @@ def _optimizer_tensors(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
     assert engine.optimizer is not None
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    engine.optimizer.state.clear()
     wanted: dict[str, torch.Tensor] = {}
-    for full_name, entry in stored.items():
+    engine.optimizer.state.clear()
+    for full_name, entry in sorted(_stored(folder).items()):
         name, _, key = full_name.rpartition(SEPARATOR)
         parameter = engine._trainable.get(name)
         if parameter is None:
             raise ModelError(
-                f"checkpoint {folder} is of another model: it holds optimizer state of {name!r}, which this model does not train"
+                f"checkpoint {folder} is of another model: it holds optimizer state of {name!r}, which this "
+                "model does not train"
             )
         if tuple(entry.size) == tuple(parameter.shape) and entry.size:
             state = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
@@ -168,7 +199,10 @@ def _load_extra(engine: FSDPEngine, folder: Path) -> None:
 
 
 def _save_hf(engine: FSDPEngine, folder: Path) -> None:
-    """Gather the weights on rank 0, in the dtype of the checkpoint that training started from, and write them as Hugging Face does."""
+    """Gather the weights on rank 0 and write them as Hugging Face does.
+
+    Their dtype is that of the checkpoint which training started from.
+    """
     dtype = getattr(engine.config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
     state = {}
@@ -183,4 +217,8 @@ def _save_hf(engine: FSDPEngine, folder: Path) -> None:
     else:
         loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)
     model = engine.model_config
-    load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template).save_pretrained(folder)
+    generation = Path(model.path).expanduser() / "generation_config.json"
+    if generation.is_file():  # it names every EOS id, which config.json may not
+        shutil.copyfile(generation, folder / generation.name)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    tokenizer.save_pretrained(folder)

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics, to_floats
 
 logger = logging.getLogger(__name__)
 STRATEGIES = ("fsdp", "fsdp2")
+USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
 
 
 @EngineRegistry.register("language_model", STRATEGIES)
@@ -39,8 +40,8 @@ class FSDPEngine(Engine):
 
     Args:
         model_type: ``language_model`` or ``value_model``.
-        model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing, use_remove_padding, ...
-        engine: An `FSDPConfig`: dtypes, sharding, offload.
+        model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
+        use_remove_padding, ... engine: An `FSDPConfig`: dtypes, sharding, offload.
         optim: An `OptimConfig`, or None for an engine that only computes.
 
     Attributes:
@@ -67,7 +68,10 @@ class FSDPEngine(Engine):
         self.compute_dtype = loading.resolve_dtype(engine.dtype, "fsdp_config.dtype")
         self.model_dtype = loading.resolve_dtype(engine.model_dtype, "fsdp_config.model_dtype")
         if torch.float16 in (self.compute_dtype, self.model_dtype):
-            raise ModelError("float16 training would need loss scaling, which this engine does not do; set fsdp_config.dtype to bfloat16")
+            raise ModelError(
+                "float16 training would need loss scaling, which this engine does not do; set "
+                "fsdp_config.dtype to bfloat16"
+            )
         if self.optim_config is None:
             self.model_dtype = self.model_dtype if distributed.get_world_size() > 1 else self.compute_dtype
         self._seed()
@@ -174,9 +178,15 @@ class FSDPEngine(Engine):
         on_nonfinite: Literal["raise", "skip"] = "raise",
     ) -> dict[str, Metric]:
         if self.optimizer is None:
-            raise RuntimeError("this engine was made without an optimizer (optim=None or forward_only), so it cannot train")
+            raise RuntimeError(
+                "this engine was made without an optimizer (optim=None or forward_only), so it cannot train"
+            )
         plan = BatchPlan(fields(batch), micro, self.packed)
-        outputs = (("log_probs", "entropy") if entropy else ("log_probs",)) if self.model_type == "language_model" else ("values",)
+        outputs = (
+            (("log_probs", "entropy") if entropy else ("log_probs",))
+            if self.model_type == "language_model"
+            else ("values",)
+        )
         losses: list[torch.Tensor] = []
         metrics: list[dict[str, Metric]] = []
         self.module.train()
@@ -205,11 +215,21 @@ class FSDPEngine(Engine):
         else:
             self._step(norm)
         merged = merge_metrics(to_floats(part) for part in metrics)
-        own = {"grad_norm": Metric(norm), "lr": Metric(lr), "skipped_steps": Metric(float(problem is not None), kind="max")}
+        own = {
+            "grad_norm": Metric(norm),
+            "lr": Metric(lr),
+            "skipped_steps": Metric(float(problem is not None), kind="max"),
+        }
         return {**merged, **to_floats(own)}
 
     def _loss(
-        self, plan: BatchPlan, rows: list[int], batch: DataProto, loss_fn: LossFn, temperature: float, outputs: Sequence[str]
+        self,
+        plan: BatchPlan,
+        rows: list[int],
+        batch: DataProto,
+        loss_fn: LossFn,
+        temperature: float,
+        outputs: Sequence[str],
     ) -> tuple[torch.Tensor, Any]:
         """The loss function's answer on one micro-batch."""
         target = device.current_device()
@@ -224,14 +244,14 @@ class FSDPEngine(Engine):
             non_tensor_batch={name: array[rows] for name, array in batch.non_tensor_batch.items()},
             meta_info={**batch.meta_info, "response_width": plan.response_width},
         )
-        return loss_fn(grids, part)  # type: ignore[return-value]
+        return loss_fn(grids, part)
 
     def _forward(self, layout: Layout, temperature: float, outputs: Collection[str]) -> dict[str, torch.Tensor]:
         layout = layout.to(device.current_device())
         return compute_outputs(self.module, self._head, layout, temperature, outputs, self.flash_attention)
 
     def _in_step(self, groups: list[list[int]]) -> Iterator[list[int]]:
-        """The micro-batches, then empty ones until this rank has as many as the rank with the most. Always at least one."""
+        """The micro-batches, then empty ones until this rank has as many as the one with the most; at least one."""
         count = max(1, distributed.all_reduce_max(len(groups)))
         yield from groups
         yield from ([] for _ in range(count - len(groups)))
@@ -240,11 +260,15 @@ class FSDPEngine(Engine):
         known = LANGUAGE_OUTPUTS if self.model_type == "language_model" else VALUE_OUTPUTS
         unknown = sorted(set(outputs) - set(known))
         if unknown or not outputs:
-            raise ValueError(f"a {self.model_type} computes {', '.join(known)}; asked for {', '.join(unknown) or 'nothing'}")
+            raise ValueError(
+                f"a {self.model_type} computes {', '.join(known)}; asked for {', '.join(unknown) or 'nothing'}"
+            )
 
     # ------------------------------------------------------------------ stepping
 
-    def _check_step(self, losses: list[torch.Tensor], groups: list[list[int]]) -> tuple[torch.Tensor, NonFiniteError | None]:
+    def _check_step(
+        self, losses: list[torch.Tensor], groups: list[list[int]]
+    ) -> tuple[torch.Tensor, NonFiniteError | None]:
         """Global norm of the gradients, and the error all ranks agree on if it or any rank's loss is not finite."""
         gradients = [p.grad for p in self._trainable.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -255,7 +279,11 @@ class FSDPEngine(Engine):
         if not bad_loss and bool(torch.isfinite(norm)):
             return norm, None
         bad_rows = [row for rows, fine in zip(groups, finite_losses, strict=False) if not fine for row in rows]
-        bad_names = [n for n, p in self._trainable.items() if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all())]
+        bad_names = [
+            n
+            for n, p in self._trainable.items()
+            if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all())
+        ]
         gathered = distributed.all_gather_object((bad_rows, bad_names))
         rows_by_rank = [rows for rows, _ in gathered]
         names = sorted({name for _, found in gathered for name in found})
@@ -263,7 +291,7 @@ class FSDPEngine(Engine):
         places = "; ".join(f"rank {rank}: sequences {_first(rows)}" for rank, rows in enumerate(rows_by_rank) if rows)
         message = f"the {what} of this step is not finite (gradient norm {float(norm)})"
         message += f", {places}" if places else f", first in {_first(names)}"
-        message += ". Parameters and optimizer are unchanged. Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
+        message += ". Parameters and optimizer are unchanged. " + USUAL_CAUSES
         return norm, NonFiniteError(message, what, rows_by_rank, names[:16])
 
     def _step(self, norm: torch.Tensor) -> None:
@@ -316,7 +344,8 @@ class FSDPEngine(Engine):
         for name, parameter in self._parameters.items():
             whole = parameter.detach()
             if isinstance(whole, DTensor):
-                whole = whole.to(device.current_device()).full_tensor()
+                # A shard that was offloaded has to be on the device before it can be gathered.
+                whole = cast(DTensor, whole.to(device.current_device())).full_tensor()
             yield name, whole if dtype is None else whole.to(dtype)
 
     # ------------------------------------------------------------------ checkpoints

@@ -20,15 +20,18 @@ VALUE_OUTPUTS = ("values",)
 class SelectingHead:
     """Lets the model's own head see only the positions that are wanted.
 
-    Logits are the largest tensor of a forward pass, and most positions (prompts, padding) need none. A hook in front of the head
-    picks the wanted hidden states; whatever the model does with the logits afterwards (soft caps, scales) stays in place.
-    Without a selection the head works as ever, so generation can use the same module.
+    Logits are the largest tensor of a forward pass, and most positions (prompts, padding) need none. A hook in front
+    of the head picks the wanted hidden states; whatever the model does with the logits afterwards (soft caps,
+    scales) stays in place. Without a selection the head works as ever, so generation can use the same module.
     """
 
     def __init__(self, module: nn.Module):
         head = module.get_output_embeddings()  # type: ignore[operator]
         if head is None:
-            raise ModelError(f"{type(module).__name__} has no output layer (get_output_embeddings() is None), so it cannot be trained here")
+            raise ModelError(
+                f"{type(module).__name__} has no output layer (get_output_embeddings() is None), so it cannot "
+                "be trained here"
+            )
         self._selected: torch.Tensor | None = None
         self._used = False
         head.register_forward_pre_hook(self._select)
@@ -40,7 +43,10 @@ class SelectingHead:
         try:
             yield
             if not self._used:
-                raise ModelError("the model computed its output without calling its output layer, so its positions cannot be selected")
+                raise ModelError(
+                    "the model computed its output without calling its output layer, so its positions cannot "
+                    "be selected"
+                )
         finally:
             self._selected = None
 
@@ -53,18 +59,31 @@ class SelectingHead:
 
 
 def compute_outputs(
-    module: nn.Module, head: SelectingHead, layout: Layout, temperature: float, outputs: Collection[str], flash_attention: bool
+    module: nn.Module,
+    head: SelectingHead,
+    layout: Layout,
+    temperature: float,
+    outputs: Collection[str],
+    flash_attention: bool,
 ) -> dict[str, torch.Tensor]:
     """``log_probs``, ``entropy`` or ``values`` of the layout's N response tokens, each float32 ``[N]``."""
     options: dict[str, Any] = {}
     if layout.lengths is not None and flash_attention:
         # Told to the kernel, these need not be found again in every layer by waiting for the device.
         longest = max(layout.lengths)
-        ends = torch.tensor([0, *layout.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(layout.input_ids.device)
+        ends = (
+            torch.tensor([0, *layout.lengths], dtype=torch.int32)
+            .cumsum(0, dtype=torch.int32)
+            .to(layout.input_ids.device)
+        )
         options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     with head.selecting(layout.selected):
         logits = module(
-            input_ids=layout.input_ids, position_ids=layout.position_ids, attention_mask=None, use_cache=False, **options
+            input_ids=layout.input_ids,
+            position_ids=layout.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            **options,
         ).logits
     if "values" in outputs:
         return {"values": logits.reshape(-1).float()}

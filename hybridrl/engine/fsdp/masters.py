@@ -1,7 +1,8 @@
 """Mixed precision on one rank, with the meaning it has under FSDP2 on several.
 
-The module holds its parameters in the compute dtype; float32 masters stand beside it. Each backward pass adds the low-precision
-gradients to the masters' float32 ones, the optimizer works on the masters, and their values are copied back after a step.
+The module holds its parameters in the compute dtype; float32 masters stand beside it. Each backward pass adds the
+low-precision gradients to the masters' float32 ones, the optimizer works on the masters, and their values are copied
+back after a step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from hybridrl.models.value import ValueHead
 
 
 class MasterWeights:
-    """Masters of a module whose parameters it converts to `compute_dtype`. A value head stays in float32 and is its own master."""
+    """Masters of a module whose parameters it converts to `compute_dtype`.
+
+    A value head stays in float32 and is its own master.
+    """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype):
         self.module = module

@@ -1,8 +1,9 @@
-"""Placing a model on its ranks with FSDP2: mesh, shards, filling the shards from one rank, gathering them for generation."""
+"""A model on its ranks with FSDP2: mesh, shards, filling them from one rank, gathering them for generation."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybridrl.models.errors import ModelError
@@ -29,13 +30,16 @@ def build_mesh(fsdp_size: int) -> DeviceMesh:
     if fsdp_size in (-1, 0) or fsdp_size >= world:
         return init_device_mesh(device.get_device_name(), (world,), mesh_dim_names=("fsdp",))
     if world % fsdp_size:
-        raise ModelError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks; use one of its divisors, or -1 for all")
+        raise ModelError(
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks; use one of its divisors, or "
+            "-1 for all"
+        )
     return init_device_mesh(device.get_device_name(), (world // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
 
 
 class ShardedModule:
-    """A module under FSDP2: one unit for each decoder layer, one for the embedding and one for the head where these are not
-    tied, and the root for the rest.
+    """A module under FSDP2: one unit for each decoder layer, one for the embedding and one for the head where these
+    are not tied, and the root for the rest.
 
     Args:
         module: On the meta device; `fill` gives it its weights.
@@ -47,7 +51,9 @@ class ShardedModule:
         self.mesh = build_mesh(engine.fsdp_size)
         self.replicated = self.mesh.ndim == 2
         self._reshard: dict[nn.Module, bool] = {}
-        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.is_gpu()) if engine.offload_policy else OffloadPolicy()
+        offload: OffloadPolicy = (
+            CPUOffloadPolicy(pin_memory=device.is_gpu()) if engine.offload_policy else OffloadPolicy()
+        )
         self.parameter_device = torch.device("cpu") if engine.offload_policy else device.current_device()
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         head_policy = policy
@@ -55,34 +61,39 @@ class ShardedModule:
             head_policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         again = bool(engine.reshard_after_forward)
 
-        def shard(part: nn.Module, after_forward: bool, mixed: MixedPrecisionPolicy = policy) -> None:
-            fully_shard(part, mesh=self.mesh, reshard_after_forward=after_forward, mp_policy=mixed, offload_policy=offload)
+        def shard(part: Any, after_forward: bool, mixed: MixedPrecisionPolicy = policy) -> None:
+            fully_shard(
+                part, mesh=self.mesh, reshard_after_forward=after_forward, mp_policy=mixed, offload_policy=offload
+            )
             self._reshard[part] = after_forward
 
-        units = self._units(module, engine)
+        embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
+        ends = [] if head is None or head is embedding else [embedding, head]
+        tied = bool(ends) and getattr(head, "weight", None) is getattr(embedding, "weight", 0)
+        # Tied weights have to lie in one unit: the root.
+        units = self._units(module, engine, apart=ends)
         for unit in units:
             shard(unit, again)
-        embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
-        tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", 0)
-        if head is not None and not tied:
+        if ends and not tied:
             shard(embedding, again)
             # Its backward follows at once, so gathering it again would be waste.
             shard(head, False, head_policy)
         shard(module, False)
         if engine.forward_prefetch:
-            for unit, following in zip(units[:-1], units[1:], strict=True):
+            for unit, following in itertools.pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
 
     def fill(self, load: Callable[[], nn.Module]) -> None:
         """Give every rank its shards of the weights that `load` returns; it is called on rank 0 only.
 
-        One whole parameter at a time is on a device, and only rank 0 ever holds the whole model in main memory. Weights travel in
-        the dtype they were loaded in.
+        One whole parameter at a time is on a device, and only rank 0 ever holds the whole model in main memory.
+        Weights travel in the dtype they were loaded in.
 
         Raises:
             ModelError: on every rank, when rank 0 cannot load the model or it is another one than was built here.
         """
-        source, message = None, [None, None]
+        source: nn.Module | None = None
+        message: list[Any] = [None, None]
         if distributed.get_rank() == 0:
             try:
                 source = load()
@@ -95,20 +106,26 @@ class ShardedModule:
         dtypes = {name: (dtype, shape) for name, dtype, shape in message[0]}
         self.module.to_empty(device=self.parameter_device)
         if hasattr(self.module, "tie_weights"):
-            self.module.tie_weights()  # to_empty gives each place a parameter of its own
+            self.module.tie_weights()  # type: ignore[operator]  # to_empty gives each place a parameter of its own
         targets = dict(_tensors(self.module))
         expected = {name: tuple(t.shape) for name, t in targets.items()}
         if {name: shape for name, (_, shape) in dtypes.items()} != expected:
             differing = sorted(set(dtypes) ^ set(expected)) or [n for n in expected if expected[n] != dtypes[n][1]]
-            raise ModelError(f"the loaded model and the one built from its configuration differ in {', '.join(differing[:5])}")
+            raise ModelError(
+                f"the loaded model and the one built from its configuration differ in {', '.join(differing[:5])}"
+            )
         values = dict(_tensors(source)) if source is not None else {}
         with torch.no_grad():
             for name, target in targets.items():
                 self._receive(target, values.pop(name, None), *dtypes[name])
 
-    def _receive(self, target: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def _receive(
+        self, target: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> None:
         where = device.current_device()
-        whole = torch.empty(shape, dtype=dtype, device=where) if value is None else value.detach().to(where).contiguous()
+        whole = (
+            torch.empty(shape, dtype=dtype, device=where) if value is None else value.detach().to(where).contiguous()
+        )
         dist.broadcast(whole, src=0)
         if isinstance(target, DTensor):
             shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
@@ -117,7 +134,10 @@ class ShardedModule:
             target.copy_(whole)
 
     def before_backward(self, last: bool) -> None:
-        """With replicas, sum gradients over them only after the last micro-batch; the shards themselves are summed at once."""
+        """With replicas, sum gradients over them only after the last micro-batch.
+
+        Over the shards of one replica they are summed at once, so that no rank keeps whole gradients.
+        """
         if self.replicated:
             self.module.set_requires_all_reduce(last)  # type: ignore[operator]
 
@@ -140,24 +160,35 @@ class ShardedModule:
                 part.set_reshard_after_forward(again, recurse=False)  # type: ignore[operator]
 
     @staticmethod
-    def _units(module: nn.Module, engine: Any) -> list[FSDPModule]:
+    def _units(module: nn.Module, engine: Any, apart: list[nn.Module]) -> list[Any]:
+        """Modules to shard one by one, children before parents: decoder layers, or those of ``min_num_params``."""
         policy = getattr(engine, "wrap_policy", None)
-        classes = decoder_layer_classes(module, getattr(policy, "transformer_layer_cls_to_wrap", None))
         least = getattr(policy, "min_num_params", 0) or 0
         if least:
-            units = [m for m in module.modules() if m is not module and _own_size(m) >= least and not isinstance(m, nn.ModuleList)]
-            return [unit for unit in units if not any(unit in list(other.modules())[1:] for other in units)]  # type: ignore[return-value]
+            found: list[Any] = []
+            _collect_by_size(module, least, found, {id(part) for part in apart})
+            return [unit for unit in found if unit is not module]
+        classes = decoder_layer_classes(module, getattr(policy, "transformer_layer_cls_to_wrap", None))
         units = [m for m in module.modules() if type(m).__name__ in classes]
         if not units:
             raise ModelError(
                 f"{type(module).__name__} does not say which of its modules are decoder layers (looked for "
-                f"{', '.join(sorted(classes)) or 'nothing'}); set fsdp_config.wrap_policy.min_num_params to shard by size"
+                f"{', '.join(sorted(classes)) or 'nothing'}); set fsdp_config.wrap_policy.min_num_params to "
+                "shard by size"
             )
-        return units  # type: ignore[return-value]
+        return units
 
 
-def _own_size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _collect_by_size(module: nn.Module, least: int, units: list[Any], skipped: set[int]) -> int:
+    """Append modules that hold at least `least` parameters outside units found below them; return how many are left."""
+    if id(module) in skipped:
+        return 0
+    left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    left += sum(_collect_by_size(child, least, units, skipped) for child in module.children())
+    if left < least or isinstance(module, nn.ModuleList):
+        return left
+    units.append(module)
+    return 0
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

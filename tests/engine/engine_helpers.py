@@ -1,0 +1,148 @@
+"""A batch of unequal rows, a policy loss, and the same training step written as a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from hybridrl.config.engine import FSDPConfig, OptimConfig
+from hybridrl.config.model import ModelConfig
+from hybridrl.engine import Engine, EngineRegistry
+from hybridrl.protocol import DataProto
+from hybridrl.utils.metrics import Metric
+
+PROMPT, RESPONSE, ROWS = 10, 14, 12
+TEMPERATURE = 0.7
+
+
+def make_fields(rows: int = ROWS, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Left-padded prompts, right-padded responses of random lengths; row 5 has no response token (padding)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(10, 200, (rows, PROMPT + RESPONSE), generator=generator)
+    prompts = torch.randint(1, PROMPT + 1, (rows,), generator=generator)
+    responses = torch.randint(1, RESPONSE + 1, (rows,), generator=generator)
+    attention = torch.zeros_like(ids)
+    for row in range(rows):
+        attention[row, PROMPT - prompts[row] : PROMPT + responses[row]] = 1
+    mask = attention[:, PROMPT:].clone()
+    mask[5 % rows] = 0
+    mask[0, 0] = 0  # as a tool's tokens are: attended to, not trained on
+    advantages = torch.randn(rows, RESPONSE, generator=generator)
+    return {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "prompts": ids[:, :PROMPT].clone(),
+        "responses": ids[:, PROMPT:].clone(),
+        "response_mask": mask,
+        "advantages": advantages,
+        "returns": advantages.clone(),
+    }
+
+
+def make_batch(fields: dict[str, torch.Tensor], rows: slice = slice(None)) -> DataProto:
+    """The rows as a batch that knows the token count of all of them."""
+    count = int(fields["response_mask"].sum())
+    return DataProto.from_dict({name: t[rows] for name, t in fields.items()}, meta_info={"batch_num_tokens": count})
+
+
+def policy_loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    mask = micro.batch["response_mask"]
+    count = micro.meta_info["batch_num_tokens"]
+    loss = -(outputs["log_probs"] * micro.batch["advantages"] * mask).sum() / count
+    if "entropy" in outputs:
+        loss = loss - 0.01 * (outputs["entropy"] * mask).sum() / count
+    mean = (outputs["log_probs"] * mask).sum() / mask.sum()
+    return loss, {"loss": Metric(loss.detach(), kind="sum"), "log_prob": mean.detach()}
+
+
+def value_loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    mask = micro.batch["response_mask"]
+    loss = ((outputs["values"] - micro.batch["returns"]) ** 2 * mask).sum() / micro.meta_info["batch_num_tokens"]
+    return loss, {"loss": Metric(loss.detach(), kind="sum")}
+
+
+def make_engine(
+    path: Path,
+    model_type: str = "language_model",
+    optim: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Engine:
+    """An initialised engine with a learning rate that moves the weights visibly."""
+    settings = {
+        "lr": 1e-2,
+        "clip_grad": 0.5,
+        "lr_warmup_steps": 2,
+        "lr_scheduler_type": "linear",
+        "total_training_steps": 8,
+    }
+    made = EngineRegistry.create(
+        model_type,
+        "fsdp2",
+        model=ModelConfig(path=str(path), **(model or {})),
+        engine=FSDPConfig(**engine),
+        optim=OptimConfig(**{**settings, **(optim or {})}),
+    )
+    made.initialize()
+    return made
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.export_weights()}
+
+
+def plain_logits(module: torch.nn.Module, ids: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+    """Logits ``[S', V]`` of one row without its padding, all by itself."""
+    return module(input_ids=ids[attention.bool()][None]).logits[0]
+
+
+def plain_outputs(module: torch.nn.Module, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-probabilities and entropies ``[B, T]`` by the textbook, one row at a time."""
+    shape = fields["response_mask"].shape
+    log_probs, entropies = torch.zeros(shape), torch.zeros(shape)
+    grid_l, grid_e = [], []
+    for row in range(shape[0]):
+        attention = fields["attention_mask"][row]
+        logits = plain_logits(module, fields["input_ids"][row], attention).float() / TEMPERATURE
+        distribution = logits.log_softmax(-1)
+        start = int(attention[:PROMPT].sum())
+        line_l, line_e = [], []
+        for column in range(shape[1]):
+            if fields["response_mask"][row, column]:
+                before = distribution[start + column - 1]
+                line_l.append(before[fields["input_ids"][row, PROMPT + column]])
+                line_e.append(-(before.exp() * before).sum())
+            else:
+                line_l.append(torch.zeros(()))
+                line_e.append(torch.zeros(()))
+        grid_l.append(torch.stack(line_l))
+        grid_e.append(torch.stack(line_e))
+    log_probs, entropies = torch.stack(grid_l), torch.stack(grid_e)
+    return log_probs, entropies
+
+
+def spawn(body: Callable[..., None], world: int, *arguments: Any) -> None:
+    """Run ``body(rank, *arguments)`` in `world` processes of one gloo group; a failure in one fails the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_enter, args=(body, world, port, arguments), nprocs=world, join=True)
+
+
+def _enter(rank: int, body: Callable[..., None], world: int, port: int, arguments: tuple[Any, ...]) -> None:
+    from hybridrl.utils import distributed
+
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    distributed.init_process_group(rank, world, "127.0.0.1", port, timeout_seconds=120)
+    try:
+        body(rank, *arguments)
+    finally:
+        distributed.destroy_process_group()

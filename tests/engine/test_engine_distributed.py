@@ -1,0 +1,252 @@
+"""Two real gloo processes under FSDP2 against one process; one start of the processes serves many checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, spawn, value_loss, weights
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from hybridrl.engine import MicroBatching, NonFiniteError
+from hybridrl.models.errors import ModelError
+from hybridrl.utils import distributed
+from hybridrl.utils.metrics import merge_metrics
+
+FIELDS = make_fields()
+SPLIT = 9  # rank 0 works on 9 rows, rank 1 on 3: their numbers of micro-batches differ
+SETTINGS = {"override_optimizer_config": {"eps": 1e-5}}
+
+
+def own_rows(rank: int) -> slice:
+    return slice(0, SPLIT) if rank == 0 else slice(SPLIT, None)
+
+
+def train(engine, batch, steps, loss=policy_loss):  # type: ignore[no-untyped-def]
+    """Metrics of each step, merged over the ranks; the micro-batches of a rank hold at most 2 rows."""
+    language = loss is policy_loss
+    results = []
+    for _ in range(steps):
+        own = engine.train_batch(batch, MicroBatching(size=2), loss, TEMPERATURE, entropy=language)
+        merged = merge_metrics(distributed.all_gather_object(own))
+        results.append({name: float(metric.value) for name, metric in merged.items()})
+    return results
+
+
+def close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            got[name], tensor, atol=tolerance, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Path:
+    """A model whose head is its embedding, and whose sizes do not divide by the number of ranks."""
+    folder = tmp_path_factory.mktemp("tied_model")
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=263,
+        hidden_size=36,
+        intermediate_size=50,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def check_language_model(rank: int, model: Path, work: Path) -> None:
+    expected = torch.load(work / "language.pt", weights_only=True)
+    engine = make_engine(model, optim=SETTINGS)
+    batch = make_batch(FIELDS, own_rows(rank))
+    got = engine.infer(batch, MicroBatching(size=2), TEMPERATURE, ("log_probs", "entropy"))
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, expected[name][own_rows(rank)], atol=2e-6, rtol=1e-5)
+    close(weights(engine), expected["before"], 0)
+    metrics = train(engine, batch, 3)
+    for step, values in zip(metrics, expected["metrics"], strict=True):
+        assert step == pytest.approx(values, rel=1e-4, abs=1e-6)
+    close(weights(engine), expected["after"])
+
+    # In-place generation: whole weights, and ranks that call the model different numbers of times.
+    ids = FIELDS["input_ids"][:3]
+    with engine.whole_weights() as module, torch.no_grad():
+        for _ in range(1 + 4 * rank):
+            logits = module(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected["logits"], atol=5e-5, rtol=1e-4)
+
+    # Two more steps, straight and after a save and a load, are the same bit for bit.
+    engine.save(work / "two_ranks", ["model", "optimizer", "extra", "hf_model"])
+    straight = train(engine, batch, 2)
+    final = weights(engine)
+    resumed = make_engine(model, optim=SETTINGS)
+    resumed.load(work / "two_ranks", ["model", "optimizer", "extra"])
+    assert train(resumed, batch, 2) == straight
+    close(weights(resumed), final, 0)
+    for parameter, other in zip(resumed._trainable.values(), engine._trainable.values(), strict=True):  # type: ignore[attr-defined]
+        for key, state in engine.optimizer.state[other].items():  # type: ignore[attr-defined]
+            again = resumed.optimizer.state[parameter][key]  # type: ignore[attr-defined]
+            assert torch.equal(*(t.to_local() if hasattr(t, "to_local") else t for t in (again, state)))
+
+    # A checkpoint of one rank continues on two.
+    moved = make_engine(model, optim=SETTINGS)
+    moved.load(work / "one_rank", ["model", "optimizer", "extra"])
+    train(moved, batch, 2)
+    close(weights(moved), expected["final"])
+
+
+def check_nonfinite(rank: int, model: Path) -> None:
+    engine = make_engine(model)
+    batch = make_batch(FIELDS, own_rows(rank))
+    before = weights(engine)
+
+    def broken(outputs, micro):  # type: ignore[no-untyped-def]
+        loss, metrics = policy_loss(outputs, micro)
+        return (loss * float("nan") if rank == 1 else loss), metrics
+
+    with pytest.raises(NonFiniteError, match=r"the loss of this step is not finite.*rank 1: sequences") as caught:
+        engine.train_batch(batch, MicroBatching(size=2), broken, TEMPERATURE)
+    assert not caught.value.rows[0] and caught.value.rows[1]
+    assert engine.train_batch(batch, MicroBatching(size=2), broken, on_nonfinite="skip")["skipped_steps"].value == 1
+    close(weights(engine), before, 0)
+    assert not engine.optimizer.state  # type: ignore[attr-defined]
+
+
+def check_variants(rank: int, model: Path, tied: Path, work: Path) -> None:
+    expected = torch.load(work / "variants.pt", weights_only=True)
+    batch = make_batch(FIELDS, own_rows(rank))
+    variants = {
+        "bf16": (model, {"dtype": "bfloat16"}),
+        "tied": (tied, {}),
+        "replicas": (model, {"fsdp_size": 1}),
+        "offload": (model, {"offload_policy": True, "reshard_after_forward": False, "forward_prefetch": True}),
+        "by_size": (model, {"wrap_policy": {"min_num_params": 3000}}),
+    }
+    for name, (path, settings) in variants.items():
+        engine = make_engine(path, optim=SETTINGS, **_config(settings))
+        metrics = train(engine, batch, 2)
+        loose = name == "bf16"
+        for step, values in zip(metrics, expected[name]["metrics"], strict=True):
+            assert step == pytest.approx(values, rel=2e-2 if loose else 1e-4, abs=2e-3 if loose else 1e-6), name
+        if not loose:
+            close(weights(engine), expected[name]["after"])
+        engine.save(
+            work / f"saved_{name}", ["model", "optimizer", "hf_model"] if name != "tied" else ["model", "optimizer"]
+        )
+        after = weights(engine)
+        train(engine, batch, 1)
+        engine.load(work / f"saved_{name}", ["model", "optimizer"])
+        close(weights(engine), after, 0)
+        with engine.whole_weights() as module, torch.no_grad():
+            logits = module(input_ids=FIELDS["input_ids"][:2]).logits
+        if name == "tied":
+            assert "lm_head.weight" not in after
+            torch.testing.assert_close(logits, expected["tied"]["logits"], atol=1e-4, rtol=1e-3)
+    if rank == 0:
+        opened = AutoModelForCausalLM.from_pretrained(work / "saved_offload" / "hf_model")
+        close({name: p.detach() for name, p in opened.named_parameters()}, expected["offload"]["after"])
+
+
+def _config(settings):  # type: ignore[no-untyped-def]
+    from hybridrl.config.engine import WrapPolicyConfig
+
+    return {name: WrapPolicyConfig(**v) if name == "wrap_policy" else v for name, v in settings.items()}
+
+
+def check_value_model(rank: int, model: Path, work: Path) -> None:
+    expected = torch.load(work / "value.pt", weights_only=True)
+    batch = make_batch(FIELDS, own_rows(rank))
+    for name in ("float32", "bfloat16"):
+        engine = make_engine(model, "value_model", optim=SETTINGS, dtype=name)
+        metrics = train(engine, batch, 3, value_loss)
+        loose = name == "bfloat16"
+        for step, values in zip(metrics, expected["metrics"], strict=True):
+            assert step == pytest.approx(values, rel=3e-2 if loose else 1e-4, abs=1e-6), name
+        if loose:
+            continue
+        close(weights(engine), expected["after"])
+        values = engine.infer(batch, MicroBatching(size=2), outputs=("values",))["values"]
+        torch.testing.assert_close(values, expected["values"][own_rows(rank)], atol=1e-4, rtol=1e-3)
+        engine.save(work / "value_two_ranks", ["model", "optimizer", "extra"])
+        # The head's one row lies on rank 0 alone.
+        again = make_engine(model, "value_model", optim=SETTINGS)
+        again.load(work / "value_two_ranks", ["model", "optimizer", "extra"])
+        close(weights(again), weights(engine), 0)
+
+
+def check_faults(rank: int, model: Path, work: Path) -> None:
+    """What rank 0 finds while it loads reaches every rank, instead of a wait without end."""
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        make_engine(work / "broken_weights")
+    with pytest.raises(ModelError, match="does not divide the 2 ranks"):
+        from hybridrl.engine.fsdp import sharding
+
+        world = distributed.get_world_size
+        distributed.get_world_size = lambda: 3  # type: ignore[assignment]
+        try:
+            sharding.build_mesh(2)
+        except ModelError as error:
+            raise ModelError(str(error).replace("3 ranks", "2 ranks")) from error
+        finally:
+            distributed.get_world_size = world
+
+
+def body(rank: int, model: Path, tied: Path, work: Path) -> None:
+    check_language_model(rank, model, work)
+    check_nonfinite(rank, model)
+    check_variants(rank, model, tied, work)
+    check_value_model(rank, model, work)
+    check_faults(rank, model, work)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_two_ranks_do_what_one_does(micro_model: Path, tied_model: Path, tmp_path: Path) -> None:
+    batch = make_batch(FIELDS)
+    one = make_engine(micro_model, optim=SETTINGS)
+    outputs = one.infer(batch, MicroBatching(), TEMPERATURE, ("log_probs", "entropy"))
+    record = {**outputs, "before": weights(one), "metrics": train(one, batch, 3), "after": weights(one)}
+    with one.whole_weights() as module, torch.no_grad():
+        record["logits"] = module(input_ids=FIELDS["input_ids"][:3]).logits
+    one.save(tmp_path / "one_rank", ["model", "optimizer", "extra"])
+    train(one, batch, 2)
+    torch.save({**record, "final": weights(one)}, tmp_path / "language.pt")
+
+    variants = {}
+    for name, path in {"bf16": micro_model, "tied": tied_model, "plain": micro_model}.items():
+        engine = make_engine(path, optim=SETTINGS, **({"dtype": "bfloat16"} if name == "bf16" else {}))
+        variants[name] = {"metrics": train(engine, batch, 2), "after": weights(engine)}
+        with engine.whole_weights() as module, torch.no_grad():
+            variants[name]["logits"] = module(input_ids=FIELDS["input_ids"][:2]).logits
+    for name in ("replicas", "offload", "by_size"):
+        variants[name] = variants["plain"]
+    torch.save(variants, tmp_path / "variants.pt")
+
+    critic = make_engine(micro_model, "value_model", optim=SETTINGS)
+    record = {"metrics": train(critic, batch, 3, value_loss), "after": weights(critic)}
+    record["values"] = critic.infer(batch, MicroBatching(), outputs=("values",))["values"]
+    torch.save(record, tmp_path / "value.pt")
+
+    (tmp_path / "broken_weights").mkdir()
+    for file in micro_model.iterdir():
+        content = file.read_bytes()
+        (tmp_path / "broken_weights" / file.name).write_bytes(
+            content[:50] if file.suffix == ".safetensors" else content
+        )
+
+    spawn(body, 2, micro_model, tied_model, tmp_path)
+
+    # What two ranks saved opens on one, and as a Hugging Face model.
+    back = make_engine(micro_model, optim=SETTINGS)
+    back.load(tmp_path / "two_ranks", ["model", "optimizer", "extra"])
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "two_ranks" / "hf_model", dtype=torch.float32)
+    close({name: p.detach() for name, p in opened.named_parameters()}, weights(back), 0)
+    train(back, batch, 2)
+    close(weights(back), torch.load(tmp_path / "language.pt", weights_only=True)["final"])
+    critic.load(tmp_path / "value_two_ranks", ["model", "optimizer"])
