@@ -282,3 +282,30 @@ def test_every_setting_has_a_meaning_and_a_default_of_its_type(root):
         value = default_of(field)
         if value != "":
             assert _checked(_fit(value, field.type), field.metadata["limits"]) == value, key
+
+
+JUNK = [None, "", "x", "1", -1, 0, 2.5, float("nan"), float("inf"), True, [], ["a"], [1], {}, {"a": 1}, {"a": [1]}]
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_any_value_for_any_setting_is_of_its_type_or_a_fault(root):
+    from hybridrl.config.convert import build
+
+    kinds = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict, "None": type(None)}
+    for key, field in declared(ROOTS[root]).items():
+        allowed = tuple(kinds[name] for name in kinds if name in str(field.type))
+        for value in JUNK:
+            tree: dict = {}
+            node = tree
+            *parents, last = key.split(".")
+            for part in parents:
+                node = node.setdefault(part, {})
+            node[last] = value
+            faults: dict[str, str] = {}
+            built = build(ROOTS[root], tree, faults, {})
+            for part in key.split("."):
+                built = built[part]
+            assert isinstance(built, allowed), (key, value)
+            assert faults == {} or list(faults) == [key]
+            if faults:
+                assert faults[key].startswith(f"{key}=")
