@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,26 +117,36 @@ def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler
     return cls(**arguments)
 
 
-def create_train_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
-    """Training prompts: ``data.gen_batch_size`` (or ``data.train_batch_size``) a batch, full batches only."""
-    gen_batch_size = config.get("gen_batch_size")
-    size = gen_batch_size or config.train_batch_size
+def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | None = None) -> PromptLoader:
+    """Training prompts: ``batch_size`` (default ``data.train_batch_size``) a batch, full batches only."""
     return PromptLoader(
         dataset,
-        size,
+        batch_size or config.train_batch_size,
         create_sampler(config, dataset),
         drop_last=True,
         num_workers=config.dataloader_num_workers,
         seed=seed_of(config),
-        key="data.gen_batch_size" if gen_batch_size else "data.train_batch_size",
     )
 
 
 def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
-    """Validation prompts: ``data.val_batch_size`` (default: all at once) a batch, every row once."""
+    """Validation prompts: ``data.val_batch_size`` (default: all at once) a batch, every row once.
+
+    Each pass has the same order and the same uids, however many came before, so that a resumed run
+    validates as one never stopped.
+    """
     size = config.val_batch_size or len(dataset)
     sampler = EpochSampler(len(dataset), shuffle=config.validation_shuffle, seed=seed_of(config))
-    return PromptLoader(dataset, size, sampler, drop_last=False, seed=seed_of(config), key="data.val_batch_size")
+    return PromptLoader(
+        dataset,
+        size,
+        sampler,
+        drop_last=False,
+        num_workers=config.dataloader_num_workers,
+        seed=seed_of(config),
+        every_epoch_alike=True,
+        key="data.val_batch_size",
+    )
 
 
 def create_sft_loader(
@@ -144,7 +155,14 @@ def create_sft_loader(
     """Conversations for training (in the sampler's order, full batches) or validation (each row once)."""
     sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
     return SFTLoader(
-        dataset, batch_size, sampler, drop_last=train, num_workers=config.num_workers, seed=seed_of(config), key=key
+        dataset,
+        batch_size,
+        sampler,
+        drop_last=train,
+        num_workers=config.num_workers,
+        seed=seed_of(config),
+        every_epoch_alike=not train,
+        key=key,
     )
 
 
@@ -170,7 +188,7 @@ def load_class(path: str, name: str | None, path_key: str, name_key: str) -> Any
     else:
         if not file.is_file():
             raise DataError(f"{path_key}={path}: no such file (looked for {file.absolute()}).")
-        module_name = f"hybridrl_user_{file.stem}_{abs(hash(str(file.resolve())))}"
+        module_name = f"hybridrl_user_{file.stem}_{zlib.crc32(str(file.resolve()).encode())}"
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None and spec.loader is not None  # a .py file always has both
         module = importlib.util.module_from_spec(spec)

@@ -48,6 +48,7 @@ class StatefulLoader:
         num_workers: processes that read ahead; 0 reads in this process.
         collate: rows -> (tensors, lists of objects); runs in the reading process.
         seed: of the reading processes' random state, together with the epoch.
+        every_epoch_alike: do not count epochs: each pass is epoch 0 again, with its order and uids.
         key: the configuration key of the batch size, for messages.
 
     Raises:
@@ -64,12 +65,14 @@ class StatefulLoader:
         collate: Callable[[Sequence[dict[str, Any]]], Collated],
         num_workers: int = 0,
         seed: int = 0,
+        every_epoch_alike: bool = False,
         key: str = "data.train_batch_size",
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.sampler: Any = EpochSampler(len(dataset), shuffle=False, seed=seed) if sampler is None else sampler
         self.seed = seed
+        self.every_epoch_alike = every_epoch_alike
         self._generator = torch.Generator()  # its own, so that reading data draws nothing from the global one
         with warnings.catch_warnings():
             # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates; nothing that a user could change.
@@ -112,7 +115,7 @@ class StatefulLoader:
         for collated in self._inner_batches():
             self._batches += 1
             if self._batches == len(self):
-                self._epoch, self._batches = epoch + 1, 0
+                self._epoch, self._batches = epoch + (not self.every_epoch_alike), 0
             yield self.finish(collated, epoch)
 
     def _inner_batches(self) -> Iterator[Collated]:
@@ -209,8 +212,8 @@ class PromptLoader(StatefulLoader):
     the batch, and as non-tensors ``uid, raw_prompt, index`` and the other columns of the rows. ``uid`` is
     ``"{epoch}-{index}"``: the same in every run of the same data, different for every prompt of a run.
 
-    Args: those of ``StatefulLoader``, and
-
+    Args:
+        dataset, batch_size, sampler, drop_last, settings: those of ``StatefulLoader``.
         pad_token_id: default: that of ``dataset.pad_token_id``.
     """
 
@@ -222,14 +225,10 @@ class PromptLoader(StatefulLoader):
         drop_last: bool = True,
         *,
         pad_token_id: int | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-        key: str = "data.train_batch_size",
+        **settings: Any,
     ) -> None:
-        collate = PromptCollator(_pad_id(dataset, pad_token_id), getattr(dataset, "locate", None))
-        super().__init__(
-            dataset, batch_size, sampler, drop_last, collate=collate, num_workers=num_workers, seed=seed, key=key
-        )
+        collate = PromptCollator(_pad_id(dataset, pad_token_id))
+        super().__init__(dataset, batch_size, sampler, drop_last, collate=collate, **settings)
 
     def finish(self, collated: Collated, epoch: int) -> DataProto:
         tensors, objects = collated
@@ -258,22 +257,17 @@ class SFTLoader(StatefulLoader):
         drop_last: bool = True,
         *,
         pad_token_id: int | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-        key: str = "data.train_batch_size",
+        **settings: Any,
     ) -> None:
         collate = SFTCollator(_pad_id(dataset, pad_token_id))
-        super().__init__(
-            dataset, batch_size, sampler, drop_last, collate=collate, num_workers=num_workers, seed=seed, key=key
-        )
+        super().__init__(dataset, batch_size, sampler, drop_last, collate=collate, **settings)
 
 
 class PromptCollator:
     """Rows with ``input_ids`` -> left-padded tensors and lists."""
 
-    def __init__(self, pad_token_id: int, locate: Callable[[int], str] | None = None) -> None:
+    def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
-        self.locate = locate
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
         for row in rows:

@@ -95,6 +95,24 @@ class RewardManager:
         """Start the pool's processes without waiting for them."""
         self.pool.start()
 
+    def check(self, *datasets: Any) -> None:
+        """Wait until a process has loaded the reward function, and refuse data that it cannot score.
+
+        To be called before a model is loaded.
+
+        Args:
+            datasets: see ``hybridrl.reward.check_dataset``; None is passed over.
+
+        Raises:
+            RewardError: the function cannot be loaded, or a row has an unknown data source or no ground truth.
+        """
+        from hybridrl.reward.check import check_dataset
+
+        self.pool.start(wait_for_one=True)
+        for dataset in datasets:
+            if dataset is not None:
+                check_dataset(self.config, dataset)
+
     def close(self) -> None:
         """End the pool's processes."""
         self.pool.close()

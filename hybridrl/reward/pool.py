@@ -308,8 +308,12 @@ class _Worker:
         self.form, self.is_async, self.label = "sample", False, function.label
         self.working_on: set[int] = set()
         self._sent = 0.0
-        self._post(function)
-        self._post(timeout_s)
+        try:
+            self._post(function)
+            self._post(timeout_s)
+        except RewardError:
+            self.end()
+            raise
 
     def send_samples(self, samples: Sequence[Sample], numbers: Sequence[int]) -> None:
         """Ask for the scores of some samples."""
@@ -324,7 +328,16 @@ class _Worker:
 
     def _post(self, message: Any) -> None:
         try:
-            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise RewardError(
+                f"{self.label} runs in a process of its own, and what it is called with cannot be sent there "
+                f"({error}). Data "
+                "sources, ground truths, extra_info and reward_kwargs must be plain values: numbers, text, lists, "
+                "dicts."
+            ) from error
+        try:
+            self.connection.send_bytes(data)
         except (BrokenPipeError, ConnectionResetError):
             self.gone = True
 
@@ -332,7 +345,7 @@ class _Worker:
         """The next message; None if the process has ended."""
         try:
             return pickle.loads(self.connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # OSError: it died in the middle of a message
             self.gone = True
             return None
 

@@ -262,6 +262,22 @@ def test_check_reward_runs_the_users_file_elsewhere(config, user_file, tmp_path)
     assert int(note.read_text()) != os.getpid()
 
 
+def test_a_manager_checks_itself_and_the_data(manager_for, user_file, tokenizer, sort_data, config):
+    import pyarrow.parquet
+
+    path = user_file("", "rows.parquet")
+    prompt = [{"role": "user", "content": "x"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": prompt}]), path)
+    good = create_rl_dataset(sort_data / "train.parquet", config.data, tokenizer)
+    bad = create_rl_dataset(path, config.data, tokenizer)
+    manager_for().check(good, None)
+    with pytest.raises(RewardError, match=r"rows\.parquet, row 0 .*no data source"):
+        manager_for().check(good, bad)
+    manager_for(user_file(LENGTHS_FILE)).check(good, bad)
+    with pytest.raises(RewardError, match="not_there"):
+        manager_for(user_file("import not_there")).check()
+
+
 def test_check_dataset_names_file_and_row(config, tokenizer, sort_data, tmp_path):
     import pyarrow.parquet
 

@@ -265,6 +265,13 @@ def test_a_file_that_does_not_load(user_file):
         p.run(samples(1))
 
 
+def test_what_cannot_be_sent_is_refused(user_file):
+    with pool(user_file("def f(solution_str, ground_truth): return 1")) as p:
+        with pytest.raises(RewardError, match="must be plain values"):
+            p.run([Sample("", "", lambda: 1, {})])
+        assert p.run(samples(1))[0].score == 1
+
+
 def test_ctrl_c_and_sigterm_do_not_reach_the_processes(user_file):
     """A run that is interrupted saves at the next step boundary, for which it needs its scores."""
     with pool(user_file("import os\ndef f(solution_str, ground_truth): return os.getpid()")) as p:
