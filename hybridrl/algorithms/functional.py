@@ -16,6 +16,8 @@ from torch import Tensor
 from hybridrl.algorithms.errors import AlgorithmError
 
 EPS = 1e-8
+# exp of it is exactly 0 in float64 too, so a log-probability of -inf can be replaced by it beside its probability.
+_LOWEST_LOG_P = -1e4
 # Elements of one float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 # Elements of a block of rows in masked statistics: its temporaries stay in a CPU's cache.
@@ -112,15 +114,16 @@ def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
     return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 24) // logits.shape[-1])
 
 
-def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that softmax statistics of logits of a dtype are computed in: float64 as it is, else float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def _log_softmax(x: Tensor, scale: float) -> Tensor:
     """log softmax of ``x * scale`` in at least float32; the scaling is skipped when it does nothing."""
     if scale != 1.0:
-        x = x.to(_work_dtype(x.dtype)) * scale
-    return torch.log_softmax(x, dim=-1, dtype=_work_dtype(x.dtype))
+        x = x.to(working_dtype(x.dtype)) * scale
+    return torch.log_softmax(x, dim=-1, dtype=working_dtype(x.dtype))
 
 
 class _Options(NamedTuple):
@@ -139,7 +142,7 @@ def _softmax_gradient(
     p = logp.exp()
     if g_entropy is not None and entropy is not None:
         # -p (g_lp + g_H (log p + H)), with log p kept finite where p is zero.
-        step = logp.clamp(min=torch.finfo(logp.dtype).min).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
+        step = logp.clamp(min=_LOWEST_LOG_P).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
         if g_lp is not None:
             step.add_(g_lp.unsqueeze(-1))
         step.mul_(p).neg_()
@@ -183,7 +186,7 @@ class _TokenStatistics(torch.autograd.Function):
                     squares.append((p * p).sum(-1))
                 if options.entropy:
                     # A token ruled out by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
-                    entropies.append(-p.mul_(logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1))
+                    entropies.append(-p.mul_(logp.clamp(min=_LOWEST_LOG_P)).sum(-1))
         lp, entropy, square = (
             (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
             for parts in (log_probs, entropies, squares)
@@ -250,7 +253,7 @@ def token_statistics(
     shape = logits.shape[:-1]
     flat = logits.reshape(-1, logits.shape[-1])
     if flat.shape[0] == 0:
-        empty = flat.sum(-1).to(_work_dtype(logits.dtype)).reshape(shape)
+        empty = flat.sum(-1).to(working_dtype(logits.dtype)).reshape(shape)
         found: list[Tensor | None] = [empty, empty, empty]
     else:
         flat_labels = None if labels is None else labels.reshape(-1)

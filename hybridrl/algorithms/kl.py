@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.errors import AlgorithmError
-from hybridrl.algorithms.functional import keep, masked_mean
+from hybridrl.algorithms.functional import keep, masked_mean, working_dtype
 from hybridrl.algorithms.settings import number, setting
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
@@ -54,7 +54,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
                 f"{tuple(logprob.shape)} and {tuple(ref_logprob.shape)}. With the sampled tokens' "
                 "log-probabilities alone use k1, k2 or k3."
             )
-        log_p, log_q = logprob.float().log_softmax(-1), ref_logprob.float().log_softmax(-1)
+        log_p, log_q = (x.log_softmax(-1, dtype=working_dtype(x.dtype)) for x in (logprob, ref_logprob))
         # A token the policy rules out (p = 0) adds nothing; 0 * (-inf - x) would be NaN.
         return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
     names = ", ".join(KL_PENALTIES)

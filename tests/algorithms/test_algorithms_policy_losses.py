@@ -1,0 +1,323 @@
+"""Every policy loss against the loops of `paper_losses`: value, gradient by finite differences, and invariances."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import paper_losses as paper
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hybridrl.algorithms as algorithms
+from hybridrl.algorithms import (
+    LOSS_AGG_MODES,
+    AlgorithmError,
+    get_policy_loss_fn,
+    get_policy_loss_prepare_fn,
+    global_counts,
+    with_global_batch_info,
+)
+from hybridrl.algorithms.policy_losses.covariance import token_noise
+
+torch.set_num_threads(1)
+CONFIG = SimpleNamespace(
+    clip_ratio=0.7, clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.7, tau_pos=1.3, tau_neg=0.9,
+    loss_scale_factor=None,
+    policy_loss=SimpleNamespace(dro_beta=0.4, ppo_kl_coef=0.6, kl_cov_ratio=0.2, clip_cov_ratio=0.2, clip_cov_lb=-0.5,
+                                clip_cov_ub=3.0, rollout_correction=None),
+)  # fmt: skip
+NAMES = [
+    "vanilla",
+    "gspo",
+    "geo_mean",
+    "gpg",
+    "reinforce",
+    "cispo",
+    "sapo",
+    "dro",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+]
+many = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+def make(seed: int, rows: int, width: int) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    mask = rng.random((rows, width)) > 0.35
+    mask[0, 0] = True
+    old = -rng.exponential(size=(rows, width)) - 0.05
+    tensors = {
+        "old": old,
+        "new": np.minimum(old + rng.normal(size=(rows, width)) * 0.5, -0.01),
+        "adv": rng.normal(size=(rows, width)) * (rng.random((rows, width)) > 0.1),
+        "weights": rng.random((rows, width)) + 0.3,
+    }
+    out = {name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()}
+    return {**out, "mask": torch.tensor(mask).long(), "chosen": torch.tensor(rng.random((rows, width)) > 0.5)}
+
+
+batches = st.builds(make, st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5))
+
+
+def extra(name: str, b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"prepared": b["chosen"]} if name.endswith("_cov") else {}
+
+
+def run(
+    name: str, b: dict[str, torch.Tensor], mode: str = "token-mean", config: object = CONFIG, weights: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """(loss, gradient in log_prob, metrics)"""
+    log_prob = b["new"].clone().requires_grad_()
+    loss, metrics = get_policy_loss_fn(name)(
+        b["old"], log_prob, b["adv"], b["mask"], mode, config, b["weights"] if weights else None, **extra(name, b)
+    )
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    return loss.detach(), gradient, metrics
+
+
+def by_paper(name: str, b: dict[str, torch.Tensor], mode: str, weights: bool) -> tuple[float, list[list[float]]]:
+    old, new, adv, mask, w = (b[k].tolist() for k in ("old", "new", "adv", "mask", "weights"))
+    keywords = {"chosen": b["chosen"].tolist()} if name.endswith("_cov") else {}
+    if name == "geo_mean" and weights:
+        keywords["weights"] = w
+
+    def value(lp: list[list[float]]) -> float:
+        loss = getattr(paper, name)(old, lp, new, adv, mask, CONFIG, **keywords)
+        if weights and name != "geo_mean":
+            loss = [[x * y for x, y in zip(p, q, strict=True)] for p, q in zip(loss, w, strict=True)]
+        return paper.aggregate(loss, mask, mode)
+
+    gradient = [[0.0] * len(row) for row in new]
+    step = 1e-6
+    for i, row in enumerate(new):
+        for t in range(len(row)):
+            up, down = ([list(r) for r in new] for _ in range(2))
+            up[i][t] += step
+            down[i][t] -= step
+            gradient[i][t] = (value(up) - value(down)) / (2 * step)
+    return value(new), gradient
+
+
+@pytest.mark.parametrize("name", NAMES)
+@many
+@given(batch=batches, mode=st.sampled_from(LOSS_AGG_MODES), weights=st.booleans())
+def test_value_and_gradient_equal_the_paper(name: str, batch: dict, mode: str, weights: bool) -> None:
+    loss, gradient, _ = run(name, batch, mode, weights=weights)
+    value, difference = by_paper(name, batch, mode, weights)
+    assert float(loss) == pytest.approx(value, rel=1e-9, abs=1e-10)
+    torch.testing.assert_close(gradient, torch.tensor(difference, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(batch=batches, bad=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_padding_reaches_neither_value_nor_gradient(name: str, batch: dict, bad: float) -> None:
+    loss, gradient, metrics = run(name, batch, weights=True)
+    outside = batch["mask"] == 0
+    dirty = {k: v.masked_fill(outside, bad) if v.is_floating_point() else v for k, v in batch.items()}
+    wide = {k: torch.nn.functional.pad(v, (0, 2), value=bad if v.is_floating_point() else 0) for k, v in dirty.items()}
+    for other in (dirty, wide):
+        found, slope, more = run(name, other, weights=True)
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(slope[:, : gradient.shape[1]], gradient)
+        assert not slope[:, gradient.shape[1] :].any()
+        for key, value in metrics.items():
+            torch.testing.assert_close(more[key], value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(batch=batches, mode=st.sampled_from(LOSS_AGG_MODES), seed=st.integers(0, 99))
+def test_micro_batches_and_ranks_change_nothing(name: str, batch: dict, mode: str, seed: int) -> None:
+    rows = len(batch["mask"])
+    info = {**global_counts(batch["mask"]), "loss_scale_factor": 7}
+    whole = run(name, batch, mode, with_global_batch_info(CONFIG, **info), weights=True)
+    order = np.random.default_rng(seed).permutation(rows).tolist()
+
+    def split(**more: float) -> list:
+        config = with_global_batch_info(CONFIG, **info, **more)
+        return [run(name, {k: v[[i]] for k, v in batch.items()}, mode, config, weights=True) for i in order]
+
+    parts = split()
+    torch.testing.assert_close(sum(p[0] for p in parts), whole[0])
+    torch.testing.assert_close(torch.cat([p[1] for p in parts]), whole[1][order])
+    # Ranks whose gradients are averaged: each share is multiplied by dp_size.
+    ranks = split(dp_size=rows)
+    torch.testing.assert_close(sum(p[0] for p in ranks) / rows, whole[0])
+    # Metrics are token means: weighted by tokens they merge to the whole's.
+    tokens = batch["mask"].sum(-1)[order].double()
+    for key, value in whole[2].items():
+        merged = sum(n * p[2][key] for n, p in zip(tokens, parts, strict=True)) / tokens.sum()
+        torch.testing.assert_close(merged, value, msg=key)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "bypass_mode"])
+def test_a_micro_batch_without_a_token_is_worth_nothing(name: str) -> None:
+    batch = make(0, 2, 3)
+    batch["mask"] = torch.zeros_like(batch["mask"])
+    for mode in LOSS_AGG_MODES:
+        loss, gradient, metrics = run(
+            name, batch, mode, with_global_batch_info(CONFIG, batch_num_tokens=5, global_batch_size=2)
+        )
+        assert float(loss) == 0 and not gradient.any() and all(math.isfinite(float(x)) for x in metrics.values())
+
+
+def test_clip_bounds_fall_back_to_clip_ratio() -> None:
+    batch = make(1, 3, 4)
+    one = SimpleNamespace(clip_ratio=0.1, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=3.0)
+    two = SimpleNamespace(clip_ratio=9.0, clip_ratio_low=0.1, clip_ratio_high=0.1)
+    torch.testing.assert_close(run("vanilla", batch, config=one)[:2], run("vanilla", batch, config=two)[:2])
+    torch.testing.assert_close(run("vanilla", batch, config=vars(one))[0], run("vanilla", batch, config=one)[0])
+
+
+def test_the_older_signature_of_the_clipped_loss() -> None:
+    batch = make(2, 3, 4)
+    args = (batch["old"], batch["new"], batch["adv"], batch["mask"])
+    loss, clipfrac, kl, lower = algorithms.compute_policy_loss(
+        *args, cliprange_low=0.2, cliprange_high=0.3, clip_ratio_c=1.7
+    )
+    wanted, _, metrics = run("vanilla", batch)
+    torch.testing.assert_close(loss, wanted)
+    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+    torch.testing.assert_close([clipfrac, kl, lower], [metrics[n] for n in names])
+
+
+@many
+@given(batch=batches)
+def test_metrics_of_the_clipped_loss_are_the_fractions_they_say(batch: dict) -> None:
+    metrics = run("vanilla", batch)[2]
+    clipped = lower = kl = tokens = 0.0
+    for i, t in batch["mask"].nonzero().tolist():
+        rho, a = math.exp(batch["new"][i, t] - batch["old"][i, t]), float(batch["adv"][i, t])
+        held = -a * min(max(rho, 0.8), 1.3)
+        clipped += held > -a * rho
+        lower += a < 0 and max(held, -a * rho) > -a * 1.7
+        kl += float(batch["old"][i, t] - batch["new"][i, t])
+        tokens += 1
+    found = [float(metrics[k]) for k in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")]
+    assert found == pytest.approx([clipped / tokens, lower / tokens, kl / tokens], rel=1e-6, abs=1e-9)
+
+
+def test_departures_from_verl_in_how_sequences_are_averaged() -> None:
+    # gspo and sapo of older verl, and geo_mean still, average over sequences whatever is set: here the mode counts.
+    batch = make(5, 4, 5)
+    for name in ("gspo", "sapo", "geo_mean"):
+        by_token, by_sequence = (float(run(name, batch, mode)[0]) for mode in ("token-mean", "seq-mean-token-mean"))
+        assert by_token != pytest.approx(by_sequence, rel=1e-6)
+        value, _ = by_paper(name, batch, "seq-mean-token-mean", False)
+        assert by_sequence == pytest.approx(value, rel=1e-9)
+
+
+# --- the preliminary pass -------------------------------------------------------------------------------------------
+
+
+def covariances(batch: dict) -> dict[tuple[int, int], float]:
+    where = [tuple(x) for x in batch["mask"].nonzero().tolist()]
+    mean_a, mean_l = (sum(float(batch[k][x]) for x in where) / len(where) for k in ("adv", "new"))
+    return {x: (float(batch["adv"][x]) - mean_a) * (float(batch["new"][x]) - mean_l) for x in where}
+
+
+def prepare(name: str, batch: dict, seed: int = 3, config: object = CONFIG, **more: object) -> torch.Tensor:
+    fn = get_policy_loss_prepare_fn(name)
+    assert fn is not None
+    return fn(batch["old"], batch["new"], batch["adv"], batch["mask"], config, seed, **more)
+
+
+@many
+@given(batch=batches)
+def test_kl_cov_takes_the_largest_covariances(batch: dict) -> None:
+    cov = covariances(batch)
+    count = max(1, int(0.2 * len(cov)))
+    chosen = {tuple(x) for x in prepare("kl_cov", batch).nonzero().tolist()}
+    assert len(chosen) == count and chosen <= set(cov)
+    assert sorted(cov[x] for x in chosen) == pytest.approx(sorted(cov.values())[-count:], rel=1e-9, abs=1e-12)
+
+
+@many
+@given(batch=batches, seed=st.integers(0, 9))
+def test_clip_cov_takes_its_share_of_the_candidates(batch: dict, seed: int) -> None:
+    cov = covariances(batch)
+    candidates = set()
+    for x, value in cov.items():
+        rho, a = math.exp(batch["new"][x] - batch["old"][x]), float(batch["adv"][x])
+        if -0.5 < value < 3.0 and not -a * min(max(rho, 0.8), 1.3) > -a * rho:
+            candidates.add(x)
+    chosen = {tuple(x) for x in prepare("clip_cov", batch, seed).nonzero().tolist()}
+    assert chosen <= candidates and len(chosen) == min(max(1, int(0.2 * len(cov))), len(candidates))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@few
+@given(batch=batches, seed=st.integers(0, 99))
+def test_the_choice_depends_on_neither_order_nor_padding(name: str, batch: dict, seed: int) -> None:
+    rows = len(batch["mask"])
+    ids = torch.arange(rows) + 1000
+    chosen = prepare(name, batch, row_ids=ids)
+    order = torch.tensor(np.random.default_rng(seed).permutation(rows))
+    moved = {k: torch.nn.functional.pad(v[order], (2, 1)) for k, v in batch.items()}
+    torch.testing.assert_close(prepare(name, moved, row_ids=ids[order])[:, 2:-1], chosen[order])
+
+
+def test_the_choice_changes_with_the_seed_and_is_even() -> None:
+    mask = torch.ones(64, 64, dtype=torch.long)
+    noise = [token_noise(seed, torch.arange(64), mask) for seed in (0, 1)]
+    assert len(torch.cat(noise).unique()) == 2 * 64 * 64
+    for bit in range(63):  # every bit is set in half of the tokens: 64 standard deviations of slack would hide nothing
+        share = float(((noise[0] >> bit) & 1).double().mean())
+        assert abs(share - 0.5) < 5 * 0.5 / 64, bit
+    assert not torch.equal(noise[0].argsort(dim=-1), noise[1].argsort(dim=-1))
+    assert int(torch.stack(noise).min()) >= 0
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_part_of_a_mini_batch_without_the_choice_is_refused(name: str) -> None:
+    batch = make(4, 4, 5)
+    args = (batch["old"], batch["new"], batch["adv"], batch["mask"], "token-mean")
+    with pytest.raises(AlgorithmError, match=r"chooses its tokens over the whole mini-batch.*prepared="):
+        get_policy_loss_fn(name)(*args, with_global_batch_info(CONFIG, batch_num_tokens=999))
+    # The whole mini-batch in one call needs no preparation, and finds the same as with it.
+    alone, _ = get_policy_loss_fn(name)(*args, CONFIG)
+    with_it, _ = get_policy_loss_fn(name)(*args, CONFIG, prepared=prepare(name, batch, seed=0))
+    torch.testing.assert_close(alone, with_it)
+    none = SimpleNamespace(**{**vars(CONFIG), "policy_loss": SimpleNamespace(
+        **{**vars(CONFIG.policy_loss), f"{name}_ratio": 0.0})})  # fmt: skip
+    assert not prepare(name, batch, config=none).any()
+
+
+def test_most_losses_need_no_preparation() -> None:
+    assert [n for n in NAMES if get_policy_loss_prepare_fn(n)] == ["clip_cov", "kl_cov"]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("vanilla", {"clip_ratio_low": -0.1}, r"clip_ratio_low is -0.1; .* at least 0"),
+    ("vanilla", {"clip_ratio_low": 1.5}, r"clip_ratio_low is 1.5; .*\[0, 1\]"),
+    ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; .*greater than 1"),
+    ("vanilla", {"clip_ratio": None, "clip_ratio_low": None}, r"needs actor_rollout_ref.actor.clip_ratio.*null"),
+    ("vanilla", {"clip_ratio_high": "0.3"}, "clip_ratio_high is '0.3'"),
+    ("vanilla", {"clip_ratio_high": math.nan}, "clip_ratio_high is nan"),
+    ("sapo", {"tau_pos": 0.0}, "tau_pos is 0.0; .*greater than 0"),
+    ("dro", {"policy_loss": SimpleNamespace(dro_beta=None)}, r"needs actor_rollout_ref.actor.policy_loss.dro_beta"),
+    ("dro", {"policy_loss": None}, r"needs actor_rollout_ref.actor.policy_loss.dro_beta"),
+    ("kl_cov", {"policy_loss": SimpleNamespace(ppo_kl_coef=-1.0)}, "ppo_kl_coef is -1.0"),
+])  # fmt: skip
+def test_settings_out_of_range_are_named(name: str, change: dict, message: str) -> None:
+    with pytest.raises(AlgorithmError, match=message):
+        run(name, make(0, 2, 3), config=SimpleNamespace(**{**vars(CONFIG), **change}))
+
+
+def test_no_config_and_shapes_that_differ() -> None:
+    batch = make(0, 2, 3)
+    with pytest.raises(AlgorithmError, match="config is None"):
+        run("vanilla", batch, config=None)
+    batch["adv"] = batch["adv"][:1]
+    with pytest.raises(AlgorithmError, match=r"advantages has shape \(1, 3\), log_prob \(2, 3\)"):
+        run("vanilla", batch)
+    with pytest.raises(AlgorithmError, match=r"unknown entries \['tokens'\]"):
+        with_global_batch_info(CONFIG, tokens=3)
