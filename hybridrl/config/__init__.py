@@ -9,21 +9,38 @@ config.actor_rollout_ref.actor.optim.lr
 ```
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hybridrl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
 from hybridrl.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
-from hybridrl.config.command import cli
-from hybridrl.config.compose import load_config
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import CustomClassConfig, DataConfig, SamplerConfig, SFTDataConfig
 from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model import ModelConfig
-from hybridrl.config.output import as_dict, to_yaml
 from hybridrl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig, RewardModuleConfig
 from hybridrl.config.rollout import RolloutConfig, SamplingConfig
 from hybridrl.config.root import ActorRolloutRefConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
-from hybridrl.config.validate import validate
+
+if TYPE_CHECKING:
+    from hybridrl.config.checks import validate
+    from hybridrl.config.command import cli
+    from hybridrl.config.compose import load_config
+    from hybridrl.config.output import as_dict, to_yaml
+
+# The groups are imported by every process of a run; what composes them (OmegaConf, YAML) only where it is called.
+_LATER = {"cli": "command", "load_config": "compose", "validate": "checks", "as_dict": "output", "to_yaml": "output"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
 
 __all__ = [
     "ActorConfig",

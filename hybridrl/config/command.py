@@ -11,11 +11,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hybridrl.config.checks import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.output import to_yaml
-from hybridrl.config.validate import validate
 
 _EXAMPLES = {
     "ppo_trainer": (

@@ -7,6 +7,7 @@ The order is: read the overrides and the user's file, check and rewrite their na
 import copy
 import functools
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,9 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
             faults.append(_unreadable(word, str(error).splitlines()[0]))
             continue
         name = override.key_or_group
+        if not name:
+            faults.append(_unreadable(word, "no key"))
+            continue
         if name.split(".")[0].split("/")[0] == "hydra":
             if name == "hydra.searchpath":
                 found.choices.append(word)
@@ -123,6 +127,8 @@ def _unreadable(word: str, reason: str) -> str:
     if "=" not in word and not word.startswith("~"):
         return f"{word!r}: not an override; write key=value, e.g. trainer.total_epochs=3"
     name, _, value = word.partition("=")
+    if not re.fullmatch(r"[+~]{0,2}[\w@/-]+(\.[\w@/-]+)*", name):
+        return f"{word!r}: {name!r} is no key; write group.key=value, e.g. trainer.total_epochs=3"
     return f"{word!r}: cannot be read ({reason}); quote the value for Hydra: \"{name}='{value}'\""
 
 
@@ -177,7 +183,7 @@ def _hydra_compose(root: str, given: Overrides, folders: Sequence[Path], user: U
     try:
         return _run_hydra(_USER_CONFIG, words, folders[0])
     except ConfigError as error:
-        raise ConfigError(f"{user.path}: {error}") from error.__cause__
+        raise ConfigError(f"{user.path}: {str(error).replace(_USER_CONFIG, user.path.stem)}") from error.__cause__
 
 
 @functools.lru_cache(maxsize=16)

@@ -156,7 +156,7 @@ class KeyBook:
             if not item.delete:
                 out.unselected.setdefault(branch[1], []).append(f"{item.key}{item.origin}")
         elif item.key in self.groups:
-            if item.value != {}:
+            if item.delete or item.value not in ({}, None):  # null: a group of which nothing is set
                 what = "deleted" if item.delete else f"set to {show(item.value)}"
                 out.faults.append(
                     f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it"

@@ -213,6 +213,8 @@ def test_all_faults_come_at_once():
 
 def test_words_that_are_no_override_say_how_to_write_one():
     assert "write key=value" in faults_of("trainer.total_epochs")[0]
+    assert "is no key" in faults_of("=3")[0]
+    assert "is no key" in faults_of("data..seed=3")[0]
     assert "sweep" in faults_of("trainer.logger=console,wandb")[0]
     assert "quote the value" in faults_of("trainer.experiment_name=a=b")[0]
     assert load_config("ppo_trainer", ["trainer.experiment_name='a=b'"]).trainer.experiment_name == "a=b"
@@ -318,8 +320,16 @@ def test_a_file_or_folder_that_is_not_there(tmp_path):
     assert "ppo_trainer" in faults_of(root="ppo_traner")[0]
 
 
-def test_an_empty_file_changes_nothing(tmp_path):
-    write(tmp_path, "mine.yaml", "")
+def test_a_defaults_list_that_leads_nowhere(tmp_path):
+    path = write(tmp_path, "mine.yaml", "defaults: [missing_one]\n")
+    (fault,) = faults_of(config_dir=tmp_path, config_name="mine")
+    assert str(path) in fault
+    assert "In 'mine': Could not load 'missing_one'" in fault
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "critic:\n", "data: {}\n"])
+def test_an_empty_file_or_group_changes_nothing(tmp_path, text):
+    write(tmp_path, "mine.yaml", text)
     assert load_config("ppo_trainer", [], tmp_path, "mine") == load_config("ppo_trainer")
 
 

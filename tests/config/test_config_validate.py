@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import ConfigError, load_config, validate
+from hybridrl.config.checks import check_gpus, visible_gpus
 from hybridrl.config.trainer import RunConfig
-from hybridrl.config.validate import check_gpus, visible_gpus
 
 POLICY = "actor_rollout_ref"
 
