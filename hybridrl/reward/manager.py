@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # columns that a score's dict must not replace
 REGISTRY: dict[str, type[RewardManager]] = {}
 
 
@@ -139,13 +139,12 @@ class RewardManager:
             The reward tensor, float32 ``[B, T]``: each score on its response's last token, 0 elsewhere. With
             ``return_dict`` ``{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float}}``. The
             extra information is that of the function's dicts (None where a sample's dict lacks a name), or ``acc``, the
-            score itself, where it returned numbers. Metrics: ``reward/timeouts``, ``reward/seconds/mean`` and ``/max``
-            of a sample, ``reward/seconds/all``.
+            score itself, where it returned numbers. Metrics: ``reward/timeouts`` and the seconds a sample
+            takes, ``timing_s/reward_sample/mean`` and ``/max``.
 
         Raises:
             RewardError: see ``RewardPool.run``; the sample is named by data source, uid and prompt.
         """
-        began = time.monotonic()
         lengths = response_lengths(batch)
         samples = self.samples(batch, lengths)
         outcomes = self.score_batch(samples, lambda number: describe(batch, samples, number))
@@ -155,7 +154,7 @@ class RewardManager:
             score, extra = self.adjust(outcome.score, extra, sample, length)
             scores.append(score)
             extras.append(extra)
-        self.metrics = _metrics(outcomes, time.monotonic() - began)
+        self.metrics = _metrics(outcomes)
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         tensor[torch.arange(len(scores)), (lengths - 1).clamp(min=0)] = torch.tensor(scores, dtype=torch.float32)
         if not return_dict:
@@ -197,6 +196,12 @@ class RewardManager:
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
         names = dict.fromkeys(name for extra in extras for name in extra)
+        for name in {*RESERVED, self.config.data.reward_fn_key} & names.keys():
+            raise RewardError(
+                f"the reward function ({self.pool.function.label}) returned a dict with the key {name!r}, which is a "
+                "column of the "
+                "batch already. Use another name for it."
+            )
         for extra, outcome in zip(extras, outcomes, strict=True):
             if outcome.timed_out:  # it returned nothing; what says how well it did is 0, too
                 extra.update({name: 0.0 for name in ("score", "acc") if name in names})
@@ -330,11 +335,10 @@ def describe(batch: DataProto, samples: list[Sample], number: int) -> str:
     return f"sample {number} ({', '.join(parts)})"
 
 
-def _metrics(outcomes: list[Outcome], seconds: float) -> dict[str, float]:
-    each = [outcome.seconds for outcome in outcomes] or [0.0]
+def _metrics(outcomes: list[Outcome]) -> dict[str, float]:
+    seconds = [outcome.seconds for outcome in outcomes] or [0.0]
     return {
         "reward/timeouts": float(sum(outcome.timed_out for outcome in outcomes)),
-        "reward/seconds/mean": sum(each) / len(each),
-        "reward/seconds/max": max(each),
-        "reward/seconds/all": seconds,
+        "timing_s/reward_sample/mean": sum(seconds) / len(seconds),
+        "timing_s/reward_sample/max": max(seconds),
     }

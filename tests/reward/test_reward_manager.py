@@ -134,6 +134,13 @@ def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_
     assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["uid", "data_source"])
+def test_a_dict_must_not_replace_a_column_of_the_batch(manager_for, make_batch, user_file, name):
+    path = user_file(f"def compute_score(solution_str, ground_truth): return {{'score': 1, {name!r}: 'x'}}")
+    with pytest.raises(RewardError, match=f"mine.py.* key '{name}', which is a column"):
+        manager_for(path)(make_batch(["a"], **sort_columns("1")), return_dict=True)
+
+
 def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, make_batch, user_file, caplog):
     path = user_file(
         """

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hybridrl.algorithms import get_kl_controller, masked_mean
 from hybridrl.algorithms.rollout_correction import rollout_probs_diff_metrics
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
+from hybridrl.data.loader import object_array
 from hybridrl.observe.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
@@ -144,7 +143,7 @@ class RayPPOTrainer:
             samples = Samples(self.tokenizer)
             extra = {name: self._trained.non_tensor_batch[name].tolist() for name in self._reward_columns}
             samples.add(self._trained, self._trained.batch["token_level_scores"].sum(dim=-1).tolist(), extra)
-            samples.write(Path(trainer.rollout_data_dir or run.folder / "rollouts"), run.step)
+            samples.write(run.rollout_folder, run.step)
 
     def _step_metrics(self, batch: DataProto) -> dict[str, Any]:
         """What the batch, the timers and the updates tell of a step."""
@@ -182,10 +181,9 @@ class RayPPOTrainer:
         with self.run.phase("reward"):
             result = self.reward_fn(batch, return_dict=True)
         batch.batch["token_level_scores"] = result["reward_tensor"]
+        self.run.metrics |= result["metrics"]
         for name, values in result["reward_extra_info"].items():
-            column = np.empty(len(batch), dtype=object)
-            column[:] = values
-            batch.non_tensor_batch[name] = column
+            batch.non_tensor_batch[name] = object_array(values)
         self._reward_columns = list(result["reward_extra_info"])
         return batch
 
