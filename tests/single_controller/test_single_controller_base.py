@@ -117,7 +117,7 @@ def test_echoed_marker_survives_reordering_inside_the_worker() -> None:
 def test_output_whose_padding_cannot_be_found_is_refused_and_metrics_pass() -> None:
     _, kwargs = dispatch_dp_compute_data_proto(Group(2), batch_of(3))
     padding = kwargs[PADDING_KEY]
-    with pytest.raises(ValueError, match="batch of 3 rows was filled up to 4.*returned 3 rows"):
+    with pytest.raises(ValueError, match=r"batch of 3 rows was filled up to 4.*returned 3 rows"):
         finish_output(DataProto.from_dict({"y": torch.zeros(3)}), padding)
     metrics = DataProto(meta_info={"metrics": {"a": 1}})
     assert finish_output(metrics, padding) is metrics

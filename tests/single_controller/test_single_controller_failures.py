@@ -189,7 +189,7 @@ def test_failures_of_calls_not_waited_for(started: Any) -> None:
     # the consumer of a future that fails reports its maker
     maker, consumer = started(1), started(1)
     future = maker.fail_later(batch)
-    with pytest.raises(WorkerError, match="actor rank 0 of 1 in fail_later(.|\n)*KeyError: 'upstream'"):
+    with pytest.raises(WorkerError, match=r"actor rank 0 of 1 in fail_later(.|\n)*KeyError: 'upstream'"):
         consumer.consume(future)
     # a call that nobody asks about any more is reported by the next one
     dropper = started(1)
@@ -207,7 +207,7 @@ def test_failure_in_another_group_ends_a_wait_that_would_not_end(started: Any, m
     broken, waiting = started(1), started(1)
     waiting.pid()
     future = broken.fail_later(DataProto.from_dict({"x": torch.arange(2)}))
-    with pytest.raises(WorkerError, match="in fail_later(.|\n)*'upstream'"):
+    with pytest.raises(WorkerError, match=r"in fail_later(.|\n)*'upstream'"):
         waiting.hang()
     with pytest.raises(WorkerError, match="in fail_later"):
         future.get()

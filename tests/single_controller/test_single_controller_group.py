@@ -181,17 +181,30 @@ class Talker(Worker):
         self.event.set()
 
 
-def start(cls: type, count: int, *args: Any, group: dict[str, Any] | None = None, **kwargs: Any) -> RayWorkerGroup:
-    pool = RayResourcePool([count], use_gpu=False)
-    return RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args, **kwargs), **(group or {}))
+@pytest.fixture
+def start(ray_session: None) -> Iterator[Any]:
+    """Starts groups that end with the test."""
+    groups: list[RayWorkerGroup] = []
+
+    def make(cls: type, count: int | RayResourcePool, *args: Any, **kwargs: Any) -> RayWorkerGroup:
+        pool = RayResourcePool([count], use_gpu=False) if isinstance(count, int) else count
+        groups.append(RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args, **kwargs)))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.kill()
+        group.resource_pool.release()
 
 
 @pytest.fixture(scope="module")
 def pair(ray_session: None) -> Iterator[RayWorkerGroup]:
-    group = start(Doubler, 2, factor=3, group={"role": "pair", "threads": 1, "worker_env": {"NOTE": "here"}})
+    pool = RayResourcePool([2], use_gpu=False)
+    wrapped = RayClassWithInitArgs(Doubler, factor=3)
+    group = RayWorkerGroup(pool, wrapped, role="pair", threads=1, worker_env={"NOTE": "here"})
     yield group
     group.kill()
-    group.resource_pool.release()
+    pool.release()
 
 
 def rows(count: int, start: int = 0) -> DataProto:
@@ -244,7 +257,7 @@ def test_futures_chain_from_worker_to_worker(pair: RayWorkerGroup) -> None:
     assert pair.raw_future(pair.later(rows(2))).batch["x"].tolist() == [1, 2]
 
 
-def test_futures_of_padded_and_unevenly_split_batches(pair: RayWorkerGroup) -> None:
+def test_futures_of_padded_and_unevenly_split_batches(pair: RayWorkerGroup, start: Any) -> None:
     future = pair.later(rows(3))
     assert future.get().batch["x"].tolist() == [1, 2, 3]
     with pytest.raises(WorkerError, match="future batch of 3 rows cannot be split over 2 ranks"):
@@ -252,13 +265,12 @@ def test_futures_of_padded_and_unevenly_split_batches(pair: RayWorkerGroup) -> N
         broken.later(broken.later(rows(3))).get()
 
 
-def test_future_goes_to_a_group_of_another_size(pair: RayWorkerGroup) -> None:
+def test_future_goes_to_a_group_of_another_size(pair: RayWorkerGroup, start: Any) -> None:
     single = start(Doubler, 1, factor=5)
     assert single.double(pair.later(rows(4))).batch["x"].tolist() == [5, 10, 15, 20]
     assert pair.double(single.later(rows(4))).batch["x"].tolist() == [3, 6, 9, 12]
     # 5 rows padded to 6 on the way: the consumer must not see the sixth
     assert single.double(pair.later(rows(5))).batch["x"].tolist() == [5, 10, 15, 20, 25]
-    single.kill()
 
 
 def test_lists_of_results_can_be_waited_for_later(pair: RayWorkerGroup) -> None:
@@ -303,16 +315,15 @@ def test_large_argument_enters_the_object_store_once(pair: RayWorkerGroup, monke
     assert len(puts) == 1, "a small argument travels in the call"
 
 
-def test_mesh_splits_over_data_parallel_ranks_and_collects_in_their_order() -> None:
+def test_mesh_splits_over_data_parallel_ranks_and_collects_in_their_order(start: Any) -> None:
     group = start(Doubler, 4, factor=10)
     result = group.mesh_double(rows(5))
     assert result.batch["x"].tolist() == [0, 10, 20, 30, 40]
     assert result.batch["rank"].tolist() == [1, 1, 1, 3, 3]
     assert group.mesh_list(["a", "b"]) == [("a", 1), ("b", 3)]
-    group.kill()
 
 
-def test_unknown_mesh_is_explained() -> None:
+def test_unknown_mesh_is_explained(start: Any) -> None:
     group = start(Doubler, 1)
     with pytest.raises(WorkerError, match=r"Doubler has no dispatch mesh 'mesh' \(it has: none\)"):
         group.mesh_double(rows(1))
@@ -334,26 +345,24 @@ def test_roles_share_processes() -> None:
     with pytest.raises(ValueError, match="'critic' is no role of these workers; they have doubler, other"):
         group.spawn({"critic"})
     group.kill()
+    pool.release()
 
 
-def test_asynchronous_methods_overlap() -> None:
+def test_asynchronous_methods_overlap(start: Any) -> None:
     group = start(Talker, 2)
     waiting = group.wait()
     group.release()
     assert waiting.get() == ["released 0", "released 1"]
-    group.kill()
 
 
-def test_groups_share_a_slot_and_threads_are_explicit() -> None:
-    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=2)
-    first = RayWorkerGroup(pool, RayClassWithInitArgs(Doubler))
+def test_groups_share_a_slot_and_threads_are_explicit(start: Any) -> None:
+    pool = RayResourcePool([1], use_gpu=False, max_colocate_count=2)
+    first = start(Doubler, pool)
     second = RayWorkerGroup(pool, RayClassWithInitArgs(Doubler), threads=3)
-    assert first.all_reduce() == second.all_reduce() == [3.0, 3.0]
-    assert {place["threads"] for place in second.place()} == {3}
+    assert first.all_reduce() == second.all_reduce() == [1.0]
+    assert second.place()[0]["threads"] == 3 and second.place()[0]["OMP_NUM_THREADS"] == "3"
     assert first.master_port != second.master_port
-    first.kill()
     second.kill()
-    pool.release()
 
 
 def test_attach_by_name_and_by_handle(pair: RayWorkerGroup) -> None:
@@ -366,11 +375,11 @@ def test_attach_by_name_and_by_handle(pair: RayWorkerGroup) -> None:
         RayWorkerGroup.from_detached(worker_names=["nobody"], ray_cls_with_init=wrapped)
 
 
-def test_pools_split_merge_and_lend(pair: RayWorkerGroup) -> None:
+def test_pools_split_merge_and_lend(start: Any) -> None:
     pool = RayResourcePool([4], use_gpu=False, name_prefix="whole")
     parts = split_resource_pool(pool, [1, 3])
     assert [part.world_size for part in parts] == [1, 3]
-    groups = [RayWorkerGroup(part, RayClassWithInitArgs(Doubler)) for part in parts]
+    groups = [start(Doubler, part) for part in parts]
     assert [group.all_reduce() for group in groups] == [[1.0], [6.0] * 3]
     again = split_resource_pool(parts[1], [1, 2])
     assert again[1].slots() == pool.slots()[2:]
@@ -385,8 +394,6 @@ def test_pools_split_merge_and_lend(pair: RayWorkerGroup) -> None:
     assert [group.bundle_count for group in lent] == [1, 4]
     with pytest.raises(PlacementError, match=r"\[5\] slots do not fit"):
         extract_pg_from_exist({"a": pool}, ["a"], RayResourcePool([5], use_gpu=False))
-    for group in groups:
-        group.kill()
     pool.release()
     other.release()
 

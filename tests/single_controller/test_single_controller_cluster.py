@@ -1,0 +1,201 @@
+"""Ray started, joined, refused and ended: whole driver processes, run from a folder of the user's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hybridrl.single_controller import PlacementError, init_ray
+
+USER_MODULE = '''
+import os, signal, subprocess
+import torch, torch.distributed as dist
+from hybridrl.single_controller import Dispatch, Worker, register
+
+class Mine(Worker):
+    """A user's worker in a module of the user's own folder."""
+
+    def __init__(self):
+        super().__init__()
+        dist.init_process_group("gloo")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start(self):
+        self.child = subprocess.Popen(["sleep", "1000"])
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return os.getpid(), self.child.pid, int(value), os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def node(self):
+        import ray
+        return ray.get_runtime_context().get_node_id()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count(self):
+        self.counter = getattr(self, "counter", 0) + 1
+        return self.counter
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self):
+        if self.rank == 2:
+            raise RuntimeError("the reason")
+        dist.all_reduce(torch.ones(1))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait(self):
+        import time
+        time.sleep(1000)
+'''
+
+DRIVER = """
+import json, sys
+from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, init_ray, shutdown_ray
+from user_module import Mine
+
+if __name__ == "__main__":
+    init_ray({}, {"pool": [4]}, use_gpu=False)
+    group = RayWorkerGroup(RayResourcePool([4], use_gpu=False), RayClassWithInitArgs(Mine), role="actor")
+    print(json.dumps(group.start()), flush=True)
+    if sys.argv[1] == "fail":
+        group.fail()
+    try:
+        group.wait()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    group.wait()
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path) -> Path:
+    (tmp_path / "user_module.py").write_text(USER_MODULE)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    return tmp_path
+
+
+def run_driver(folder: Path, mode: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "driver", mode],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def first_json(driver: subprocess.Popen[str]) -> Any:
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if line.startswith("[["):
+            return json.loads(line)
+    raise AssertionError(f"the driver ended early:\n{driver.communicate()[1]}")
+
+
+def assert_all_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=40)
+    assert not alive, [process.cmdline() for process in alive]
+
+
+def test_failed_run_ends_by_itself_with_the_reason_and_without_orphans(user_folder: Path) -> None:
+    driver = run_driver(user_folder, "fail")
+    answers = first_json(driver)
+    assert [answer[2:] for answer in answers] == [[4, "4", str(rank)] for rank in range(4)]
+    processes = [psutil.Process(pid) for answer in answers for pid in answer[:2]]
+    _, errors = driver.communicate(timeout=120)
+    assert driver.returncode == 1
+    assert "actor rank 2 of 4 in fail" in errors and "RuntimeError: the reason" in errors
+    assert "Connection closed" not in errors and "Unhandled error" not in errors
+    assert_all_gone(processes)
+
+
+def test_interrupt_leaves_workers_alone_and_a_killed_driver_takes_all_with_it(user_folder: Path) -> None:
+    driver = run_driver(user_folder, "wait")
+    workers = [psutil.Process(pid) for answer in first_json(driver) for pid in answer[:2]]
+    # Ray's two agents look for Ray's head for a minute before they end by themselves.
+    children = psutil.Process(driver.pid).children(recursive=True)
+    own = [process for process in children if not process.name().endswith("Agent")]
+    assert any("raylet" in process.name() for process in own) and len(own) > len(workers)
+    time.sleep(0.5)
+    os.killpg(driver.pid, signal.SIGINT)
+    assert driver.stdout is not None
+    assert any(line.strip() == "interrupted" for line in driver.stdout)
+    assert all(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers[::2])
+    driver.kill()
+    driver.wait()
+    assert_all_gone([*workers, *own])
+
+
+CLUSTER = """
+import json, os, subprocess, sys
+from ray.cluster_utils import Cluster
+from hybridrl.single_controller import (
+    PlacementError, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourcePoolManager, init_ray, shutdown_ray
+)
+from user_module import Mine
+
+def attach(names):
+    init_ray()
+    group = RayWorkerGroup.from_detached(worker_names=names, ray_cls_with_init=RayClassWithInitArgs(Mine))
+    print(json.dumps(group.count()))
+    shutdown_ray()
+
+def main():
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    refusals = []
+    for kwargs, pools in (({"num_cpus": 8}, {"pool": [1]}), ({}, {"pool": [3]}), ({}, {"one": [2, 2], "two": [1]})):
+        try:
+            init_ray(kwargs, pools, use_gpu=False)
+        except PlacementError as error:
+            refusals.append(str(error))
+    init_ray({}, {"pool": [2, 2]}, use_gpu=False)
+    pool = RayResourcePool([2, 2], use_gpu=False, detached=True)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Mine), detached=True, name_prefix="kept")
+    started, nodes, counts = group.start(), group.node(), [group.count()]
+    shutdown_ray()
+    command = [sys.executable, "driver.py", "attach", *group.worker_names]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    counts.append(json.loads(output.splitlines()[-1]))
+    cluster.shutdown()
+    print(json.dumps({"refusals": refusals, "started": started, "nodes": nodes, "counts": counts}))
+
+if __name__ == "__main__":
+    attach(sys.argv[2:]) if sys.argv[1:2] == ["attach"] else main()
+"""
+
+
+def test_running_cluster_of_two_nodes_is_joined(user_folder: Path) -> None:
+    (user_folder / "driver.py").write_text(CLUSTER)
+    done = subprocess.run([sys.executable, "driver.py"], cwd=user_folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    given_cpus, one_node, too_many = seen["refusals"]
+    assert "ray_kwargs.ray_init.num_cpus=8 cannot be set" in given_cpus and "unset the address" in given_cpus
+    assert "asks for 3 slots of 1 CPU" in one_node and "not on one node" in one_node
+    assert "pool 'one' asks for 2 + 2 slots" in too_many and "at most 4 slots" in too_many
+    assert [answer[2:] for answer in seen["started"]] == [[4, "2", "0"], [4, "2", "1"]] * 2
+    first, second = seen["nodes"][:2], seen["nodes"][2:]
+    assert len(set(first)) == 1 == len(set(second)) and first != second
+    assert seen["counts"] == [[1] * 4, [2] * 4], "detached workers outlive the driver that started them"
+
+
+def test_placement_is_refused_before_ray_starts_or_waits(ray_session: None) -> None:
+    with pytest.raises(PlacementError, match="pool 'global' asks for 64 slots of 1 CPU"):
+        init_ray({}, {"global": [64]}, use_gpu=False)
+    with pytest.raises(PlacementError, match=r"pool 'global' is \[0\]; give the slots on each node"):
+        init_ray({}, {"global": [0]}, use_gpu=False)
+    assert init_ray({}, {"global": [2]}) is False
