@@ -1,0 +1,109 @@
+"""The engine computes what transformers computes, for architectures that differ in everything it could trip over."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from engine_helpers import (
+    TEMPERATURE,
+    make_batch,
+    make_engine,
+    make_fields,
+    plain_outputs,
+    policy_loss,
+    value_loss,
+    weights,
+)
+
+from hybridrl.engine import MicroBatching
+
+FIELDS = make_fields()
+SIZES: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**GROUPED),
+    # Heads wider than hidden / heads, norms on queries and keys.
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    # Soft caps on logits and attention, an attention window shorter than the rows, tied embeddings.
+    "gemma2": Gemma2Config(**GROUPED, head_dim=8, sliding_window=6, final_logit_softcapping=3.0),
+    # Scaled logits.
+    "cohere": CohereConfig(**GROUPED, logit_scale=0.3),
+    # Learned positions, dropout in the configuration, other names and layouts of everything.
+    "gpt2": GPT2Config(vocab_size=210, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "gpt_neox": GPTNeoXConfig(**SIZES),
+    "phi": PhiConfig(**SIZES, partial_rotary_factor=0.5),
+    # Positions come from the attention mask unless they are given.
+    "opt": OPTConfig(
+        **{k: v for k, v in SIZES.items() if k != "intermediate_size"}, ffn_dim=48, word_embed_proj_dim=32
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def architecture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param])
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # far from a uniform distribution, so that a cap or a scale that is left out shows
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_log_probs_and_a_step(architecture: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(architecture, dtype=torch.float32).eval()
+    with torch.no_grad():
+        log_probs, entropies = plain_outputs(plain, FIELDS)
+    engine = make_engine(architecture, optim={"lr_warmup_steps": 0})
+    assert sum(t.numel() for t in weights(engine).values()) == sum(p.numel() for p in plain.parameters())
+    batch = make_batch(FIELDS)
+    got = engine.infer(batch, MicroBatching(size=5), TEMPERATURE, ("log_probs", "entropy"))
+    torch.testing.assert_close(got["log_probs"], log_probs, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(got["entropy"], entropies, atol=2e-5, rtol=1e-4)
+    losses = [
+        engine.train_batch(batch, MicroBatching(size=5), policy_loss, TEMPERATURE)["loss"].value for _ in range(3)
+    ]
+    assert losses[2] < losses[0]
+
+
+def test_value_model(architecture: Path) -> None:
+    engine = make_engine(architecture, "value_model", optim={"lr": 1e-3, "lr_warmup_steps": 0})
+    batch = make_batch(FIELDS)
+    losses = [engine.train_batch(batch, MicroBatching(size=5), value_loss)["loss"].value for _ in range(4)]
+    assert losses[3] < losses[0]
+    whole = engine.infer(batch, MicroBatching(), outputs=("values",))["values"]
+    torch.testing.assert_close(
+        engine.infer(batch, MicroBatching(size=1), outputs=("values",))["values"], whole, atol=1e-5, rtol=1e-4
+    )

@@ -1,0 +1,122 @@
+"""Reading configurations and weights, and refusing directories that cannot work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForTokenClassification
+
+from hybridrl.models.errors import ModelError
+from hybridrl.models.loading import (
+    attention_implementation,
+    build_language_model,
+    import_external_lib,
+    load_language_model,
+    load_model_config,
+    resolve_dtype,
+)
+from hybridrl.models.value import build_value_model, load_value_model, save_value_model
+
+
+def copy_of(model: Path, target: Path) -> Path:
+    shutil.copytree(model, target)
+    return target
+
+
+def test_override_and_dropout(micro_model: Path) -> None:
+    config = load_model_config(
+        micro_model,
+        override={
+            "max_position_embeddings": 77,
+            "rope_parameters": {"rope_theta": 5.0},
+            "attn_implementation": "eager",
+        },
+    )
+    assert config.max_position_embeddings == 77 and config._attn_implementation == "eager"
+    assert config.rope_parameters["rope_theta"] == 5.0 and config.rope_parameters["rope_type"] == "default"
+    with pytest.raises(ModelError, match=r"model.override_config.hiden_size: a Qwen2Config has no such field"):
+        load_model_config(micro_model, override={"hiden_size": 3})
+    assert load_model_config(micro_model, override={"attention_dropout": 0.4}).attention_dropout == 0.0
+    assert attention_implementation({}) == "sdpa"
+
+
+def test_weights_come_in_the_dtype_asked_for(micro_model: Path, tmp_path: Path) -> None:
+    folder = copy_of(micro_model, tmp_path / "half")
+    half = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")
+    model = load_language_model(folder, load_model_config(folder), torch.float32)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(model.lm_head.weight, half["lm_head.weight"].float())
+    assert all(p.is_meta for p in build_language_model(load_model_config(folder), torch.float32).parameters())
+    assert all(p.is_meta for p in build_value_model(load_model_config(folder), torch.float32).parameters())
+
+
+def test_directories_that_cannot_work(micro_model: Path, tmp_path: Path) -> None:
+    config = load_model_config(micro_model)
+    with pytest.raises(ModelError, match=r"nowhere does not exist; set actor_rollout_ref.model.path"):
+        load_model_config(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"it has no config\.json"):
+        load_model_config(str(tmp_path / "empty"))
+    bare = copy_of(micro_model, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"bare holds no weights \(no \*.safetensors"):
+        load_language_model(bare, config, torch.float32)
+    (bare / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model_config(bare)
+    torn = copy_of(micro_model, tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:200])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_language_model(torn, config, torch.float32)
+
+
+def test_weights_of_another_model(micro_model: Path, tiny_model: Path, tmp_path: Path) -> None:
+    mixed = copy_of(micro_model, tmp_path / "mixed")
+    shutil.copy(tiny_model / "model.safetensors", mixed / "model.safetensors")
+    with pytest.raises(ModelError, match="mixed"):
+        load_language_model(mixed, load_model_config(mixed), torch.float32)
+    partial = copy_of(micro_model, tmp_path / "partial")
+    tensors = load_file(partial / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 missing, the first model.norm.weight"):
+        load_language_model(partial, load_model_config(partial), torch.float32)
+
+
+def test_value_model_round_trip(micro_model: Path, tmp_path: Path) -> None:
+    config = load_model_config(micro_model)
+    model = load_value_model(micro_model, config, torch.float32)
+    ids = torch.arange(20)[None]
+    assert not model(input_ids=ids).logits.any()
+    torch.nn.init.normal_(model.score.weight)
+    torch.nn.init.normal_(model.score.bias)
+    save_value_model(dict(model.named_parameters()), config, tmp_path)
+    again = load_value_model(tmp_path, load_model_config(tmp_path), torch.float32)
+    opened = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    expected = model(input_ids=ids).logits
+    for other in (again, opened.eval()):
+        torch.testing.assert_close(other(input_ids=ids).logits, expected)
+
+
+def test_value_of_a_bfloat16_backbone_is_float32(micro_model: Path) -> None:
+    model = load_value_model(micro_model, load_model_config(micro_model), torch.bfloat16)
+    assert model.score.weight.dtype == torch.float32
+    assert model(input_ids=torch.arange(5)[None]).logits.dtype == torch.float32
+
+
+def test_names() -> None:
+    assert resolve_dtype("auto", "key") == torch.float32
+    with pytest.raises(ModelError, match=r"fsdp_config\.dtype=.int3. is no dtype"):
+        resolve_dtype("int3", "fsdp_config.dtype")
+    import_external_lib("json, pathlib")
+    import_external_lib(None)
+    with pytest.raises(ModelError, match="module 'no_such_module_here' cannot be imported"):
+        import_external_lib("json,no_such_module_here")

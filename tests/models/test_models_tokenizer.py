@@ -1,0 +1,104 @@
+"""A tokenizer has to give text back, or the run does not start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hybridrl.models.errors import ModelError
+from hybridrl.models.tokenizer import load_tokenizer
+
+TEXT = "Sort: 31 24\n\n#### 12"
+
+
+def write_character_tokenizer(folder: Path, characters: str) -> None:
+    """A custom tokenizer of single characters in the directory of a model, as `tokenizers` users write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ["<pad>", "<eos>", "<unk>", *dict.fromkeys(characters)]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}), encoding="utf-8")
+
+
+ALL = "".join(chr(i) for i in range(32, 127)) + "\n"
+
+
+def test_the_recorded_generic_class_is_honoured(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path, ALL)
+    damaged = AutoTokenizer.from_pretrained(tmp_path)
+    assert damaged.decode(damaged.encode(TEXT, add_special_tokens=False)) != TEXT  # the trap is there
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
+    assert tokenizer.padding_side == "left"
+
+
+def test_a_tokenizer_that_loses_text_is_refused_by_name(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path, ALL)
+    file = tmp_path / "tokenizer_config.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**recorded, "tokenizer_class": "Qwen2Tokenizer"}), encoding="utf-8")
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(tmp_path)
+    for part in (str(tmp_path), "Qwen2Tokenizer", "comes back as", "PreTrainedTokenizerFast", "tokenizer_path"):
+        assert part in str(caught.value)
+
+
+def test_a_small_vocabulary_that_says_so_is_allowed(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path, "0123456789 :#\nSort")
+    assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode("Sort: 12\n")) == "Sort: 12\n"
+
+
+def test_the_tiny_model_passes(micro_model: Path) -> None:
+    tokenizer = load_tokenizer(micro_model)
+    assert tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
+
+
+def test_pad_falls_back_to_eos(micro_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(micro_model, tmp_path / "copy")
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        file = tmp_path / "copy" / name
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content.pop("pad_token", None)
+        file.write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path / "copy")
+    assert tokenizer.pad_token_id is not None
+
+
+def test_neither_pad_nor_eos(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path, ALL)
+    file = tmp_path / "tokenizer_config.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**recorded, "pad_token": None, "eos_token": None}), encoding="utf-8")
+    with pytest.raises(ModelError, match="neither a pad_token nor an eos_token"):
+        load_tokenizer(tmp_path)
+
+
+def test_custom_chat_template(micro_model: Path) -> None:
+    template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
+    tokenizer = load_tokenizer(micro_model, custom_chat_template=template)
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered == "[hi]"
+
+
+def test_missing_or_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"empty holds no tokenizer \(none of tokenizer.json"):
+        load_tokenizer(tmp_path / "empty")
+    write_character_tokenizer(tmp_path / "broken", ALL)
+    (tmp_path / "broken" / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_tokenizer(tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="is not valid JSON"):
+        load_tokenizer(tmp_path / "broken")
