@@ -8,10 +8,10 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from hybridrl.checkpoint import RunStore, load_json, save_json
+from hybridrl.checkpoint import RunStore, digest, load_json, save_json
 from hybridrl.config import RunConfig, as_dict
 from hybridrl.data import StatefulLoader
-from hybridrl.observe.report import summarize, write_report
+from hybridrl.observe.report import print_summary, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
 from hybridrl.protocol import DataProto
@@ -32,6 +32,7 @@ class TrainingRun:
 
     Attributes:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
+        rollout_folder, validation_folder: where samples are dumped, a file a step.
         timing: seconds of each phase of the step in progress, by name.
         metrics: what the step in progress has to report, beside its timing.
     """
@@ -41,7 +42,15 @@ class TrainingRun:
         self.trainer = trainer
         self.total_steps = total_steps
         self.folder = Path(trainer.default_local_dir)
-        self.store = RunStore(self.folder, keep=trainer.max_actor_ckpt_to_keep, identity=identity)
+        self.rollout_folder = Path(getattr(trainer, "rollout_data_dir", None) or self.folder / "rollouts")
+        self.validation_folder = Path(getattr(trainer, "validation_data_dir", None) or self.folder / "validation")
+        self.store = RunStore(
+            self.folder,
+            keep=trainer.max_actor_ckpt_to_keep,
+            identity=identity,
+            world={"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node},
+            config_digest=digest(as_dict(config)),
+        )
         self.step = 0
         self.timing: dict[str, float] = defaultdict(float)
         self.metrics: dict[str, Any] = {}
@@ -50,7 +59,7 @@ class TrainingRun:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "TrainingRun":
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.store.claim()
         write_run_info(self.folder, self.config)
         self._cleanup.enter_context(self._stop)
         self.tracking = Tracking(
@@ -61,6 +70,7 @@ class TrainingRun:
             config=as_dict(self.config),
             total_steps=self.total_steps,
             progress_bar=self.trainer.progress_bar,
+            dump_folders=[self.rollout_folder, self.validation_folder],
         )
         return self
 
@@ -71,7 +81,7 @@ class TrainingRun:
             self.tracking.finish(failed=kind is not None)
             if kind is None and self.trainer.report:
                 write_report(self.folder)
-                print(summarize(self.folder))
+                print_summary(self.folder)
 
     @property
     def is_last(self) -> bool:
@@ -118,7 +128,10 @@ class TrainingRun:
     def measured_step(self) -> Iterator[None]:
         """Count a step; the block's wall time is `timing_s/step`."""
         self.step += 1
+        saving = self.timing.get("save_checkpoint")  # of the step before, which was reported before it was saved
         self.timing.clear()
+        if saving is not None:
+            self.timing["save_checkpoint"] = saving
         self.metrics = {}
         with self.phase("step"):
             yield
@@ -138,7 +151,7 @@ class TrainingRun:
         """
         folder = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
         if folder is None:
-            self.tracking.cut_after(0 if self.trainer.resume_mode == "auto" else -1)
+            self.tracking.cut_after(-1)
             return False
         state = load_json(folder / STATE_FILE)
         load(folder, state["state"])

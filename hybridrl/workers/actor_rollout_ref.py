@@ -1,14 +1,28 @@
 """The policy's worker: trains it, generates with it, and holds the reference policy where asked to."""
 
-from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto
-from hybridrl.rollout import Rollout, RolloutRegistry
+from hybridrl.rollout import Rollout, RolloutRegistry, SamplingParams
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 from hybridrl.workers.losses import policy_loss_fn
 
 ROLES = ("actor", "actor_rollout", "ref")
+
+
+def check_rollout(config: RolloutConfig) -> str:
+    """What can be known of `rollout` before a worker starts: that its engine is there and its sampling makes sense.
+
+    Returns:
+        The engine's name; "auto" is resolved.
+
+    Raises:
+        RolloutError, UserError: the engine is unknown or not installed, or a sampling setting is out of range.
+    """
+    SamplingParams.for_training(config)
+    SamplingParams.for_validation(config)
+    return RolloutRegistry.resolve(config.name)
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -97,7 +111,8 @@ class ActorRolloutRefWorker(ModelWorker):
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
+        # Without a pass for old log-probabilities this is where the run's entropy is seen.
+        needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or "old_log_probs" not in batch.batch.keys()
         return self.update(
             batch,
             micro,

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends as one that never was: bitwise the same weights, optimizer state and metrics."""
+"""A run that is killed and resumed ends as one that never was: the same weights, optimizer state and metrics, bitwise."""
 
 import json
 import signal
@@ -15,7 +15,11 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by file and name."""
     files = sorted(checkpoint.rglob("*.safetensors"))
     assert files
-    return {f"{file.relative_to(checkpoint)}:{name}": t for file in files for name, t in load_file(file).items()}
+    found: dict[str, list[torch.Tensor]] = {}
+    for file in files:  # which rank writes what several hold may differ: the shards of a tensor, in the ranks' order
+        for name, tensor in load_file(file).items():
+            found.setdefault(f"{file.parent.relative_to(checkpoint)}:{name}", []).append(tensor.flatten())
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def overrides(run: list[str], folder: Path) -> list[str]:

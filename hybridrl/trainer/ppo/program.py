@@ -14,11 +14,11 @@ from hybridrl.data import create_rl_dataset
 from hybridrl.models.facts import config_of, model_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.reward import RewardManager, create_reward_manager
-from hybridrl.rollout import RolloutRegistry, SamplingParams
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.start import workers_starting
+from hybridrl.workers.actor_rollout_ref import check_rollout
 
 
 def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> None:
@@ -47,11 +47,9 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     """
     model = config.actor_rollout_ref.model
     rollout = config.actor_rollout_ref.rollout
-    engine_name = RolloutRegistry.resolve(rollout.name)
+    engine_name = check_rollout(rollout)
     if engine_name != rollout.name:
         print(f"actor_rollout_ref.rollout.name={rollout.name}: generating with {engine_name}")
-    SamplingParams.for_training(rollout)
-    SamplingParams.for_validation(rollout)
     check_loggers(config.trainer.logger)
     tokenizer = tokenizer_of(model)
     reward = create_reward_manager(config, tokenizer)
@@ -72,6 +70,7 @@ def _with_data(
     val = None
     if data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
+    reward.check(train, val)
     return RayPPOTrainer(
         config,
         tokenizer,

@@ -107,8 +107,9 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
         with self.run:
-            self.restore()
-            self.validate_if_due()
+            resumed = self.restore()
+            if self.config.trainer.val_only or not resumed:  # a checkpoint is written behind its step's validation
+                self.validate_if_due()
             if self.config.trainer.val_only:
                 return
             for batch in self.run.batches(self.train_loader):
@@ -286,11 +287,11 @@ class RayPPOTrainer:
         if self.val_loader is None:
             return
         due = trainer.val_before_train if run.step == 0 else run.due(trainer.test_freq)
-        if due:
+        if due or trainer.val_only:
             run.report(validate(self))
 
-    def restore(self) -> None:
-        """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says."""
+    def restore(self) -> bool:
+        """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says; whether there was one."""
 
         def load(folder: Path, state: dict[str, Any]) -> None:
             actor = self.config.actor_rollout_ref.actor.checkpoint
@@ -300,7 +301,7 @@ class RayPPOTrainer:
             self.train_loader.load_state_dict(state["train_loader"])
             self.kl_ctrl.load_state_dict(state["kl_ctrl"])
 
-        self.run.restore(load)
+        return self.run.restore(load)
 
     def save_if_due(self) -> None:
         """Write a checkpoint of everything that the next step depends on."""

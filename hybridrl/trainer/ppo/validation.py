@@ -1,6 +1,5 @@
 """Validation: answers to held-out prompts, scored and summarised by data source."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.observe.metrics import validation_metrics
@@ -27,7 +26,6 @@ def validate(trainer: "RayPPOTrainer") -> dict[str, float]:
             result = trainer.val_reward_fn(batch, return_dict=True)
             samples.add(batch, result["reward_tensor"].sum(dim=-1).tolist(), result["reward_extra_info"])
         metrics = validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})
-    folder = Path(settings.validation_data_dir) if settings.validation_data_dir else run.folder / "validation"
-    samples.write(folder, run.step)
+    samples.write(run.validation_folder, run.step)
     run.tracking.log_generations(samples.rows(settings.log_val_generations), step=run.step)
     return metrics | {"timing_s/testing": run.timing.pop("testing")}
