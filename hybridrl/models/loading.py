@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,35 @@ def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
     return names
+
+
+def to_checkpoint_names(
+    model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole parameters by the names, and in the pieces, that the model's checkpoints have.
+
+    For most architectures these are the module's own. Others keep some weights in another form than their
+    checkpoints do (all experts of a layer in one tensor, say); these are turned back a layer at a time.
+    """
+    if not _has_conversions(model):
+        yield from tensors
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def layer(item: tuple[str, torch.Tensor]) -> str:
+        found = re.match(r".*?\.\d+\.", item[0])
+        return found.group() if found else item[0]
+
+    for _, group in itertools.groupby(tensors, key=layer):
+        yield from revert_weight_conversion(model, dict(group)).items()
+
+
+def _has_conversions(model: nn.Module) -> bool:
+    if not isinstance(model, PreTrainedModel):
+        return False
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False))
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -87,6 +88,10 @@ def test_log_probs_and_a_step(architecture: Path) -> None:
     with torch.no_grad():
         log_probs, entropies = plain_outputs(plain, FIELDS)
     engine = make_engine(architecture, optim={"lr_warmup_steps": 0})
+    stored = load_file(architecture / "model.safetensors")
+    exported = dict(engine.export_weights())
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in exported.items())
     assert sum(t.numel() for t in weights(engine).values()) == sum(p.numel() for p in plain.parameters())
     batch = make_batch(FIELDS)
     got = engine.infer(batch, MicroBatching(size=5), TEMPERATURE, ("log_probs", "entropy"))

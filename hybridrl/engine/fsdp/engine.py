@@ -341,6 +341,10 @@ class FSDPEngine(Engine):
             yield module
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from loading.to_checkpoint_names(self.module, self.whole_parameters(dtype))
+
+    def whole_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `export_weights`, by the names of the module."""
         for name, parameter in self._parameters.items():
             whole = parameter.detach()
             if isinstance(whole, DTensor):
