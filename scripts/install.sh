@@ -42,7 +42,11 @@ for extra in $extras; do
     esac
 done
 case " $extras " in
-    *" sglang "*" vllm"* | *" vllm"*" sglang "*) fail "vllm and sglang pin different versions: use two environments (HYBRIDRL_VENV)." ;;
+    *" sglang "*)
+        case " $extras " in
+            *" vllm "*) fail "vllm and sglang pin different versions: use two environments (HYBRIDRL_VENV)." ;;
+        esac
+        ;;
 esac
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }

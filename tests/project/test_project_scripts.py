@@ -1,0 +1,145 @@
+"""The scripts as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def call(
+    repository: Path, script: str, *arguments: str, limit: float = 280, **environment: str
+) -> tuple[int, str, str]:
+    import os
+
+    ended = subprocess.run(
+        ["bash", str(repository / "scripts" / script), *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_quickstart_from_data_to_report(repository: Path, tmp_path: Path) -> None:
+    """All five steps with three GRPO steps of half the size: settings after the script win over its own."""
+    out = tmp_path / "a folder, with = signs"
+    short = ["trainer.total_training_steps=3", "data.train_batch_size=16", "trainer.test_freq=3"]
+    status, output, errors = call(repository, "quickstart.sh", "--out", str(out), "--python", sys.executable, *short)
+    assert status == 0, output + errors
+    for step in range(1, 6):
+        assert f"[{step}/5]" in output
+    records = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    training = [record for record in records if "actor/pg_loss" in record]
+    assert [record["step"] for record in training] == [1, 2, 3]
+    accuracy = [record["val-core/hybridrl/sort/acc/mean@1"] for record in records if "actor/pg_loss" not in record]
+    assert accuracy[0] > 0.3, "60 supervised steps teach most of the task"
+    model = out / "grpo" / "global_step_3" / "actor" / "hf_model"
+    assert (model / "model.safetensors").is_file()
+    assert str(model) in output
+    assert str(out / "grpo" / "report.html") in output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ("actor_rollout_ref.rollout.nn=4", "actor_rollout_ref.rollout.n"),  # no such key
+        ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator"),  # GRPO compares samples of a prompt
+    ],
+)
+def test_quickstart_refuses_a_wrong_setting_before_it_trains(
+    repository: Path, tmp_path: Path, wrong: str, name: str
+) -> None:
+    out = f"--out={tmp_path / 'out'}"
+    status, output, errors = call(repository, "quickstart.sh", out, "--python", sys.executable, wrong)
+    assert status == 1
+    assert name in errors
+    assert "these settings cannot be used" in errors
+    assert "[4/5]" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "x"], "--seed x is not a whole number"),
+        (["--out"], "--out needs a value"),
+        (["--sed", "1"], "unknown option --sed"),
+        (["--python", "/bin/false"], "/bin/false has no hybridrl"),
+    ],
+)
+def test_quickstart_names_a_wrong_option(repository: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    status, _, errors = call(repository, "quickstart.sh", f"--out={tmp_path / 'out'}", *arguments)
+    assert status == 1
+    assert message in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cpu", "vlm"], "unknown extra 'vlm'. Known: bench dev"),
+        (["cpu", "vllm"], "ask for 'vllm-cpu'"),
+        (["cpu", "gpu"], "cannot be installed in cpu mode"),
+        (["cuda", "vllm-cpu"], "here ask for 'vllm'"),
+        (["cuda", "sglang", "vllm"], "use two environments"),
+    ],
+)
+def test_install_refuses_what_cannot_work(repository: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    venv = tmp_path / "env"
+    status, _, errors = call(repository, "install.sh", *arguments, HYBRIDRL_VENV=str(venv))
+    assert status == 1
+    assert message in errors
+    assert not venv.exists()
+
+
+def test_install_names_a_python_that_is_too_old(repository: Path, tmp_path: Path) -> None:
+    """A stand-in interpreter that answers like an old one: it fails the version check."""
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    status, _, errors = call(repository, "install.sh", "cpu", HYBRIDRL_VENV=str(tmp_path / "env"), PYTHON=str(old))
+    assert status == 1
+    assert f"PYTHON={old} is not a working Python 3.11 or newer" in errors
+
+
+def test_extras_of_the_script_are_those_of_the_project(repository: Path) -> None:
+    import tomllib
+
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (line,) = [
+        line
+        for line in (repository / "scripts/install.sh").read_text().splitlines()
+        if line.startswith("known_extras=")
+    ]
+    assert sorted(line.split('"')[1].split()) == sorted(extras)
+
+
+def test_constraints_hold_every_dependency_within_its_range(repository: Path) -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    pinned: dict[str, dict[str, str]] = {}
+    for mode in ("common", "cpu", "cuda"):
+        lines = (repository / "constraints" / f"{mode}.txt").read_text().splitlines()
+        pins = [line.split("==") for line in lines if "==" in line]
+        pinned[mode] = {canonicalize_name(name): version for name, version in pins}
+    extras = project["optional-dependencies"]
+    everywhere = [*project["dependencies"]]
+    for extra in ("dev", "peft", "math", "tracking", "bench"):
+        everywhere += extras[extra]
+    wanted = [(text, pinned["common"]) for text in everywhere]
+    wanted += [(text, pinned["common"] | pinned["cpu"]) for text in extras["vllm-cpu"] + extras["megatron"]]
+    wanted += [
+        (text, pinned["common"] | pinned["cuda"]) for extra in ("vllm", "gpu", "megatron") for text in extras[extra]
+    ]
+    for text, versions in wanted:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), text
+    for versions in pinned.values():
+        assert not {"torchvision", "torchaudio", "torchcodec"} & set(versions)
