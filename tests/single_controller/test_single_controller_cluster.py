@@ -124,10 +124,8 @@ def test_failed_run_ends_by_itself_with_the_reason_and_without_orphans(user_fold
 def test_interrupt_leaves_workers_alone_and_a_killed_driver_takes_all_with_it(user_folder: Path) -> None:
     driver = run_driver(user_folder, "wait")
     workers = [psutil.Process(pid) for answer in first_json(driver) for pid in answer[:2]]
-    # Ray's two agents look for Ray's head for a minute before they end by themselves.
-    children = psutil.Process(driver.pid).children(recursive=True)
-    own = [process for process in children if not process.name().endswith("Agent")]
-    assert any("raylet" in process.name() for process in own) and len(own) > len(workers)
+    own = psutil.Process(driver.pid).children(recursive=True)
+    assert {"raylet", "gcs_server"} <= {process.name() for process in own} and len(own) > len(workers)
     time.sleep(0.5)
     os.killpg(driver.pid, signal.SIGINT)
     assert driver.stdout is not None

@@ -93,6 +93,8 @@ def set_up_process(settings: WorkerSettings, master_address: str, master_port: i
     import torch
 
     faulthandler.enable()
+    if not settings.use_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a slot without a GPU computes on the CPU, also where there are GPUs
     one_visible = settings.use_gpu and torch.cuda.device_count() == 1
     threads = settings.threads or max(1, available_cores() // max(1, settings.node_workers))
     os.environ.update(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.single_controller.base.decorator import (
     MAGIC_ATTR,
@@ -133,6 +133,10 @@ class WorkerGroup:
         self._checker: threading.Thread | None = None
         self._checker_stop = threading.Event()
 
+    if TYPE_CHECKING:  # the registered methods of the worker class, bound when the group is made
+
+        def __getattr__(self, name: str) -> Any: ...
+
     @property
     def world_size(self) -> int:
         """Ranks of the group."""
@@ -162,7 +166,7 @@ class WorkerGroup:
         """(data-parallel rank of each rank, ranks to collect from in data-parallel order) of a mesh; asked of the
         workers once."""
         if mesh_name not in self._mesh_info:
-            entries = self._query_dispatch_collect(mesh_name)  # type: ignore[attr-defined]
+            entries = self._query_dispatch_collect(mesh_name)
             dp_ranks = [dp_rank for dp_rank, _ in entries]
             self._mesh_info[mesh_name] = (
                 dp_ranks,

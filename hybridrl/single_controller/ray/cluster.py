@@ -10,14 +10,17 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 import ray
 from ray.job_config import JobConfig
 
 from hybridrl.single_controller.base.errors import PlacementError
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
+from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
 
 _started_here = False
+_reaper: Reaper | None = None
 
 
 def init_ray(
@@ -45,7 +48,7 @@ def init_ray(
     Raises:
         PlacementError: the placement does not fit on the nodes; found before Ray would wait for it.
     """
-    global _started_here
+    global _started_here, _reaper
     pools = dict(pools or {})
     check_mapping(pools, {})
     if not ray.is_initialized():
@@ -63,6 +66,8 @@ def init_ray(
                 "on this machine, or start the cluster with `ray start --head`"
             ) from error
         _started_here = True
+        if options["address"] == "local":
+            _reaper = Reaper(_helpers())
     wants_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
     check_placement(
         {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
@@ -73,10 +78,12 @@ def init_ray(
 def shutdown_ray() -> None:
     """End what `init_ray` began: the processes of this driver, and Ray where it was started here. Does nothing
     otherwise."""
-    global _started_here
+    global _started_here, _reaper
     if _started_here and ray.is_initialized():
         ray.shutdown()
-    _started_here = False
+    if _reaper is not None:
+        _reaper.dismiss()
+    _started_here, _reaper = False, None
 
 
 def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[str, Any]:
@@ -108,6 +115,12 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
         "address": "local",
         "_system_config": system,
     }
+
+
+def _helpers() -> list[int]:
+    """Processes that this machine's raylet started: its two agents, and workers waiting for work."""
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    return [process.pid for raylet in raylets for process in raylet.children()]
 
 
 def _running_cluster() -> str | None:
