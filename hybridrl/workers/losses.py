@@ -20,7 +20,7 @@ from hybridrl.utils.metrics import Metric
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, Any]]]
 
 
-def global_counts(meta_info: dict[str, Any], loss_scale_factor: int | None) -> dict[str, Any]:
+def global_counts(meta_info: dict[str, Any], loss_scale_factor: float | None) -> dict[str, Any]:
     """The normalisers of a mini-batch as `agg_loss` takes them.
 
     dp_size is 1: the engine undoes FSDP's averaging itself. `seq-mean-token-sum-norm` divides by the limit of response

@@ -18,6 +18,10 @@ _HEADROOM = 64  # tokens: below this, growing by a quarter would still copy ever
 class InPlaceLayer(DynamicLayer):
     """A full-attention layer over buffers [B, H, capacity, D]; `keys` and `values` are views of their first L tokens."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+    is_initialized: bool
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._key_buffer: torch.Tensor | None = None

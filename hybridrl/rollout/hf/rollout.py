@@ -121,7 +121,7 @@ def _decode(
     module: nn.Module, prompts: _Prompts, params: SamplingParams, eos: torch.Tensor, noise: torch.Tensor, out: _Output
 ) -> None:
     """Generate until every row has ended or reached the limit."""
-    cache = make_cache(module.config)  # type: ignore[arg-type]
+    cache = make_cache(module.config)
     padded = not bool(prompts.mask.all())  # without padding no mask is needed, and attention is faster for it
     result = module(
         input_ids=prompts.ids,

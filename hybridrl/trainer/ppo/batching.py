@@ -32,13 +32,14 @@ def trim(batch: DataProto) -> DataProto:
     if longest == width:
         return batch
     total = prompt_width + width
-    tensors = {}
-    for name, tensor in batch.batch.items():
+    tensors: dict[str, torch.Tensor] = {}
+    for name in batch.batch.keys():  # noqa: SIM118  (iterating a TensorDict goes over its rows)
+        tensor = batch.batch[name]
         if tensor.dim() >= 2 and tensor.shape[1] == width and name not in ("prompts",):
             tensor = tensor[:, :longest]
         elif tensor.dim() >= 2 and tensor.shape[1] == total:
             tensor = tensor[:, : prompt_width + longest]
-        tensors[name] = tensor
+        tensors[str(name)] = tensor
     return DataProto.from_dict(tensors=tensors, non_tensors=batch.non_tensor_batch, meta_info=batch.meta_info)
 
 

@@ -31,7 +31,7 @@ from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.run import TrainingRun
-from hybridrl.utils.metrics import merge_metrics, reduce_to_floats
+from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
@@ -129,7 +129,7 @@ class RayPPOTrainer:
     def step(self) -> Iterator[None]:
         """Count and time a step; report it, and dump its samples where due, when it is done."""
         run, trainer = self.run, self.config.trainer
-        self._updates = []
+        self._updates: list[dict[str, list[Metric]]] = []
         before = {role: dict(group.method_seconds) for role, group in self.groups.items()}
         with run.measured_step():
             yield
