@@ -174,8 +174,8 @@ def dummy_layout() -> Layout:
 
 
 def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    if name not in tensors.keys():  # noqa: SIM118  a TensorDict's own `in` does not look at keys
-        raise ValueError(f"the batch has no {name}; it has {', '.join(sorted(str(key) for key in tensors.keys()))}")  # noqa: SIM118
+    if name not in tensors.keys():
+        raise ValueError(f"the batch has no {name}; it has {', '.join(sorted(str(key) for key in tensors.keys()))}")
     return tensors[name]
 
 

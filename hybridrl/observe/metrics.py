@@ -142,13 +142,13 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
     metrics: dict[str, float] = {}
 
     for name, field in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        if field in fields.keys():  # noqa: SIM118 (a TensorDict refuses `in` without keys())
+        if field in fields.keys():
             sums = fields[field].sum(-1)
             metrics |= _summary(f"critic/{name}", sums if all_answered else sums[answered])
 
     mask = fields["response_mask"].bool()
     token_fields = ["advantages", "returns", "values"] if use_critic else ["advantages", "returns"]
-    tokens = {name: fields[name][mask] for name in token_fields if name in fields.keys()}  # noqa: SIM118 (as above)
+    tokens = {name: fields[name][mask] for name in token_fields if name in fields.keys()}
     for name, values in tokens.items():
         metrics |= _summary(f"critic/{name}", values)
     if "values" in tokens and "returns" in tokens:

@@ -36,7 +36,7 @@ def as_array(values: Any) -> np.ndarray:
 
 def fields_of(batch: TensorDictBase | None) -> dict[str, Any]:
     """Return the fields of a TensorDict by name, as they are stored; none of None."""
-    return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118 (iterates rows)
+    return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}
 
 
 def row_indices(idxs: Any, length: int) -> np.ndarray:

@@ -124,7 +124,7 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
 
 
 def _require_rollout_log_probs(fields: Mapping[str, Any], who: str) -> None:
-    if "rollout_log_probs" not in fields.keys():  # noqa: SIM118 - a TensorDict's `in` refuses strings
+    if "rollout_log_probs" not in fields.keys():
         raise AlgorithmError(
             f"{who} needs the sampler's log-probabilities, but the batch has no rollout_log_probs. Set "
             "actor_rollout_ref.rollout.calculate_log_probs=True."

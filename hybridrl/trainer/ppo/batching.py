@@ -33,7 +33,7 @@ def trim(batch: DataProto) -> DataProto:
         return batch
     total = prompt_width + width
     tensors: dict[str, torch.Tensor] = {}
-    for name in batch.batch.keys():  # noqa: SIM118  (iterating a TensorDict goes over its rows)
+    for name in batch.batch.keys():
         tensor = batch.batch[name]
         if tensor.dim() >= 2 and tensor.shape[1] == width and name not in ("prompts",):
             tensor = tensor[:, :longest]
