@@ -116,6 +116,21 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> No
         )
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: str | Path) -> None:
+    """Refuse a tokenizer that gives ids which a model with `vocabulary` embeddings does not have.
+
+    Raises:
+        ModelError: names the largest id.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocabulary:
+        raise ModelError(
+            f"the tokenizer of {path} knows token {token!r} with id {largest}, but the model has only {vocabulary} "
+            "embeddings (vocab_size): they do not belong together; set actor_rollout_ref.model.tokenizer_path to the "
+            "model's own"
+        )
+
+
 def looks_local(path: str | Path) -> bool:
     """Whether a name is meant as a path of this machine and not as ``organisation/model`` of a hub."""
     text = str(path)

@@ -6,14 +6,15 @@ merging two of them gives what one computation over all the data would have give
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 Kind = Literal["mean", "sum", "max", "min"]
 KINDS = ("mean", "sum", "max", "min")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Metric:
             raise ValueError(f"a Metric is one of {', '.join(KINDS)}; kind={self.kind!r} is none of them")
 
 
-def to_floats(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def to_floats(metrics: Mapping[Key, Metric]) -> dict[Key, Metric]:
     """The same metrics with plain floats: every tensor is read in one transfer from its device."""
     tensors = [
         part.detach().reshape(()).to(torch.float64)
@@ -64,10 +65,11 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     Raises:
         ValueError: a name occurs with two kinds.
     """
+    # All tensors of all parts are read together: one wait for the device, however many micro-batches there were.
+    read = to_floats({(number, name): metric for number, part in enumerate(parts) for name, metric in part.items()})
     gathered: dict[str, list[Metric]] = {}
-    for part in parts:
-        for name, metric in to_floats(part).items():
-            gathered.setdefault(name, []).append(metric)
+    for (_, name), metric in read.items():
+        gathered.setdefault(name, []).append(metric)
     return {name: _merge(name, metrics) for name, metrics in gathered.items()}
 
 

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybridrl.models.errors import ModelError
-from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
 
 TEXT = "Sort: 31 24\n\n#### 12"
 
@@ -102,3 +102,10 @@ def test_missing_or_broken_files(tmp_path: Path) -> None:
     (tmp_path / "broken" / "tokenizer_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match="is not valid JSON"):
         load_tokenizer(tmp_path / "broken")
+
+
+def test_ids_beyond_the_embeddings_are_refused(micro_model: Path) -> None:
+    tokenizer = load_tokenizer(micro_model)
+    check_vocabulary(tokenizer, len(tokenizer), micro_model)
+    with pytest.raises(ModelError, match=r"with id \d+, but the model has only 100 embeddings"):
+        check_vocabulary(tokenizer, 100, micro_model)

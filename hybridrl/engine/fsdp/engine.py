@@ -26,7 +26,7 @@ from hybridrl.models import loading, value
 from hybridrl.models.errors import ModelError
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device, distributed
-from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics, to_floats
+from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 
 logger = logging.getLogger(__name__)
 STRATEGIES = ("fsdp", "fsdp2")
@@ -80,6 +80,8 @@ class FSDPEngine(Engine):
             model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
         )
         loading.check_weights(loading.checked_source(model.path))
+        if self.compute_dtype == torch.float32 and "attn_implementation" not in model.override_config:
+            self.config._attn_implementation = "sdpa"  # flash attention knows half precision only
         self.flash_attention = str(self.config._attn_implementation).startswith("flash_attention")
         self.packed = bool(model.use_remove_padding) and self.flash_attention
         if distributed.get_world_size() > 1:
@@ -214,13 +216,12 @@ class FSDPEngine(Engine):
             logger.warning("step skipped: %s", problem)
         else:
             self._step(norm)
-        merged = merge_metrics(to_floats(part) for part in metrics)
         own = {
             "grad_norm": Metric(norm),
             "lr": Metric(lr),
             "skipped_steps": Metric(float(problem is not None), kind="max"),
         }
-        return {**merged, **to_floats(own)}
+        return merge_metrics([*metrics, own])
 
     def _loss(
         self,
