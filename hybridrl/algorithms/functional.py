@@ -19,7 +19,7 @@ EPS = 1e-8
 # exp of it is exactly 0 in float64 too, so a log-probability of -inf can be replaced by it beside its probability.
 _LOWEST_LOG_P = -1e4
 # Elements of one float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
-_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 # Elements of a block of rows in masked statistics: its temporaries stay in a CPU's cache.
 _BLOCK_ELEMENTS = 1 << 17
 # Below this many elements the log-probabilities are kept for the backward pass instead of being computed again.
@@ -99,6 +99,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     Raises:
         AlgorithmError: fewer than two values are set.
     """
+    mask = mask.bool()
     count, mean, squares = _moments(values, mask)
     scale = torch.rsqrt(_variance(count, squares, unbiased=True) + EPS).to(values.dtype)
     offset = 0.0 if shift_mean else mean
@@ -111,7 +112,10 @@ def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
         if chunk_size < 1:
             raise AlgorithmError(f"chunk_size is {chunk_size}; it must be a positive number of tokens.")
         return chunk_size
-    return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 24) // logits.shape[-1])
+    vocabulary = logits.shape[-1]
+    if logits.numel() <= _SMALL:
+        return max(1, logits.numel() // vocabulary)
+    return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 24) // vocabulary)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -135,24 +139,24 @@ class _Options(NamedTuple):
     inplace_backward: bool
 
 
-def _softmax_gradient(
-    logp: Tensor, labels: Tensor | None, entropy: Tensor | None, g_lp: Tensor | None, g_entropy: Tensor | None
+def _entropy_gradient(
+    logp: Tensor, entropy: Tensor, g_entropy: Tensor, labels: Tensor | None, g_lp: Tensor | None
 ) -> Tensor:
-    """Gradient in the scaled logits, [n, V], of sum(g_lp lp + g_entropy H); a new tensor."""
+    """Gradient in the scaled logits, [n, V], of sum(g_H H + g_lp lp); ``logp`` is used up."""
     p = logp.exp()
-    if g_entropy is not None and entropy is not None:
-        # -p (g_lp + g_H (log p + H)), with log p kept finite where p is zero.
-        step = logp.clamp(min=_LOWEST_LOG_P).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
-        if g_lp is not None:
-            step.add_(g_lp.unsqueeze(-1))
-        step.mul_(p).neg_()
-    elif g_lp is not None:
-        step = p.mul_(-g_lp.unsqueeze(-1))
-    else:
-        step = p.zero_()
+    # -p (g_lp + g_H (log p + H)), with log p kept finite where p is zero.
+    step = logp.clamp_(min=_LOWEST_LOG_P).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
+    if g_lp is not None:
+        step.add_(g_lp.unsqueeze(-1))
+    step.mul_(p).neg_()
     if g_lp is not None and labels is not None:
         step.scatter_add_(-1, labels.unsqueeze(-1), g_lp.unsqueeze(-1).to(step.dtype))
     return step
+
+
+def _log_prob_gradient(p: Tensor, labels: Tensor, g_lp: Tensor) -> Tensor:
+    """g_lp ([j = y] - p) in the memory of p [n, V]."""
+    return p.mul_(-g_lp.unsqueeze(-1)).scatter_add_(-1, labels.unsqueeze(-1), g_lp.unsqueeze(-1).to(p.dtype))
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -186,7 +190,7 @@ class _TokenStatistics(torch.autograd.Function):
                     squares.append((p * p).sum(-1))
                 if options.entropy:
                     # A token ruled out by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
-                    entropies.append(-p.mul_(logp.clamp(min=_LOWEST_LOG_P)).sum(-1))
+                    entropies.append(-p.mul_(logp.clamp_(min=_LOWEST_LOG_P)).sum(-1))
         lp, entropy, square = (
             (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
             for parts in (log_probs, entropies, squares)
@@ -201,18 +205,32 @@ class _TokenStatistics(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, labels, entropy = ctx.saved_tensors
-        rows = ctx.options.rows
         g_lp, g_entropy = (grads[0] if labels is not None else None), (grads[1] if entropy is not None else None)
-        if ctx.small:
-            step = _softmax_gradient(saved, labels, entropy, g_lp, g_entropy)
-            return (step.mul_(ctx.scale) if ctx.scale != 1.0 else step).to(ctx.dtype), None, None, None
+        scale, inplace = ctx.scale, ctx.options.inplace_backward and not ctx.small
         source = saved.detach()
-        grad = source if ctx.options.inplace_backward else torch.empty_like(source)
-        for start in range(0, source.shape[0], rows):
-            part = slice(start, start + rows)
-            pieces = (None if x is None else x[part] for x in (labels, entropy, g_lp, g_entropy))
-            step = _softmax_gradient(_log_softmax(source[part], ctx.scale), *pieces)
-            grad[part].copy_(step.mul_(ctx.scale) if ctx.scale != 1.0 else step)
+        grad = source if inplace else torch.empty_like(source)
+        for start in range(0, source.shape[0], ctx.options.rows):
+            part = slice(start, start + ctx.options.rows)
+            y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
+            if gh is not None and h is not None:
+                logp = source[part].clone() if ctx.small else _log_softmax(source[part], scale)
+                step = _entropy_gradient(logp, h, gh, y, g)
+            elif g is None or y is None:
+                step = torch.zeros_like(source[part])
+            elif ctx.small:
+                step = _log_prob_gradient(source[part].exp(), y, g)
+            elif inplace or source.dtype != working_dtype(source.dtype):
+                step = _log_prob_gradient(_log_softmax(source[part], scale).exp_(), y, g)
+            else:
+                # The common case needs no working buffer: the softmax goes where its gradient will be.
+                x = source[part] if scale == 1.0 else source[part] * scale
+                step = _log_prob_gradient(torch.softmax(x, -1, out=grad[part]), y, g)
+            if scale != 1.0:
+                step.mul_(scale)
+            if source.shape[0] <= ctx.options.rows and not inplace:
+                return step.to(ctx.dtype), None, None, None
+            if step.data_ptr() != grad[part].data_ptr():
+                grad[part].copy_(step)
         return grad, None, None, None
 
 

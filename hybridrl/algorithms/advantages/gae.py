@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages.scan import backwards, check_finite, unit_interval
+from hybridrl.algorithms.advantages.scan import backwards, check_finite, check_same_shape, unit_interval
+from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import keep, masked_whiten, row_blocks
 from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
 
@@ -43,10 +44,16 @@ def compute_gae_advantage_return(
         AlgorithmError: gamma or lam out of range, rewards or values not finite, fewer than two response tokens.
     """
     gamma, lam = unit_interval(gamma, "gamma"), unit_interval(lam, "lam")
-    check_finite(token_level_rewards, response_mask, "token_level_rewards")
-    check_finite(values, response_mask, "values")
-    advantages = backwards(token_level_rewards, values, response_mask, gamma, gamma * lam)
-    returns = torch.empty_like(advantages)
+    mask = response_mask.bool()
+    check_same_shape(mask, token_level_rewards=token_level_rewards, values=values)
+    lam_returns = backwards(token_level_rewards, values, mask, gamma, gamma * lam)
+    returns = torch.empty_like(lam_returns)
     for block in row_blocks(returns):
-        returns[block] = keep(advantages[block] + values[block], response_mask[block])
-    return masked_whiten(advantages, response_mask), returns
+        returns[block] = keep(lam_returns[block] + values[block], mask[block])
+    advantages = masked_whiten(lam_returns, mask)
+    if not bool(torch.isfinite(advantages.sum())):
+        # One number that is not finite spoils all of them: say which it was.
+        check_finite(token_level_rewards, mask, "token_level_rewards")
+        check_finite(values, mask, "values")
+        raise AlgorithmError("the advantages overflow: rewards or values are too large for their dtype.")
+    return advantages, returns

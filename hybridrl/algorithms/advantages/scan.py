@@ -23,13 +23,19 @@ def unit_interval(value: float | Tensor, name: str) -> float:
     return number
 
 
+def check_same_shape(response_mask: Tensor, **tensors: Tensor) -> None:
+    """Refuse tensors of another shape than the mask's."""
+    for name, tensor in tensors.items():
+        if tensor.shape != response_mask.shape:
+            raise AlgorithmError(
+                f"{name} have shape {tuple(tensor.shape)} and response_mask {tuple(response_mask.shape)}; both must be "
+                "[B, T]."
+            )
+
+
 def check_finite(values: Tensor, response_mask: Tensor, name: str) -> None:
     """Refuse values of another shape than the mask, or NaN or infinite on a response token, naming the rows."""
-    if values.shape != response_mask.shape:
-        raise AlgorithmError(
-            f"{name} have shape {tuple(values.shape)} and response_mask {tuple(response_mask.shape)}; both must be "
-            "[B, T]."
-        )
+    check_same_shape(response_mask, **{name: values})
     bad = ~torch.isfinite(masked_row_sum(values, response_mask))
     if bool(bad.any()):
         rows = bad.nonzero().squeeze(-1)[:8].tolist()
@@ -55,28 +61,32 @@ def _time_first(block: Tensor) -> Tensor:
     return block.t().contiguous()
 
 
-def backwards(rewards: Tensor, values: Tensor | None, response_mask: Tensor, gamma: float, decay: float) -> Tensor:
+def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, decay: float) -> Tensor:
     """y_t = r_t + gamma V_{t+1} - V_t + decay y_{t+1} over response tokens, [B, T]; finite but undefined elsewhere.
 
-    t + 1 is the next response token: V and y are carried unchanged over holes in the mask. Without ``values`` V is 0.
-    Done in blocks of rows with time along the rows, so that each step reads contiguous memory that is in the cache.
+    t + 1 is the next response token: V and y are carried unchanged over holes in ``mask`` (bool). Without ``values`` V
+    is 0. Done in blocks of rows that stay in the cache, with time along the rows for the scan, so that each of its
+    steps reads contiguous memory.
     """
     out = torch.empty_like(rewards)
     step = _ROWS if rewards.device.type == "cpu" else max(len(rewards), 1)
     for start in range(0, len(rewards), step):
         block = slice(start, start + step)
-        mask = _time_first(response_mask[block].bool())
-        terms = keep(_time_first(rewards[block]), mask)
-        # Where no row has a hole, everything after its last token is zero by itself and the scan needs no mask.
-        holes = bool((mask[1:] & ~mask[:-1]).any())
+        m = mask[block]
+        # Where no row has a hole, everything after its last token is zero by itself and nothing needs the mask.
+        holes = bool((m[:, 1:] & ~m[:, :-1]).any())
+        terms = keep(rewards[block], m)
         if values is not None:
-            v = keep(_time_first(values[block]), mask)
+            v = keep(values[block], m)
             terms -= v
-            # The value of the next response token is a scan too: v_t where there is one, else what comes later.
-            upcoming = reverse_scan(v, (~mask).to(v.dtype)) if holes else v
-            terms[:-1].add_(upcoming[1:] * mask[:-1], alpha=gamma)
-        scanned = reverse_scan(terms, 1.0 + (decay - 1.0) * mask.to(terms.dtype) if holes else decay)
-        out[block] = _time_first(scanned)
+            if holes:
+                # The value of the next response token is a scan too: v_t where there is one, else what comes later.
+                upcoming = reverse_scan(_time_first(v), _time_first((~m).to(v.dtype))).t()
+                terms[:, :-1].add_(upcoming[:, 1:] * m[:, :-1], alpha=gamma)
+            else:
+                terms[:, :-1].add_(v[:, 1:], alpha=gamma)
+        factor = _time_first(1.0 + (decay - 1.0) * m.to(terms.dtype)) if holes else decay
+        out[block] = _time_first(reverse_scan(_time_first(terms), factor))
     return out
 
 
@@ -86,8 +96,9 @@ def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: flo
     Raises:
         AlgorithmError: rewards that are not finite.
     """
-    check_finite(token_level_rewards, response_mask, "token_level_rewards")
-    returns = backwards(token_level_rewards, None, response_mask, gamma, gamma)
+    mask = response_mask.bool()
+    check_finite(token_level_rewards, mask, "token_level_rewards")
+    returns = backwards(token_level_rewards, None, mask, gamma, gamma)
     for block in row_blocks(returns):
-        returns[block] = keep(returns[block], response_mask[block])
+        returns[block] = keep(returns[block], mask[block])
     return returns
