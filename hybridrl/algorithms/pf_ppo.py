@@ -14,7 +14,7 @@ PF_PPO_METHODS = ("pow", "max_min", "max_random")
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """How likely each trajectory is to be drawn (Shen et al. 2024, arXiv 2409.06957, section 4.2), [B] -> [B],
+    """How likely each trajectory is to be drawn (Shen et al. 2024, arXiv 2409.06957), [B] -> [B],
     unnormalised.
 
         pow          |R|^weight_pow

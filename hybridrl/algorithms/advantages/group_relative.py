@@ -192,7 +192,7 @@ def compute_rloo_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
-    """RLOO (Ahmadian et al. 2024, arXiv 2402.14740, eq. 8): each sample against the mean of the others.
+    """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): each sample against the mean of the others.
 
         A_i = R_i - 1/(n-1) sum_{j != i} R_j = n/(n-1) (R_i - mean_g R)
 
@@ -235,7 +235,7 @@ def compute_opo_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> Advantages:
-    """OPO (Hao et al. 2025, arXiv 2505.23585, eq. 7): the baseline of least variance when a sample's squared gradient
+    """OPO (Hao et al. 2025, arXiv 2505.23585): the baseline of least variance when a sample's squared gradient
     grows with its length L_i: A_i = R_i - sum_g L_j R_j / sum_g L_j. A group of one has baseline 0.
     """
     scores = outcome_scores(token_level_rewards, response_mask)

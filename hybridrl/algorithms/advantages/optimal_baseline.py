@@ -64,7 +64,7 @@ def compute_optimal_token_baseline_advantage(
     epsilon: float = 1e-8,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Optimal token baseline (Li et al. 2026, "The optimal token baseline"; the name used by verl).
+    """Optimal token baseline (Li et al. 2026, arXiv 2602.07078).
 
         G_t = sum_{s >= t} r_s          W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_v^2) rho_s^2
         B_t = sum_g G_t W_t / (sum_g W_t + epsilon)          A_t = G_t - B_t

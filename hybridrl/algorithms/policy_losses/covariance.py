@@ -165,7 +165,7 @@ def compute_policy_loss_clip_cov(
     rollout_is_weights: Tensor | None = None,
     prepared: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617, eq. 10 and 11): PPO's clipped loss without the chosen tokens.
+    """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): PPO's clipped loss without the chosen tokens.
 
         l = max(-A rho, -A clip(rho, 1 - low, 1 + high))      0 on tokens chosen by `prepare_clip_cov`
 
@@ -198,7 +198,7 @@ def compute_policy_loss_kl_cov(
     rollout_is_weights: Tensor | None = None,
     prepared: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """KL-Cov (Cui et al. 2025, arXiv 2505.22617, eq. 12 and 13): the unclipped surrogate, with a penalty on chosen
+    """KL-Cov (Cui et al. 2025, arXiv 2505.22617): the unclipped surrogate, with a penalty on chosen
     tokens.
 
         l = -A rho + ppo_kl_coef |log rho|      the second term on tokens chosen by `prepare_kl_cov` only

@@ -60,7 +60,7 @@ def compute_policy_loss_geo_mean(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """GMPO (Zhao et al. 2025, arXiv 2507.20673, eq. 5): the geometric mean of the token ratios, clipped in log space.
+    """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of the token ratios, clipped in log space.
 
         k_t = sign(A_t) min(sign(A_t) log rho_t, sign(A_t) clip(log rho_t, -low, high))
         l   = -(1/n sum_t A_t) exp(1/n sum_t k_t)           one value a sequence

@@ -25,7 +25,7 @@ def compute_policy_loss_gpg(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """GPG (Chu et al. 2025, arXiv 2504.02546, eq. 5): l = -A log pi, the plain policy gradient."""
+    """GPG (Chu et al. 2025, arXiv 2504.02546): l = -A log pi, the plain policy gradient."""
     tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     return aggregate(-tokens.advantages * tokens.log_prob, tokens, loss_agg_mode, config), tokens.metrics()
 
@@ -83,7 +83,7 @@ def compute_policy_loss_sapo(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """SAPO (Gao et al. 2025, arXiv 2511.20347, eq. 5 and 6): a sigmoid gate in place of the clip.
+    """SAPO (Gao et al. 2025, arXiv 2511.20347): a sigmoid gate in place of the clip.
 
         l = -A f(rho),   f(x) = 4/tau sigmoid(tau (x - 1)),   tau = tau_pos where A > 0, tau_neg elsewhere
 

@@ -23,7 +23,7 @@ def compute_policy_loss_vanilla(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5):
+    """PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with dual clip (Ye et al. 2020, arXiv 1912.09729):
 
         l = max(-A rho, -A clip(rho, 1 - low, 1 + high))          A >= 0
         l = min(-A c, that)                                       A < 0
