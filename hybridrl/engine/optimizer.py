@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.models.errors import ModelError
@@ -43,7 +44,11 @@ def build_optimizer(parameters: Iterable[torch.Tensor], optim: Any) -> torch.opt
     arguments.update(optim.override_optimizer_config or {})
     parameters = list(parameters)
     if "fused" in takes and not {"fused", "foreach", "capturable", "differentiable"} & arguments.keys():
-        arguments["fused"] = all(parameter.is_floating_point() for parameter in parameters)
+        # Shards (DTensor) know how to split the fused kernels of Adam and AdamW only.
+        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        arguments["fused"] = (not sharded or kind in (torch.optim.Adam, torch.optim.AdamW)) and all(
+            parameter.is_floating_point() for parameter in parameters
+        )
     unknown = [] if anything else sorted(arguments.keys() - takes.keys())
     if unknown:
         raise ModelError(

@@ -1,0 +1,207 @@
+"""The PPO program on real Ray workers: what it does to the weights, against plain loops and against other placements."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hybridrl.config import load_config, validate
+from hybridrl.data.preprocess import gsm8k
+from hybridrl.trainer.ppo.program import prepare
+from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.start import workers_starting
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray(ray_session: None) -> None:
+    """All runs of this file share one Ray."""
+
+
+@contextmanager
+def trained(*overrides: str) -> Iterator[RayPPOTrainer]:
+    """Run the program to its end; its worker groups live until the block is left."""
+    config = load_config("ppo_trainer", ["trainer.report=False", "trainer.logger=[]", *overrides])
+    validate(config)
+    manager = resource_pools(config)
+
+    def spawn() -> dict:
+        return spawn_worker_groups(config, None, manager)
+
+    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
+        trainer = prepare(config)
+        with closing(trainer.reward_fn):
+            trainer.init_workers(started())
+            trainer.fit()
+            yield trainer
+
+
+@pytest.fixture(scope="module")
+def letters_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward that differs between samples of any model: the share of characters from the first half of the alphabet."""
+    path = tmp_path_factory.mktemp("reward") / "letters.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(char < 'm' for char in solution_str) / max(len(solution_str), 1)\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(micro_model: Path, sort_data: Path, letters_reward: Path) -> list[str]:
+    return [
+        f"actor_rollout_ref.model.path={micro_model}",
+        f"critic.model.path={micro_model}",
+        f"data.train_files={sort_data / 'train.parquet'}",
+        f"reward.custom_reward_function.path={letters_reward}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=24",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=1",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
+    ]
+
+
+def weights(folder: Path, role: str = "actor") -> dict[str, torch.Tensor]:
+    """The exported model of the newest checkpoint."""
+    step = (folder / "latest_checkpointed_iteration.txt").read_text()
+    files = sorted((folder / f"global_step_{step}" / role / "hf_model").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert first.keys() == second.keys()
+    worst = max((first[name] - second[name]).abs().max().item() for name in first)
+    assert worst <= tolerance
+
+
+def test_a_grpo_step_equals_a_plain_loop(base, micro_model, tmp_path) -> None:
+    overrides = [*base, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"]
+    with trained(*overrides, f"trainer.default_local_dir={tmp_path}", "trainer.n_gpus_per_node=2") as trainer:
+        batch = trainer._trained
+    # From the samples of the run: group advantages, token-mean policy gradient, clipping and AdamW, row by row.
+    model = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    tensors = batch.batch
+    scores = tensors["token_level_scores"].sum(1).tolist()
+    uids = batch.non_tensor_batch["uid"].tolist()
+    total = int(tensors["response_mask"].sum())
+    loss = torch.zeros(())
+    for row, uid in enumerate(uids):
+        group = [score for score, other in zip(scores, uids, strict=True) if other == uid]
+        advantage = (scores[row] - np.mean(group)) / (np.std(group, ddof=1) + 1e-6)
+        ids = tensors["input_ids"][row][tensors["attention_mask"][row].bool()]
+        length = int(tensors["response_mask"][row].sum())
+        log_probs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0][-length:]
+        loss = loss - float(advantage) * log_probs.sum() / total
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    # Adam's first step is lr * sign(g) where |g| is large: elements with a gradient near its epsilon tell little.
+    expected, found = model.state_dict(), weights(tmp_path)
+    for name in found:
+        certain = dict(model.named_parameters())[name].grad.abs() > 1e-6
+        assert (expected[name] - found[name])[certain].abs().max() < 2e-5, name
+    assert any(
+        (found[name] - value).abs().max() > 5e-4
+        for name, value in AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32).state_dict().items()
+        if name in found
+    )
+
+
+def test_ranks_and_placement_do_not_change_the_training(base, tmp_path) -> None:
+    """PPO with everything that crosses ranks, in doubles of SGD so that rounding is not amplified by Adam."""
+    overrides = [
+        *base,
+        "algorithm.adv_estimator=gae",
+        "algorithm.lam=0.95",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=True",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.optim.optimizer=SGD",
+        "actor_rollout_ref.actor.optim.override_optimizer_config={}",
+        "critic.optim.optimizer=SGD",
+        "critic.optim.lr=1e-2",
+        "critic.checkpoint.save_contents=[model,hf_model]",
+        "trainer.total_training_steps=2",
+    ]
+    placements = {
+        "one": [],
+        "three": [
+            "trainer.n_gpus_per_node=3",
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+        ],
+        "apart": [
+            "placement.pools={policy: [2], value: [1]}",
+            "placement.roles={actor_rollout_ref: policy, critic: value, ref: value}",
+        ],
+    }
+    found = {}
+    for name, placement in placements.items():
+        with trained(*overrides, *placement, f"trainer.default_local_dir={tmp_path / name}") as trainer:
+            found[name] = trainer._trained.batch["responses"], trainer.groups[Role.Critic].world_size
+    assert [size for _, size in found.values()] == [1, 3, 1]
+    for name in ("three", "apart"):
+        assert torch.equal(found[name][0], found["one"][0])
+        assert_same_weights(weights(tmp_path / name), weights(tmp_path / "one"), 2e-6)
+        assert_same_weights(weights(tmp_path / name, "critic"), weights(tmp_path / "one", "critic"), 2e-6)
+
+
+def test_sparing_the_old_log_prob_pass_changes_nothing(base, tmp_path) -> None:
+    overrides = [*base, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2"]
+    with trained(*overrides, f"trainer.default_local_dir={tmp_path / 'auto'}") as trainer:
+        assert "old_log_probs" not in trainer._trained.batch.keys()
+    with trained(
+        *overrides,
+        "actor_rollout_ref.actor.recompute_old_log_prob=always",
+        f"trainer.default_local_dir={tmp_path / 'always'}",
+    ) as trainer:
+        assert "old_log_probs" in trainer._trained.batch.keys()
+    # Ratios of 1 + 1e-7 instead of 1 reach the weights only where Adam divides one tiny gradient by another.
+    first, second = weights(tmp_path / "auto"), weights(tmp_path / "always")
+    differences = torch.cat([(first[name] - second[name]).abs().flatten() for name in first])
+    assert differences.quantile(0.99) < 1e-6
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_real_gsm8k_end_to_end(base, estimator, tmp_path) -> None:
+    source = FIXTURES / "gsm8k"
+    gsm8k.main(["--local_dir", str(source), "--out", str(tmp_path / "data")])
+    rows = pd.read_parquet(tmp_path / "data" / "train.parquet")
+    assert set(rows["data_source"]) == {"openai/gsm8k"}
+    with trained(
+        *[item for item in base if not item.startswith(("reward.", "data."))],
+        f"algorithm.adv_estimator={estimator}",
+        f"data.train_files={tmp_path / 'data' / 'train.parquet'}",
+        f"data.val_files={tmp_path / 'data' / 'test.parquet'}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=700",
+        "data.max_response_length=8",
+        "data.filter_overlong_prompts=True",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ) as trainer:
+        assert trainer.run.step == 2
+    records = pd.read_json(tmp_path / "run" / "metrics.jsonl", lines=True)
+    assert records["val-core/openai/gsm8k/acc/mean@1"].notna().sum() == 2  # before the first step and after the last
+    assert records["training/rollout_probs_diff_max"].max() < 1e-5
+    assert records["prompt_length/mean"].min() > 100
+    answers = pd.read_json(tmp_path / "run" / "validation" / "2.jsonl", lines=True)
+    assert len(answers) == 40 and answers["gts"].notna().all()
