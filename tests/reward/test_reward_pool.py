@@ -265,6 +265,16 @@ def test_a_file_that_does_not_load(user_file):
         p.run(samples(1))
 
 
+def test_a_file_that_hangs_on_import(user_file, monkeypatch):
+    monkeypatch.setattr("hybridrl.reward.pool._START_LIMIT_S", 0.5)
+    monkeypatch.setattr("hybridrl.reward.pool._POLL_S", 0.1)
+    with (
+        pool(user_file("import time; time.sleep(1000)")) as p,
+        pytest.raises(RewardError, match="What does the file do"),
+    ):
+        p.start(wait_for_one=True)
+
+
 def test_what_cannot_be_sent_is_refused(user_file):
     with pool(user_file("def f(solution_str, ground_truth): return 1")) as p:
         with pytest.raises(RewardError, match="must be plain values"):
