@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
+import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,16 +136,27 @@ def spawn(body: Callable[..., None], world: int, *arguments: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_enter, args=(body, world, port, arguments), nprocs=world, join=True)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_enter, args=(body, world, port, Path(folder), arguments), nprocs=world, join=True)
+        except Exception as error:
+            # gloo aborts a rank whose peer is gone, and that rank may be the one reported: show what each one raised.
+            raised = [f"{file.name}:\n{file.read_text(encoding='utf-8')}" for file in sorted(Path(folder).iterdir())]
+            raise AssertionError("\n".join([str(error), *raised])) from error
 
 
-def _enter(rank: int, body: Callable[..., None], world: int, port: int, arguments: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, body: Callable[..., None], world: int, port: int, folder: Path, arguments: tuple[Any, ...]
+) -> None:
     from hybridrl.utils import distributed
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     distributed.init_process_group(rank, world, "127.0.0.1", port, timeout_seconds=120)
     try:
         body(rank, *arguments)
-    finally:
-        distributed.destroy_process_group()
+    except BaseException:
+        (folder / f"rank_{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+    distributed.destroy_process_group()
