@@ -5,6 +5,7 @@ It writes no `outputs/` folder and does not change the working directory, as `@h
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ _REFUSED = {
     "experimental_rerun": "start again with the same words; trainer.resume_mode=auto continues from the checkpoint",
     "shell_completion": "not supported; --cfg job prints every key",
 }
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = None) -> None:
@@ -40,8 +42,13 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
         run: the program; called with the typed configuration.
         argv: words after the program's name; those of the process by default.
 
-    A fault of the configuration, and any `UserError` out of `run`, is printed as one message on the standard error
-    and ends the process with status 2. Everything else is raised as it is.
+    What ends the run is printed as one message on the standard error, and the process ends with status
+
+    - 2 for what the user can mend: a fault of the configuration, any `UserError` or `AlgorithmError`, a full disk;
+    - 1 for a worker that failed or died: the message holds the worker's own traceback, where there is one;
+    - 130 for Ctrl-C.
+
+    Everything else is raised as it is.
     """
     words = _parser(name).parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
     try:
@@ -58,12 +65,26 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
             return
         validate(composed.config)  # type: ignore[arg-type]
         run(composed.config)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except Exception as error:
-        # by name: this package imports nothing, and Ray derives its wrapped errors from their cause
-        if not isinstance(error, ConfigError) and "UserError" not in {base.__name__ for base in type(error).__mro__}:
+        status = _exit_status(error)
+        if status is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        raise SystemExit(status) from None
+
+
+def _exit_status(error: Exception) -> int | None:
+    """The exit status for an error whose message says all; None where the traceback is needed as well."""
+    # by name: this package imports nothing, and Ray derives its wrapped errors from their cause
+    names = {base.__name__ for base in type(error).__mro__}
+    if isinstance(error, ConfigError) or names & {"UserError", "AlgorithmError"}:
+        return 2
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return 2
+    return 1 if "WorkerError" in names else None
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import ModelConfig
-from hybridrl.models.loading import load_model_config
-from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.models.loading import check_weights, load_model_config
+from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -23,6 +23,20 @@ def config_of(model: ModelConfig) -> PreTrainedConfig:
     return load_model_config(
         model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
     )
+
+
+def checked_identity(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The `model_identity` of a `model` group, once it is certain that there are weights and that the tokenizer fits.
+
+    Raises:
+        ModelError: no readable configuration, no weights, or a tokenizer with more tokens than the model.
+    """
+    config = config_of(model)
+    check_weights(model.path)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if vocabulary is not None:
+        check_vocabulary(tokenizer, vocabulary, model.tokenizer_path or model.path)
+    return model_identity(config, tokenizer)
 
 
 def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) -> list[int]:

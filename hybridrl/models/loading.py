@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import itertools
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,16 +167,29 @@ def load_pretrained(
 
 
 def import_external_lib(name: str | None) -> None:
-    """Import the modules of ``model.external_lib`` (comma separated), which may register model classes.
+    """Import the modules of ``model.external_lib`` (comma separated), which may register model classes, policy losses
+    and advantage estimators.
 
     Raises:
-        ModelError: one of them cannot be imported.
+        ModelError: one of them cannot be imported, or raises while it is.
     """
     for module in filter(None, (part.strip() for part in (name or "").split(","))):
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise ModelError(f"model.external_lib={name!r}: module {module!r} cannot be imported: {error}") from error
+        except Exception as error:  # the user's code raises whatever is wrong with it
+            where = _last_place(error)
+            raise ModelError(
+                f"model.external_lib={name!r}: module {module!r} cannot be imported: "
+                f"{type(error).__name__}: {error}{where}"
+            ) from error
+
+
+def _last_place(error: Exception) -> str:
+    """The file and line that raised, where that is not the import machinery."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    if len(frames) < 2:  # the first is this module's own
+        return ""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})"
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:

@@ -1,7 +1,8 @@
 """What every training program shares around its loop: folder, metrics, timers, checkpoints, and the wish to stop."""
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -15,10 +16,13 @@ from hybridrl.observe.report import print_summary, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.storage import StorageError
 from hybridrl.single_controller import WorkerError
 from hybridrl.trainer.stop import StopRequest
+from hybridrl.utils.metrics import Metric
 
 STATE_FILE = "trainer.json"
+KEPT_BATCHES = 8  # of updates that failed, in a run's folder: a run that skips on and on must not fill the disk
 
 
 class TrainingRun:
@@ -55,6 +59,8 @@ class TrainingRun:
         self.timing: dict[str, float] = defaultdict(float)
         self.metrics: dict[str, Any] = {}
         self._saved_step = -1
+        self._looked = False
+        self._found: Path | None = None
         self._stop = StopRequest()
         self._cleanup = ExitStack()
 
@@ -110,10 +116,34 @@ class TrainingRun:
         try:
             yield
         except WorkerError as error:
-            path = self.folder / f"failed_batch_step_{self.step}"
-            batch.select(meta_info_keys=["temperature"] if "temperature" in batch.meta_info else []).save_to_disk(path)
-            error.add_note(f"the batch of this update was kept in {path} (DataProto.load_from_disk)")
+            error.add_note(self._keep(batch))
             raise
+
+    def keep_if_skipped(self, batch: DataProto, metrics: Mapping[str, Iterable[Metric]]) -> None:
+        """Keep the batch of an update in which a step was skipped (`trainer.on_nonfinite=skip`), and say so.
+
+        Args:
+            metrics: what the workers' update returned.
+        """
+        if any(
+            float(metric.value) > 0 for name in metrics if name.endswith("/skipped_steps") for metric in metrics[name]
+        ):
+            what = (
+                f"step {self.step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
+            )
+            print(f"{what}; {self._keep(batch)}", file=sys.stderr, flush=True)
+
+    def _keep(self, batch: DataProto) -> str:
+        """Write a failed update's batch into the run's folder; what became of it, for a message."""
+        path = self.folder / f"failed_batch_step_{self.step}"
+        if len(list(self.folder.glob("failed_batch_step_*"))) >= KEPT_BATCHES and not path.exists():
+            return f"the batch of this update is not kept: {KEPT_BATCHES} are in {self.folder} already"
+        known = [name for name in ("temperature",) if name in batch.meta_info]
+        try:
+            batch.select(meta_info_keys=known).save_to_disk(path)
+        except (OSError, StorageError) as error:  # what it is told beside matters more
+            return f"the batch of this update could not be kept in {path}: {error}"
+        return f"the batch of this update is kept in {path} (DataProto.load_from_disk)"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -140,6 +170,17 @@ class TrainingRun:
         """Hand the metrics of the current step to every tracking back end."""
         self.tracking.log(dict(metrics), step=self.step)
 
+    def look_for_checkpoint(self) -> None:
+        """Find what `restore` will resume from and verify it, so that a torn or foreign one is refused before a model
+        is loaded. Done once; `restore` does it otherwise.
+
+        Raises:
+            CheckpointError: see `RunStore.find`.
+        """
+        if not self._looked:
+            self._found = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
+            self._looked = True
+
     def restore(self, load: Callable[[Path, dict[str, Any]], None]) -> bool:
         """Resume as `trainer.resume_mode` says: `load(folder, state)` gets the verified checkpoint and what `save` was
         given.
@@ -149,7 +190,8 @@ class TrainingRun:
         Returns:
             Whether there was something to resume.
         """
-        folder = self.store.find(self.trainer.resume_mode, self.trainer.resume_from_path)
+        self.look_for_checkpoint()
+        folder = self._found
         if folder is None:
             self.tracking.cut_after(-1)
             return False

@@ -1,21 +1,23 @@
 """The PPO program, from a configuration to the last step.
 
-What can fail cheaply fails first: tokenizer, data, reward function and sampling are checked here while Ray and the
-    worker processes start in
-a thread beside it, and no model is loaded before all of that is well.
+What can fail cheaply fails first: the user's own modules, tokenizer, data, reward function, sampling and the checkpoint
+to resume from are checked here while Ray and the worker processes start in a thread beside it, and no model is loaded
+before all of that is well.
 """
 
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+from hybridrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_rl_dataset
-from hybridrl.models.facts import config_of, model_identity, tokenizer_of
+from hybridrl.models.facts import checked_identity, tokenizer_of
+from hybridrl.models.loading import check_weights, import_external_lib
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.single_controller.ray import RayWorkerGroup
-from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.roles import Role, needs_critic, resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.start import workers_starting
 from hybridrl.workers.actor_rollout_ref import check_rollout
@@ -51,18 +53,30 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     if engine_name != rollout.name:
         print(f"actor_rollout_ref.rollout.name={rollout.name}: generating with {engine_name}")
     check_loggers(config.trainer.logger)
+    import_external_lib(model.external_lib)  # estimators run here; losses and model classes in the workers
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
+    get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     tokenizer = tokenizer_of(model)
+    identity = checked_identity(model, tokenizer)
+    if needs_critic(config):
+        check_weights(config.critic.model.path)
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
-        return _with_data(config, tokenizer, reward, role_worker_mapping)
+        trainer = _with_data(config, tokenizer, reward, role_worker_mapping, identity)
+        trainer.run.look_for_checkpoint()
+        return trainer
     except BaseException:
         reward.close()
         raise
 
 
 def _with_data(
-    config: PPOTrainerConfig, tokenizer: Any, reward: RewardManager, role_worker_mapping: Mapping[Role, Any] | None
+    config: PPOTrainerConfig,
+    tokenizer: Any,
+    reward: RewardManager,
+    role_worker_mapping: Mapping[Role, Any] | None,
+    identity: Mapping[str, Any],
 ) -> RayPPOTrainer:
     """Read the data while the reward function's processes start."""
     data = config.data
@@ -78,5 +92,5 @@ def _with_data(
         reward_fn=reward,
         train_dataset=train,
         val_dataset=val,
-        identity=model_identity(config_of(config.actor_rollout_ref.model), tokenizer),
+        identity=identity,
     )

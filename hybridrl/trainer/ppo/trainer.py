@@ -253,7 +253,9 @@ class RayPPOTrainer:
                 pending.append(("update_actor", self.actor_rollout.update_actor(shard)))
         for phase, future in pending:
             with self.run.phase(phase), self.run.keeping_batch_on_error(batch):
-                self._updates.append(future.get().meta_info["metrics"])
+                metrics = future.get().meta_info["metrics"]
+            self.run.keep_if_skipped(batch, metrics)
+            self._updates.append(metrics)
 
     def _updates_per_step(self, settings: Any) -> int:
         """Optimizer steps that a model takes in each training step."""

@@ -6,7 +6,7 @@ they are well.
 
 from hybridrl.config import SFTTrainerConfig
 from hybridrl.data import create_sft_dataset
-from hybridrl.models.facts import config_of, model_identity, tokenizer_of
+from hybridrl.models.facts import checked_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.sft.trainer import SFTTrainer
@@ -49,9 +49,11 @@ def prepare(config: SFTTrainerConfig) -> SFTTrainer:
     data = config.data
     check_loggers(config.trainer.logger)
     tokenizer = tokenizer_of(config.model)
+    identity = checked_identity(config.model, tokenizer)
     train = create_sft_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
     val = None
     if data.val_files:
         val = create_sft_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
-    identity = model_identity(config_of(config.model), tokenizer)
-    return SFTTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
+    trainer = SFTTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
+    trainer.run.look_for_checkpoint()
+    return trainer

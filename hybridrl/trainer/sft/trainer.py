@@ -83,6 +83,7 @@ class SFTTrainer:
         with self.run.phase("update_model"), self.run.keeping_batch_on_error(batch):
             updated = self.group.update_model(shards).get()
         of_ranks = updated.meta_info["metrics"]
+        self.run.keep_if_skipped(batch, of_ranks)
         merged = merge_metrics({name: metric} for name, found in of_ranks.items() for metric in found)
         self.run.metrics |= reduce_to_floats(merged)
         self.run.metrics["train/global_tokens"] = int(batch.batch["response_mask"].sum())
