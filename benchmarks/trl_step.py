@@ -1,14 +1,17 @@
 """Seconds a GRPO step, of `main_ppo` through Ray against TRL's GRPOTrainer, in one run on the same work.
 
-    python benchmarks/trl_step.py                 # the quickstart's model: 0.33 M parameters, prompts of 19, 8 new tokens
-    python benchmarks/trl_step.py --case long     # 10 M parameters, prompts of 64, response lengths of mean 64, limit 256
+    python benchmarks/trl_step.py                 # the quickstart's model: 0.33 M parameters, prompts of 19, 8 new
+    tokens python benchmarks/trl_step.py --case long     # 10 M parameters, prompts of 64, response lengths of mean 64,
+    limit 256
 
-Both sides take the same model, prompts, samples a prompt, learning rate, one update a batch, no reference model and no pass
-for old log-probabilities, on the same number of threads. A step is the wall time from one optimizer step to the next, all
-of it: data, generation, reward, update, metrics, Ray. In the long case the vocabulary has 64 tokens and the weights are
-random, so that every token ends a response with a probability of about 1/64; the tokens that each side generated are printed.
+Both sides take the same model, prompts, samples a prompt, learning rate, one update a batch, no reference model and no
+pass for old log-probabilities, on the same number of threads. A step is the wall time from one optimizer step to the
+next, all of it: data, generation, reward, update, metrics, Ray. In the long case the vocabulary has 64 tokens and the
+weights are random, so that every token ends a response with a probability of about 1/64; the tokens that each side
+generated are printed.
 
-The last line is the ratio, ours over TRL's.
+The last lines are the ratio, ours over TRL's, and what the controller and Ray cost of our step:
+(wall - slowest rank inside worker methods - reward) / wall.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -66,7 +70,9 @@ def small_tokenizer():
         pad_token="<|pad|>",
         eos_token="<|im_end|>",
     )
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
     return tokenizer
 
 
@@ -116,7 +122,8 @@ def build(case: Case, folder: Path) -> None:
     ]
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
     (folder / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(len(solution_str) % 2)\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(len(solution_str) % 2)\n"
     )
 
 
@@ -161,12 +168,12 @@ def measure_trl(case: Case, folder: Path, threads: int) -> dict[str, float]:
         disable_tqdm=True,
         dataloader_num_workers=0,
     )
-    dataset = load_dataset("parquet", data_files=str(folder / "train.parquet"), split="train").select_columns(["prompt"])
+    table = load_dataset("parquet", data_files=str(folder / "train.parquet"), split="train")
     trainer = GRPOTrainer(
         model=model,
         args=arguments,
         reward_funcs=reward,
-        train_dataset=dataset,
+        train_dataset=table.select_columns(["prompt"]),
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
@@ -206,6 +213,7 @@ def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]
     assert rows <= config.actor_rollout_ref.rollout.max_num_seqs
     times: list[float] = []
     tokens: list[int] = []
+    spent: list[float] = []  # inside worker methods and the reward function
     whole_init = program.RayPPOTrainer.__init__
 
     def init(self, *args, **kwargs):
@@ -216,16 +224,18 @@ def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]
             report(metrics)
             times.append(time.perf_counter())
             tokens.append(round(metrics["response_length/mean"] * rows))
+            spent.append(metrics["timing_s/workers"] + metrics["timing_s/reward"])
 
         self.run.report = timed
 
     program.RayPPOTrainer.__init__ = init  # type: ignore[method-assign]
     program.run_ppo(config)
-    return summary(times, tokens)
+    wall = times[-1] - times[WARM_UP - 1]
+    return summary(times, tokens) | {"overhead": 1 - sum(spent[WARM_UP:]) / wall}
 
 
 def summary(times: list[float], tokens: list[int]) -> dict[str, float]:
-    steps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)][WARM_UP - 1 :]
+    steps = [later - earlier for earlier, later in pairwise(times)][WARM_UP - 1 :]
     return {
         "median_s": statistics.median(steps),
         "mean_s": statistics.mean(steps),
@@ -263,6 +273,7 @@ def main() -> None:
             print(f"{side:9s} {results[side]}", flush=True)
     ratio = results["hybridrl"]["median_s"] / results["trl"]["median_s"]
     print(f"{arguments.case}, {arguments.threads} thread(s): hybridrl / TRL = {ratio:.2f}")
+    print(f"controller and Ray: {results['hybridrl']['overhead']:.1%} of hybridrl's step")
 
 
 if __name__ == "__main__":

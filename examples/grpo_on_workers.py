@@ -2,9 +2,9 @@
 
     python examples/grpo_on_workers.py --model MODEL --data train.parquet [--workers 2] [--steps 20]
 
-The controller below never sees a rank. It calls methods of a group; how a batch is split over the ranks and put together
-again stands at each method, in its `register` line. `hybridrl.trainer.ppo` is the same thing with everything else that a
-long run needs (checkpoints, validation, a critic); start from here when your algorithm has another shape.
+The controller below never sees a rank. It calls methods of a group; how a batch is split over the ranks and put
+together again stands at each method, in its `register` line. `hybridrl.trainer.ppo` is the same thing with everything
+else that a long run needs (checkpoints, validation, a critic); start from here when your algorithm has another shape.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from hybridrl.config import ActorRolloutRefConfig, load_config
 from hybridrl.data import create_rl_dataset, create_train_loader
 from hybridrl.models.facts import tokenizer_of
 from hybridrl.reward import default_compute_score
-from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.single_controller import make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,

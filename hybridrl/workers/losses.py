@@ -116,7 +116,8 @@ def value_loss_fn(config: CriticConfig) -> LossFn:
 def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     """How far the sampler's probabilities are from the trainer's on the same tokens: |pi - pi_rollout|.
 
-    The trainer computes more of it where it has both log-probabilities of the whole batch: `rollout_probs_diff_metrics`.
+    The trainer computes more of it where it has both log-probabilities of the whole batch:
+    `rollout_probs_diff_metrics`.
     """
     with torch.no_grad():
         difference = torch.where(mask.bool(), (log_probs.exp() - rollout_log_probs.exp()).abs(), 0.0)

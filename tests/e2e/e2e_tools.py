@@ -63,7 +63,7 @@ class Job:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The run's metrics, a dict a record; nothing where there are none yet. A line that is being written is left out."""
+    """The run's metrics, a dict a record; nothing where there are none yet, nor a line that is being written."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed ends as one that never was: the same weights, optimizer state and metrics, bitwise."""
+"""A run that is killed and resumed ends, bitwise, as one never killed: weights, optimizer state and metrics."""
 
 import json
 import signal
@@ -32,7 +32,8 @@ def overrides(run: list[str], folder: Path) -> list[str]:
         "trainer.test_freq=2",
         "trainer.dump_freq=1",
         "trainer.report=False",
-        # What carries state from step to step, beside the weights: schedule, adaptive KL, critic, epochs with a shuffle.
+        # What carries state from step to step, beside the weights: schedule, adaptive KL, critic, epochs with a
+        # shuffle.
         "algorithm.adv_estimator=gae",
         "algorithm.use_kl_in_reward=True",
         "algorithm.kl_ctrl.type=adaptive",
@@ -93,7 +94,8 @@ def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_later(start, sort_r
 def test_a_second_signal_ends_the_run_at_once(start, sort_run, tmp_path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
-        "import time\n\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(600)\n"
+        "import time\n\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(600)\n"
     )
     job = start(
         *sort_run,

@@ -1,4 +1,4 @@
-"""The PPO program on real Ray workers: what it does to the weights, against plain loops and against other placements."""
+"""The PPO program on real Ray workers: what it does to the weights, against plain loops and other placements."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import load_config, validate
-from hybridrl.data.preprocess import gsm8k
+from hybridrl.data.preprocess.gsm8k import write_gsm8k
 from hybridrl.trainer.ppo.program import prepare
 from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -46,7 +46,7 @@ def trained(*overrides: str) -> Iterator[RayPPOTrainer]:
 
 @pytest.fixture(scope="module")
 def letters_reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward that differs between samples of any model: the share of characters from the first half of the alphabet."""
+    """A reward that differs between samples of any model: the share of characters before 'm'."""
     path = tmp_path_factory.mktemp("reward") / "letters.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -182,7 +182,7 @@ def test_sparing_the_old_log_prob_pass_changes_nothing(base, tmp_path) -> None:
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_real_gsm8k_end_to_end(base, estimator, tmp_path) -> None:
     source = FIXTURES / "gsm8k"
-    gsm8k.main(["--local_dir", str(source), "--out", str(tmp_path / "data")])
+    write_gsm8k(tmp_path / "data", source)
     rows = pd.read_parquet(tmp_path / "data" / "train.parquet")
     assert set(rows["data_source"]) == {"openai/gsm8k"}
     with trained(

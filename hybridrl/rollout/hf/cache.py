@@ -16,7 +16,7 @@ _HEADROOM = 64  # tokens: below this, growing by a quarter would still copy ever
 
 
 class InPlaceLayer(DynamicLayer):
-    """A full-attention layer over buffers [B, H, capacity, D]; `keys` and `values` are views of their first L tokens."""
+    """Full attention over buffers [B, H, capacity, D]; `keys` and `values` are views of their first L tokens."""
 
     keys: torch.Tensor
     values: torch.Tensor
