@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict
 from torch import Tensor
 
 from hybridrl.algorithms.errors import AlgorithmError
@@ -18,6 +17,9 @@ from hybridrl.algorithms.rollout_correction.mismatch import compute_offpolicy_me
 from hybridrl.algorithms.rollout_correction.rejection import compute_rollout_rejection_mask
 from hybridrl.algorithms.rollout_correction.weights import compute_rollout_correction_weights
 from hybridrl.algorithms.settings import has_setting, setting
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 
@@ -85,6 +87,8 @@ def compute_rollout_correction_and_rejection_mask(
         tensor, found = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
+        from tensordict import TensorDict  # as slow to import as torch, and only this path needs it
+
         weights = WeightsBatch(TensorDict({"rollout_is_weights": tensor}, batch_size=[len(tensor)]))
         metrics |= found
     mask = response_mask.clone()
