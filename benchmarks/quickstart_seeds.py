@@ -3,7 +3,7 @@
     python benchmarks/quickstart_seeds.py [--seeds 0 1 2] [--out outputs/quickstart_seeds] [--python PATH]
 
 Runs scripts/quickstart.sh once a seed, one after the other, and prints a table: greedy validation accuracy at the start
-and the end of GRPO, the first step at which it is at least 0.9, the sampled reward (mean of the first and of the last ten
+and the end of GRPO, the first step at which it is at least 0.9, the sampled reward (mean of the first and last ten
 steps), and wall seconds from the command to the report, installation apart. Exits with 1 if a seed stays below 0.9 or
 takes over four minutes.
 """
@@ -60,7 +60,8 @@ def run_seed(seed: int, out: Path, python: str) -> Outcome:
         f"--seed={seed}",
         f"--python={python}",
     ]
-    subprocess.run(command, check=True)
+    if (status := subprocess.run(command).returncode) != 0:
+        raise SystemExit(f"seed {seed}: the quickstart failed with status {status}, see above")
     seconds = time.perf_counter() - started
     records = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text().splitlines()]
     return Outcome(
