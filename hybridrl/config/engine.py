@@ -72,11 +72,11 @@ class CheckpointConfig(ConfigNode):
     """`actor.checkpoint`, `critic.checkpoint`, and `checkpoint` of supervised fine-tuning."""
 
     save_contents: list[str] = key(
-        ["model", "optimizer", "extra"], "what is written", choices=names.CHECKPOINT_CONTENTS
+        ["model", "optimizer", "extra", "hf_model"], "what is written", choices=names.CHECKPOINT_CONTENTS
     )
     load_contents: list[str] = key(
-        ["model", "optimizer", "extra"],
-        "what is read on resume",
+        ["model", "optimizer", "extra", "hf_model"],
+        "what is read on resume; hf_model is for other programs and is never read",
         follows="${.save_contents}",
         choices=names.CHECKPOINT_CONTENTS,
     )
