@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import site
+import socket
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,10 @@ from hybridrl.single_controller.base.errors import PlacementError
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
+
+_ANSWER_LIMIT_S = 10.0
+_SETTINGS_FRAME = 4
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 
 _started_here = False
 _reaper: Reaper | None = None
@@ -58,6 +63,7 @@ def init_ray(
         options = _options(given, address, slots + extra_cpus)
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         try:
+            _check_answers(options["address"])
             ray.init(**options)
         except ConnectionError as error:
             raise PlacementError(
@@ -67,7 +73,7 @@ def init_ray(
             ) from error
         _started_here = True
         if options["address"] == "local":
-            _reaper = Reaper(_helpers())
+            _reaper = Reaper(_raylets())
     wants_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
     check_placement(
         {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
@@ -117,10 +123,31 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
     }
 
 
-def _helpers() -> list[int]:
-    """Processes that this machine's raylet started: its two agents, and workers waiting for work."""
-    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
-    return [process.pid for raylet in raylets for process in raylet.children()]
+def _raylets() -> list[int]:
+    return [child.pid for child in psutil.Process().children() if child.name() == "raylet"]
+
+
+def _check_answers(address: str) -> None:
+    """Find out within seconds that no cluster is at an address ``host:port``; Ray would try for a quarter of an hour.
+
+    Ray's GCS is a gRPC server: to the preface of HTTP/2 it answers with a SETTINGS frame.
+
+    Raises:
+        ConnectionError: nobody listens there, or something else than Ray does.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdigit():
+        return  # a name such as "auto", or the address of a Ray client
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_LIMIT_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return
+            connection.sendall(_HTTP2_PREFACE)
+            frame = connection.recv(9, socket.MSG_WAITALL)
+    except OSError as error:
+        raise ConnectionError(f"{error} (waited up to {_ANSWER_LIMIT_S:g} s)") from error
+    if len(frame) < 9 or frame[3] != _SETTINGS_FRAME:
+        raise ConnectionError("another program uses that port")
 
 
 def _running_cluster() -> str | None:

@@ -9,6 +9,7 @@ part, and the controller waits for none of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import signal
@@ -81,6 +82,8 @@ class WorkerHost:
         try:
             if settings.rank == 0 and isinstance(self._host_port, PortInUseError):
                 raise self._host_port
+            with contextlib.suppress(PermissionError):  # leads a session, and so a group, already
+                os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything the worker starts
             set_up_process(settings, *master)
             _keep_stacks_readable()
             super().__init__(*args, **kwargs)

@@ -1,13 +1,14 @@
 """Ends what Ray would leave behind for a minute when the controller is killed.
 
 Ray's processes end with the process that started them, but two helpers of each node first look for the dead cluster,
-for a minute. This script, run beside the controller, reads their ids from its standard input. When that closes
-without a farewell the controller is gone, and whichever of them is still there is ended. It imports nothing beyond
-the standard library, to start in milliseconds.
+for a minute. This script, run beside the controller, reads its raylet's id from its standard input. When that closes
+without a farewell the controller is gone, and what that raylet started and is still there is ended. It imports
+nothing beyond the standard library, to start in milliseconds.
 """
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,29 +16,38 @@ import time
 
 _FAREWELL = "done"
 _PATIENCE_S = 2.0
+_LOOK_S = 5.0
 
 
-def start_time(pid: int) -> str:
-    """When a process began, in the kernel's clock ticks; tells it from a later one with the same id. Empty if it is
-    gone."""
+def facts(pid: int | str) -> tuple[str, str, str]:
+    """(parent's id, process group, start in the kernel's clock ticks) of a process; empty texts if it is gone.
+
+    The start tells a process from a later one with the same id.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rsplit(")", 1)[1].split()[19]
+            fields = file.read().rsplit(")", 1)[1].split()
+        return fields[1], fields[2], fields[19]
     except (OSError, IndexError):
-        return ""
+        return "", "", ""
+
+
+def children_of(raylets: set[str]) -> dict[str, str]:
+    """Start of each process that one of the raylets started, by its id."""
+    known = {pid: facts(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    return {pid: begun for pid, (parent, _, begun) in known.items() if parent in raylets}
 
 
 class Reaper:
     """The controller's side. Where there is no /proc it does nothing.
 
     Args:
-        pids: processes to end if this process is killed.
+        raylets: ids of the raylets that this process started; what they started is ended if this process is killed.
     """
 
-    def __init__(self, pids: list[int]) -> None:
+    def __init__(self, raylets: list[int]) -> None:
         self._process: subprocess.Popen[str] | None = None
-        watched = [f"{pid} {begun}" for pid in pids if (begun := start_time(pid))]
-        if not watched:
+        if not raylets or not os.path.exists("/proc/self/stat"):
             return
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__)],
@@ -47,7 +57,7 @@ class Reaper:
             text=True,
             start_new_session=True,  # out of reach of the terminal's Ctrl-C
         )
-        self._send("\n".join(watched))
+        self._send("\n".join(map(str, raylets)))
 
     def dismiss(self) -> None:
         """The controller ends by itself: nothing is left to do."""
@@ -66,13 +76,24 @@ class Reaper:
 
 
 def main() -> None:
-    """Wait for the controller's end."""
-    lines = [line.strip() for line in sys.stdin]
-    if lines and lines[-1] == _FAREWELL:
-        return
+    """Keep a list of what the raylets started until the controller's end; then end what is left of it."""
+    raylets: set[str] = set()
+    watched: dict[str, str] = {}
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], _LOOK_S if watched else 0.5)
+        if readable:
+            text = os.read(sys.stdin.fileno(), 65536).decode()
+            if _FAREWELL in text:
+                return
+            if not text:
+                break
+            raylets.update(text.split())
+        watched = children_of(raylets) or watched
     time.sleep(_PATIENCE_S)
-    for pid, begun in (line.split() for line in lines):
-        if start_time(int(pid)) == begun:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        _, group, begun = facts(pid)
+        # A worker leads a process group: what it started is found there even when the worker itself is gone.
+        if watched.get(pid) == begun or group in watched:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(int(pid), signal.SIGKILL)
 
