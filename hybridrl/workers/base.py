@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from hybridrl.config import FSDPConfig, ModelConfig, OptimConfig
 from hybridrl.engine.base import Engine, EngineRegistry, MicroBatching
+from hybridrl.models.errors import ModelError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.utils.distributed import init_process_group
@@ -111,7 +112,16 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
-        """Read back what `save_checkpoint` wrote, for any number of ranks."""
+        """Read back what `save_checkpoint` wrote, for any number of ranks.
+
+        Raises:
+            ModelError: `contents` lacks the model, so the run would go on with other weights than it was saved with.
+        """
+        if "model" not in contents:
+            raise ModelError(
+                f"{folder} cannot be resumed from: checkpoint.load_contents is [{', '.join(contents)}], without 'model'. "
+                "Add it (and to checkpoint.save_contents), or begin anew with trainer.resume_mode=disable"
+            )
         with self.engine.loaded(optimizer="optimizer" in contents):
             self.engine.load(Path(folder), contents)
 

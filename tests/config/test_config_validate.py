@@ -124,7 +124,14 @@ def test_sft_that_works_passes(here):
         # engines and run
         ([f"{POLICY}.rollout.dtype=bfloat16"], "rollout.dtype=bfloat16", "fsdp_config.dtype=auto"),
         ([f"{POLICY}.actor.fsdp_config.forward_only=true"], "forward_only=True", "trained"),
-        ([f"{POLICY}.actor.checkpoint.load_contents=[model,hf_model]"], "load_contents", "hf_model"),
+        (
+            [
+                f"{POLICY}.actor.checkpoint.save_contents=[model]",
+                f"{POLICY}.actor.checkpoint.load_contents=[model,optimizer]",
+            ],
+            "load_contents",
+            "optimizer",
+        ),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode", "resume_from_path"),
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"],
@@ -175,7 +182,10 @@ def test_faults_of_a_critic(here, change, expected):
         (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100"], "max_token_len_per_gpu=100"),
         (["data.train_max_samples=3"], "no batch"),
         (["model.path=./gone"], "model.path=./gone"),
-        (["checkpoint.load_contents=[hf_model]"], "checkpoint.load_contents"),
+        (
+            ["checkpoint.save_contents=[model]", "checkpoint.load_contents=[optimizer]"],
+            "checkpoint.load_contents",
+        ),
         (["trainer.test_freq=2"], "trainer.test_freq=2"),
         (["placement.roles.modl=global"], "there are model"),
     ],
