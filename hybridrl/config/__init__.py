@@ -13,7 +13,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
-from hybridrl.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
+from hybridrl.config.algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
+)
 from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import CustomClassConfig, DataConfig, SamplerConfig, SFTDataConfig
 from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
@@ -22,7 +28,14 @@ from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig, RewardModuleConfig
 from hybridrl.config.rollout import RolloutConfig, SamplingConfig
 from hybridrl.config.root import ActorRolloutRefConfig, PPOTrainerConfig, SFTTrainerConfig
-from hybridrl.config.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
+from hybridrl.config.trainer import (
+    HealthCheckConfig,
+    HealthConfig,
+    PlacementConfig,
+    RayConfig,
+    RunConfig,
+    TrainerConfig,
+)
 
 if TYPE_CHECKING:
     from hybridrl.config.checks import validate
@@ -53,9 +66,13 @@ __all__ = [
     "CustomRewardConfig",
     "DataConfig",
     "FSDPConfig",
+    "FilterGroupsConfig",
+    "HealthCheckConfig",
+    "HealthConfig",
     "KLControlConfig",
     "ModelConfig",
     "OptimConfig",
+    "PFPPOConfig",
     "PPOTrainerConfig",
     "PlacementConfig",
     "PolicyLossConfig",

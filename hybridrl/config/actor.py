@@ -18,10 +18,16 @@ class PolicyLossConfig(ConfigNode):
         "vanilla",
         "policy loss by its registered name",
         choices=names.POLICY_LOSSES,
-        later=names.POLICY_LOSSES_LATER,
         open_names=True,
     )
     dro_beta: float | None = key(None, "dro: weight of the quadratic term; must be set for it", gt=0)
+    clip_cov_ratio: float = key(0.0002, "clip_cov: share of the tokens that is left out", ge=0, le=1)
+    clip_cov_lb: float = key(1.0, "clip_cov: they are drawn from those with a covariance above this")
+    clip_cov_ub: float = key(5.0, "clip_cov: and below this")
+    kl_cov_ratio: float = key(
+        0.0002, "kl_cov: share of the tokens that is penalised, those of largest covariance", ge=0, le=1
+    )
+    ppo_kl_coef: float = key(0.1, "kl_cov: weight of that penalty", ge=0)
 
 
 @dataclass
@@ -54,10 +60,13 @@ class ActorConfig(ConfigNode):
         None, "divisor of seq-mean-token-sum-norm; null: the response width of the batch", gt=0
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    calculate_sum_pi_squared: bool = key(
+        False, "compute the sum of squared probabilities of each token; the optimal token baselines need it"
+    )
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0)
-    kl_loss_type: str = key("low_var_kl", "its estimator", choices=names.KL_PENALTIES)
+    kl_loss_type: str = key("low_var_kl", "its estimator", choices=names.KL_PENALTIES, later=names.KL_PENALTIES_LATER)
     recompute_old_log_prob: str = key(
         "auto",
         "auto: skip the extra pass when a batch has one update (old = detached current); always: never skip it",

@@ -35,6 +35,9 @@ class DataConfig(ConfigNode):
     prompt_key: str = key("prompt", "column of the chat messages")
     reward_fn_key: str = key("data_source", "column that chooses the reward function")
     train_batch_size: int = key(1024, "prompts a step", gt=0)
+    gen_batch_size: int | None = key(
+        None, "prompts generated for at once, until a step has its prompts; null: train_batch_size", gt=0
+    )
     val_batch_size: int | None = key(None, "prompts a validation batch; null: all at once", gt=0)
     max_prompt_length: int = key(512, "most tokens a prompt", gt=0)
     max_response_length: int = key(512, "most tokens a response", gt=0)

@@ -14,9 +14,11 @@ ADV_ESTIMATORS: tuple[str, ...] = (
     "rloo_vectorized",
     "opo",
     "gpg",
+    "gdpo",
+    "remax",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 )
-#: need more in a batch than the trainer puts there: rewards by key, a greedy rollout, sums of squared probabilities
-ADV_ESTIMATORS_LATER: tuple[str, ...] = ("gdpo", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 #: estimators that compare the samples of one prompt with each other, so that one sample a prompt teaches nothing
 GROUP_ESTIMATORS: tuple[str, ...] = (
     "grpo",
@@ -28,11 +30,26 @@ GROUP_ESTIMATORS: tuple[str, ...] = (
     "rloo_vectorized",
     "opo",
     "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 )
 
-POLICY_LOSSES: tuple[str, ...] = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "geo_mean", "dro", "cispo")
-#: choose tokens over a whole mini-batch, or belong to rollout_correction
-POLICY_LOSSES_LATER: tuple[str, ...] = ("clip_cov", "kl_cov", "bypass_mode")
+POLICY_LOSSES: tuple[str, ...] = (
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "geo_mean",
+    "dro",
+    "cispo",
+    "clip_cov",
+    "kl_cov",
+    "reinforce",
+)
+#: the loss in bypass mode of the rollout correction
+BYPASS_LOSSES: tuple[str, ...] = ("ppo_clip", "reinforce")
 
 LOSS_AGG_MODES: tuple[str, ...] = (
     "token-mean",
@@ -43,7 +60,33 @@ LOSS_AGG_MODES: tuple[str, ...] = (
 )
 
 #: penalties; a trailing `+` keeps the value and takes the gradient of k2
-KL_PENALTIES: tuple[str, ...] = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+")
+KL_PENALTIES: tuple[str, ...] = (
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+)
+#: needs the logits of both policies over the whole vocabulary in one place
+KL_PENALTIES_LATER: tuple[str, ...] = ("full", "full+")
+
+#: draws of PF-PPO
+PF_PPO_METHODS: tuple[str, ...] = ("pow", "max_min", "max_random")
+
+#: what makes a sequence's score comparable over a run
+REWARD_NORMS: tuple[str, ...] = ("none", "batch", "running")
+
+#: what a health check does when its threshold is passed
+HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 
 STRATEGIES: tuple[str, ...] = ("fsdp2",)
 STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")

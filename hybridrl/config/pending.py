@@ -133,24 +133,6 @@ PENDING: tuple[Pending, ...] = (
     ),
     # ---- actor, reference, critic
     Pending(
-        (f"{_ARR}.actor",),
-        {"calculate_sum_pi_squared": False},
-        "the estimator that needs it, optimal_token_baseline, is not built",
-        "Use another algorithm.adv_estimator.",
-    ),
-    Pending(
-        (f"{_ARR}.actor.policy_loss",),
-        {
-            "clip_cov_lb": 1.0,
-            "clip_cov_ratio": 0.0002,
-            "clip_cov_ub": 5.0,
-            "kl_cov_ratio": 0.0002,
-            "ppo_kl_coef": 0.1,
-        },
-        "its policy loss (clip_cov, kl_cov) is not built",
-        "Use policy_loss.loss_mode=vanilla with clip_ratio.",
-    ),
-    Pending(
         _ACTORS,
         _ROUTER_REPLAY,
         "router replay for mixture-of-experts models is not built",
@@ -290,35 +272,10 @@ PENDING: tuple[Pending, ...] = (
     ),
     # ---- algorithm
     Pending(
-        ("algorithm.rollout_correction",),
-        {
-            "rollout_is": DECLARED,
-            "rollout_is_threshold": DECLARED,
-            "rollout_is_batch_normalize": DECLARED,
-            "rollout_rs": DECLARED,
-            "rollout_rs_threshold": DECLARED,
-            "bypass_mode": DECLARED,
-            "loss_type": DECLARED,
-        },
-        "correction between sampler and trainer is not built",
-        "The hf rollout samples with the training weights, so there is nothing to correct.",
-    ),
-    Pending(
         ("algorithm",),
-        {"use_pf_ppo": False, "pf_ppo.reweight_method": "pow", "pf_ppo.weight_pow": 2.0},
-        "PF-PPO is not built",
-        "Leave use_pf_ppo off.",
-    ),
-    Pending(
-        ("algorithm",),
-        {
-            "filter_groups.enable": False,
-            "filter_groups.max_inflight_gen_batches": 1,
-            "filter_groups.max_num_gen_batches": 0,
-            "filter_groups.metric": None,
-        },
-        "filtering groups of equal reward is not built",
-        "Leave filter_groups.enable off.",
+        {"filter_groups.max_inflight_gen_batches": 1},
+        "generation batches follow one another",
+        "Leave it at 1.",
     ),
     # ---- data
     Pending(
@@ -341,9 +298,9 @@ PENDING: tuple[Pending, ...] = (
     ),
     Pending(
         ("data",),
-        {"gen_batch_size": None, "datagen.path": None, "datagen.name": None},
-        "a generation batch of another size, and data made during training, are not built",
-        "Set data.train_batch_size.",
+        {"datagen.path": None, "datagen.name": None},
+        "data made during training is not built",
+        "Write the prompts to files first.",
     ),
     # ---- reward
     Pending(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import names
-from hybridrl.config.node import ConfigNode, key
+from hybridrl.config.node import ConfigNode, group, key
 
 
 @dataclass
@@ -48,6 +48,32 @@ class RunConfig(ConfigNode):
 
 
 @dataclass
+class HealthCheckConfig(ConfigNode):
+    """One check of `trainer.health`."""
+
+    threshold: float = key(0.0, "the value that must not be passed; see the check for its direction")
+    patience: int = key(1, "steps in a row that pass it before something is done", gt=0)
+    action: str = key(
+        "warn",
+        "warn: say so; stop: end the run; rollback: go back to the last checkpoint's models; off: do not look",
+        choices=names.HEALTH_ACTIONS,
+    )
+
+
+@dataclass
+class HealthConfig(ConfigNode):
+    """`trainer.health`: what shows a run going wrong before its reward does."""
+
+    entropy_collapse: HealthCheckConfig = group(HealthCheckConfig, threshold=0.01, patience=3)
+    kl_blowup: HealthCheckConfig = group(HealthCheckConfig, threshold=10.0, patience=2)
+    uniform_groups: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=5)
+    length_hacking: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=10)
+    logprob_mismatch: HealthCheckConfig = group(HealthCheckConfig, threshold=0.1, patience=3)
+    dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20)
+    max_rollbacks: int = key(3, "times a run goes back before it is stopped instead", ge=0)
+
+
+@dataclass
 class TrainerConfig(RunConfig):
     """`trainer` of `ppo_trainer`."""
 
@@ -62,6 +88,7 @@ class TrainerConfig(RunConfig):
     dump_freq: int = key(-1, "steps between dumps of the rollouts as JSONL; -1: none", ge=-1)
     rollout_data_dir: str | None = key(None, "folder of those dumps; null: rollouts/ in default_local_dir")
     validation_data_dir: str | None = key(None, "folder of validation dumps; null: validation/ in default_local_dir")
+    health: HealthConfig = group(HealthConfig)
 
 
 @dataclass

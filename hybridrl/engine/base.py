@@ -106,8 +106,10 @@ class Engine(ABC):
 
         Args:
             temperature: Logits are divided by it, so log-probabilities are those of the distribution that was
-            sampled from. outputs: Of a language model ``log_probs`` (of each response token) and ``entropy`` (of the
-                distribution it was drawn from); of a value model ``values`` (of the state before each response token).
+                sampled from.
+            outputs: Of a language model ``log_probs`` (of each response token), ``entropy`` and ``sum_pi_squared`` (of
+                the distribution it was drawn from); of a value model ``values`` (of the state before each response
+                token).
 
         Returns:
             Name to float32 ``[B, T]`` in main memory, 0 where ``response_mask`` is 0.

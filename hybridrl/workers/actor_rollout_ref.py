@@ -6,7 +6,8 @@ from hybridrl.protocol import DataProto
 from hybridrl.rollout import Rollout, RolloutRegistry, SamplingParams
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
-from hybridrl.workers.losses import policy_loss_fn
+from hybridrl.workers.losses import PolicyLoss, policy_loss_fn
+from hybridrl.workers.prepare import Preparation
 
 ROLES = ("actor", "actor_rollout", "ref")
 
@@ -82,7 +83,10 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`."""
+        """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`.
+
+        With `actor.calculate_sum_pi_squared` also `sum_pi_squared` [B, T].
+        """
         rollout = self.config.rollout
         micro = micro_batching(
             rollout.log_prob_micro_batch_size_per_gpu,
@@ -90,8 +94,14 @@ class ActorRolloutRefWorker(ModelWorker):
             rollout.log_prob_max_token_len_per_gpu,
         )
         with self.engine.loaded(optimizer=False):
-            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs", "entropy"))
-        return DataProto.from_dict(tensors={"old_log_probs": outputs["log_probs"], "entropys": outputs["entropy"]})
+            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=self._statistics())
+        outputs["old_log_probs"], outputs["entropys"] = outputs.pop("log_probs"), outputs.pop("entropy")
+        return DataProto.from_dict(tensors=outputs)
+
+    def _statistics(self) -> tuple[str, ...]:
+        """What the algorithm is told of each response token."""
+        more = ("sum_pi_squared",) if self.config.actor.calculate_sum_pi_squared else ()
+        return ("log_probs", "entropy", *more)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"), blocking=False)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -106,19 +116,25 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def update_actor(self, batch: DataProto) -> DataProto:
-        """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`."""
-        actor = self.config.actor
+        """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`.
+
+        `meta_info["rollout_correction"]`, the settings of that name, decides with the actor's which loss it is.
+        """
+        actor, correction = self.config.actor, batch.meta_info.get("rollout_correction")
+        loss = PolicyLoss.of(actor, correction)
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
         # Without a pass for old log-probabilities this is where the run's entropy is seen.
-        needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or "old_log_probs" not in batch.batch.keys()
+        no_pass = "old_log_probs" not in batch.batch.keys() or loss.mode == "bypass_mode"
+        needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or no_pass
         return self.update(
             batch,
             micro,
-            policy_loss_fn(actor),
+            policy_loss_fn(actor, correction),
             temperature=self._temperature(batch),
             entropy=needs_entropy,
+            preparation=None if loss.prepare is None else Preparation(loss, micro),
         )
 
     def _temperature(self, batch: DataProto) -> float:

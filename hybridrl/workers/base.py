@@ -13,6 +13,7 @@ from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.utils.distributed import init_process_group
 from hybridrl.utils.metrics import Metric, merge_metrics
 from hybridrl.workers.losses import LossFn
+from hybridrl.workers.prepare import Preparation
 
 COLLECTIVE_TIMEOUT_S = 600.0  # verl's nccl_timeout
 
@@ -69,14 +70,22 @@ class ModelWorker(Worker):
         )
 
     def update(
-        self, batch: DataProto, micro: MicroBatching, loss_fn: LossFn, temperature: float = 1.0, entropy: bool = False
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        preparation: Preparation | None = None,
     ) -> DataProto:
         """One optimizer step for each mini-batch of the shard.
 
         Args:
             batch: this rank's rows, mini-batch after mini-batch; meta holds, an entry a mini-batch, `mini_batch_rows`
                 (rows on this rank), `mini_batch_tokens` and `mini_batch_sequences` (over all ranks); and `updates` (in
-                the whole step), `response_length` (the limit), `on_nonfinite`.
+                the whole step), `response_length` (the limit), `on_nonfinite`; for a `preparation` also
+                `mini_batch_seeds`.
+            preparation: run on each mini-batch, over all ranks, before its update.
 
         Returns:
             A batch without rows whose meta `metrics` holds mergeable metrics.
@@ -86,11 +95,13 @@ class ModelWorker(Worker):
         results: list[dict[str, Metric]] = []
         start = 0
         with self.engine.loaded(optimizer=True):
-            for rows, tokens, sequences in zip(
-                meta["mini_batch_rows"], meta["mini_batch_tokens"], meta["mini_batch_sequences"], strict=True
+            for number, (rows, tokens, sequences) in enumerate(
+                zip(meta["mini_batch_rows"], meta["mini_batch_tokens"], meta["mini_batch_sequences"], strict=True)
             ):
                 mini_batch = batch[start : start + rows]
                 mini_batch.meta_info = meta | {"batch_num_tokens": tokens, "global_batch_size": sequences}
+                if preparation is not None:
+                    preparation.add_to(mini_batch, self.engine, meta["mini_batch_seeds"][number], temperature)
                 metrics = self.engine.train_batch(
                     mini_batch, micro, loss_fn, temperature=temperature, entropy=entropy, on_nonfinite=on_nonfinite
                 )

@@ -7,16 +7,25 @@ Shapes: B sequences, T response tokens.
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybridrl.algorithms import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty
-from hybridrl.config import ActorConfig, CriticConfig
+from hybridrl.algorithms import (
+    agg_loss,
+    compute_value_loss,
+    effective_loss_mode,
+    get_policy_loss_fn,
+    get_policy_loss_prepare_fn,
+    kl_penalty,
+)
+from hybridrl.algorithms.settings import ConfigView
+from hybridrl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
 from hybridrl.utils.metrics import Metric
 
+PREPARED = "prepared"  # field with what a loss found out about the whole mini-batch before its update
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, Any]]]
 
 
@@ -34,16 +43,45 @@ def global_counts(meta_info: dict[str, Any], loss_scale_factor: float | None) ->
     }
 
 
-def policy_loss_fn(config: ActorConfig) -> LossFn:
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The policy loss that a run's settings ask for.
+
+    Attributes:
+        mode: its registered name: `policy_loss.loss_mode`, or `bypass_mode` where the rollout correction says so.
+        settings: the actor's, with `policy_loss.rollout_correction`; what a loss gets as its config.
+    """
+
+    mode: str
+    settings: Any
+
+    @classmethod
+    def of(cls, actor: ActorConfig, correction: RolloutCorrectionConfig | None) -> "PolicyLoss":
+        policy_loss = ConfigView(actor.policy_loss, rollout_correction=correction)
+        mode = effective_loss_mode(actor.policy_loss.loss_mode, correction)
+        return cls(mode, ConfigView(actor, policy_loss=policy_loss))
+
+    @property
+    def prepare(self) -> Callable[..., torch.Tensor] | None:
+        """The preliminary pass over the whole mini-batch, where this loss needs one under these settings."""
+        return get_policy_loss_prepare_fn(self.mode, self.settings)
+
+
+def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> LossFn:
     """Policy gradient loss, entropy bonus and KL loss of one micro-batch.
 
         L = L_pg - entropy_coeff * agg(H) + kl_loss_coef * agg(KL(pi || pi_ref))
 
     The batch holds `advantages`, `response_mask`, and where the setting needs them `old_log_probs`, `ref_log_prob`,
-    `rollout_is_weights` (all [B, T]). Without `old_log_probs` the update is on-policy by construction (one update a
+    `rollout_is_weights`, `prepared` (all [B, T]). Without `old_log_probs` the update is on-policy by construction (one update a
     batch): the detached current log-probabilities stand for them.
+
+    Args:
+        config: the actor's settings.
+        correction: `algorithm.rollout_correction`; None: none.
     """
-    policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+    chosen = PolicyLoss.of(config, correction)
+    policy_loss = get_policy_loss_fn(chosen.mode)
 
     def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
         tensors = batch.batch
@@ -56,15 +94,16 @@ def policy_loss_fn(config: ActorConfig) -> LossFn:
             old_log_prob = log_prob.detach()
             if "rollout_log_probs" in tensors.keys():
                 metrics |= _mismatch(old_log_prob, tensors["rollout_log_probs"], mask)
-        settings = SimpleNamespace(**vars(config), global_batch_info=counts)
+        more = {PREPARED: tensors[PREPARED]} if PREPARED in tensors.keys() else {}
         loss, policy_metrics = policy_loss(
             old_log_prob=old_log_prob,
             log_prob=log_prob,
             advantages=tensors["advantages"],
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
-            config=settings,
+            config=ConfigView(chosen.settings, global_batch_info=counts),
             rollout_is_weights=tensors.get("rollout_is_weights", None),
+            **more,
         )
         metrics |= policy_metrics
         metrics["actor/pg_loss"] = Metric(loss.detach(), kind="sum")
@@ -76,7 +115,9 @@ def policy_loss_fn(config: ActorConfig) -> LossFn:
                 metrics["actor/entropy_loss"] = Metric(entropy_loss.detach(), kind="sum")
                 loss = loss - config.entropy_coeff * entropy_loss
         if config.use_kl_loss:
-            divergence = kl_penalty(log_prob, tensors["ref_log_prob"], config.kl_loss_type)
+            # Outside the mask stands anything, and the gradient of k3 there would be 0 times infinity.
+            kept = [torch.where(mask.bool(), part, 0.0) for part in (log_prob, tensors["ref_log_prob"])]
+            divergence = kl_penalty(kept[0], kept[1], config.kl_loss_type)
             kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, **counts)
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), kind="sum")
             metrics["actor/kl_coef"] = config.kl_loss_coef
@@ -114,14 +155,18 @@ def value_loss_fn(config: CriticConfig) -> LossFn:
 
 
 def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-    """How far the sampler's probabilities are from the trainer's on the same tokens: |pi - pi_rollout|.
+    """How far the sampler's probabilities are from the trainer's on the same tokens.
 
-    The trainer computes more of it where it has both log-probabilities of the whole batch:
-    `rollout_probs_diff_metrics`.
+    |pi - pi_rollout|, and of log rho = log pi - log pi_rollout the token means -log rho, rho - 1 - log rho, rho^2 - 1.
+    The trainer computes more of it where it has both log-probabilities of the whole batch.
     """
     with torch.no_grad():
         difference = torch.where(mask.bool(), (log_probs.exp() - rollout_log_probs.exp()).abs(), 0.0)
+        log_rho = torch.where(mask.bool(), log_probs - rollout_log_probs, 0.0).clamp(-20.0, 20.0)
         return {
+            "rollout_corr/kl": _token_mean(-log_rho, mask),
+            "rollout_corr/k3_kl": _token_mean(log_rho.exp() - 1.0 - log_rho, mask),
+            "rollout_corr/chi2_token": _token_mean(log_rho.exp().square() - 1.0, mask),
             "training/rollout_probs_diff_mean": _token_mean(difference, mask),
             "training/rollout_probs_diff_max": Metric(difference.max(), kind="max"),
         }

@@ -13,7 +13,7 @@ from hybridrl.algorithms.functional import token_statistics
 from hybridrl.engine.microbatch import Layout
 from hybridrl.models.errors import ModelError
 
-LANGUAGE_OUTPUTS = ("log_probs", "entropy")
+LANGUAGE_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 VALUE_OUTPUTS = ("values",)
 
 
@@ -66,7 +66,7 @@ def compute_outputs(
     outputs: Collection[str],
     flash_attention: bool,
 ) -> dict[str, torch.Tensor]:
-    """``log_probs``, ``entropy`` or ``values`` of the layout's N response tokens, each float32 ``[N]``."""
+    """``log_probs``, ``entropy``, ``sum_pi_squared`` or ``values`` of the N response tokens, each float32 ``[N]``."""
     options: dict[str, Any] = {}
     if layout.lengths is not None and flash_attention:
         # Told to the kernel, these need not be found again in every layer by waiting for the device.
@@ -90,4 +90,11 @@ def compute_outputs(
     logits = logits.reshape(-1, logits.shape[-1])
     labels = layout.labels if "log_probs" in outputs else None
     # The logits are read by nothing else, so their gradient may take their place.
-    return token_statistics(logits, labels, temperature, entropy="entropy" in outputs, inplace_backward=True)
+    return token_statistics(
+        logits,
+        labels,
+        temperature,
+        entropy="entropy" in outputs,
+        sum_pi_squared="sum_pi_squared" in outputs,
+        inplace_backward=True,
+    )

@@ -1,80 +1,101 @@
-"""From scores to advantages: the KL penalty in the reward and the call of the configured estimator."""
+"""From scores to advantages: what the estimator needs, the KL penalty in the reward, the estimator, PF-PPO's draw."""
 
-import inspect
 from typing import Any
 
+import numpy as np
 import torch
 
-from hybridrl.algorithms import get_adv_estimator_fn, kl_penalty, masked_mean
-from hybridrl.config import AlgorithmConfig
+from hybridrl.algorithms import (
+    check_adv_inputs,
+    compute_pf_ppo_reweight_data,
+    estimate_advantages,
+    penalise_rewards,
+    required_inputs,
+)
+from hybridrl.algorithms.settings import ConfigView
+from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
 from hybridrl.protocol import DataProto
-from hybridrl.utils.errors import UserError
+
+SLOT = "slot"  # column that cuts a drawn batch into mini-batches: the uid of the row whose place a drawn row takes
+
+
+def check_estimator(config: PPOTrainerConfig) -> None:
+    """Refuse, before a model is loaded, an estimator whose inputs this run will not have.
+
+    Raises:
+        AlgorithmError: names what is missing and the setting that provides it.
+    """
+    available = {"uid", "old_log_probs", "reward_baselines"}  # the last two are computed for whoever needs them
+    if config.use_critic:
+        available.add("values")
+    if config.actor_rollout_ref.actor.calculate_sum_pi_squared:
+        available.add("sum_pi_squared")
+    if config.algorithm.rollout_correction.rollout_is is not None:
+        available.add("rollout_is_weights")
+    check_adv_inputs(config.algorithm.adv_estimator, available, config.algorithm)
+
+
+def needs(config: PPOTrainerConfig, *inputs: str) -> bool:
+    """Whether the estimator needs one of these inputs."""
+    return not set(inputs).isdisjoint(required_inputs(config.algorithm.adv_estimator))
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl") -> tuple[DataProto, dict[str, float]]:
-    """token_level_rewards = token_level_scores - beta * KL(pi_old || pi_ref), token by token; the controller sees the
-    batch's mean KL.
+    """token_level_rewards - beta * KL(pi_old || pi_ref), token by token; the controller sees the batch's mean KL.
 
     Args:
-        data: `token_level_scores`, `old_log_probs`, `ref_log_prob`, `response_mask`, all [B, T].
+        data: `token_level_rewards` or, where there are none yet, `token_level_scores`; `old_log_probs`,
+            `ref_log_prob`, `response_mask`, all [B, T].
         kl_ctrl: has `value` (beta) and `update(current_kl, n_steps)`.
 
     Returns:
         The batch with `token_level_rewards`, and the metrics `actor/reward_kl_penalty`,
         `actor/reward_kl_penalty_coeff`.
     """
-    mask = data.batch["response_mask"]
-    divergence = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty_type)
-    divergence = torch.where(mask.bool(), divergence, 0.0)
+    fields = data.batch
     beta = kl_ctrl.value
-    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - beta * divergence
-    current = masked_mean(divergence, mask, axis=-1).mean().item()
-    kl_ctrl.update(current_kl=current, n_steps=len(data))
-    return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+    fields["token_level_rewards"], kl = penalise_rewards(
+        fields["token_level_rewards" if "token_level_rewards" in fields.keys() else "token_level_scores"],
+        fields["old_log_probs"],
+        fields["ref_log_prob"],
+        fields["response_mask"],
+        beta,
+        kl_penalty_type,
+    )
+    kl_ctrl.update(current_kl=float(kl), n_steps=len(data))
+    return data, {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": beta}
 
 
 def compute_advantage(
     data: DataProto, adv_estimator: str, gamma: float, lam: float, config: AlgorithmConfig
 ) -> DataProto:
-    """`advantages` and `returns` [B, T] by the registered estimator.
-
-    An estimator is called with those of its parameters that the batch or the configuration can fill:
-        `token_level_rewards`,
-    `response_mask`, `index` (the rows' uid), `values`, `gamma`, `lam`, `norm_adv_by_std_in_grpo`, `old_log_probs`,
-    `reward_baselines`, `sum_pi_squared`, `rollout_is_weights`, `non_tensor_batch`, `batch`, `config`.
+    """`advantages` and `returns` [B, T] by the registered estimator, which is handed what its parameters name.
 
     Raises:
-        UserError: the estimator needs an input that this run does not produce.
+        AlgorithmError: an input is missing, or rewards are not finite.
     """
-    estimator = get_adv_estimator_fn(adv_estimator)
-    tensors = data.batch
-    available: dict[str, Any] = {
-        "token_level_rewards": tensors["token_level_rewards"],
-        "response_mask": tensors["response_mask"],
-        "index": data.non_tensor_batch["uid"],
-        "gamma": gamma,
-        "lam": lam,
-        "norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo,
-        "non_tensor_batch": data.non_tensor_batch,
-        "batch": tensors,
-        "config": config,
-    }
-    for name in ("values", "old_log_probs", "reward_baselines", "sum_pi_squared", "rollout_is_weights"):
-        if name in tensors.keys():
-            available[name] = tensors[name]
-    wanted = inspect.signature(estimator).parameters
-    missing = [
-        name
-        for name, parameter in wanted.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and name not in available
-    ]
-    if missing:
-        raise UserError(
-            f"algorithm.adv_estimator={adv_estimator} needs {', '.join(missing)}, which this run does not compute; "
-            f"at hand are {', '.join(sorted(available))}"
-        )
-    advantages, returns = estimator(**{name: value for name, value in available.items() if name in wanted})
-    tensors["advantages"], tensors["returns"] = advantages, returns
+    settings = ConfigView(config, gamma=gamma, lam=lam)
+    tensors = {str(name): tensor for name, tensor in data.batch.items()}
+    advantages, returns = estimate_advantages(adv_estimator, tensors, data.non_tensor_batch, settings)
+    data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
+
+
+def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataProto:
+    """PF-PPO's batch: rows drawn with replacement by their score, each with its own advantages, returns and uid.
+
+    Mini-batches are cut by the places of the batch, not by the prompts that were drawn (`slot`), so that there are as
+    many of them as ever.
+
+    Args:
+        batch: in canonical order, with advantages.
+        seed: of the draw.
+    """
+    places = batch.non_tensor_batch["uid"]
+    generator = torch.Generator().manual_seed(seed)
+    drawn: DataProto = compute_pf_ppo_reweight_data(
+        batch, settings.reweight_method, settings.weight_pow, generator=generator
+    )
+    drawn.non_tensor_batch[SLOT] = places
+    drawn.non_tensor_batch["row"] = np.arange(len(drawn)).astype(object)
+    return drawn

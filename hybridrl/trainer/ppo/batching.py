@@ -6,7 +6,7 @@ over them.
 Shapes: B sequences, P prompt width, T response width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -41,6 +41,37 @@ def trim(batch: DataProto) -> DataProto:
             tensor = tensor[:, : prompt_width + longest]
         tensors[str(name)] = tensor
     return DataProto.from_dict(tensors=tensors, non_tensors=batch.non_tensor_batch, meta_info=batch.meta_info)
+
+
+def join_generated(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
+    """Generated batches of different widths as one, row after row; a non-tensor column that a part lacks is None there.
+
+    Prompts grow at their left, responses at their right.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    prompt_width = max(part.batch["prompts"].shape[1] for part in parts)
+    width = max(part.batch["responses"].shape[1] for part in parts)
+    columns = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    wide = []
+    for part in parts:
+        left = prompt_width - part.batch["prompts"].shape[1]
+        right = width - part.batch["responses"].shape[1]
+        total = part.batch["input_ids"].shape[1]
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in part.batch.items():
+            fill = pad_token_id if name in ("prompts", "responses", "input_ids") else 0
+            if name == "prompts":
+                tensor = torch.nn.functional.pad(tensor, (left, 0), value=fill)
+            elif tensor.dim() >= 2 and tensor.shape[1] == total:
+                tensor = torch.nn.functional.pad(tensor, (left, right), value=fill)
+            elif tensor.dim() >= 2:
+                tensor = torch.nn.functional.pad(tensor, (0, right), value=fill)
+            tensors[str(name)] = tensor
+        empty = np.full(len(part), None, dtype=object)
+        objects = {name: part.non_tensor_batch.get(name, empty) for name in columns}
+        wide.append(DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=part.meta_info))
+    return DataProto.concat(wide)
 
 
 def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
@@ -85,7 +116,7 @@ def spread_over_ranks(batch: DataProto, mini_batches: list[np.ndarray], ranks: i
 
     A mini-batch that does not divide gets rows that repeat its first one with an empty `response_mask`: they add
     nothing to any loss. Meta tells, an entry a mini-batch, `mini_batch_rows` (on each rank), `mini_batch_tokens` and
-    `mini_batch_sequences` (in all, padding apart).
+    `mini_batch_sequences` (in all, those without a response token apart).
     """
     lengths = batch.batch["attention_mask"].sum(dim=1)
     tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
@@ -102,7 +133,7 @@ def spread_over_ranks(batch: DataProto, mini_batches: list[np.ndarray], ranks: i
             is_padding[rank].extend(index >= len(rows) for index in part)
         rows_on_rank.append(len(padded) // ranks)
         tokens.append(int(tokens_of[rows].sum()))
-        sequences.append(len(rows))
+        sequences.append(int((tokens_of[rows] > 0).sum()))
     order = [row for shard in shards for row in shard]
     spread = batch.select_idxs(np.asarray(order))
     padding = torch.tensor([flag for flags in is_padding for flag in flags])

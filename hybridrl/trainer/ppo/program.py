@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-from hybridrl.algorithms import get_adv_estimator_fn, get_policy_loss_fn
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_rl_dataset
 from hybridrl.models.facts import checked_identity, tokenizer_of
@@ -18,6 +17,7 @@ from hybridrl.observe.tracking import check_loggers
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer.ppo.roles import Role, needs_critic, resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.settings import check_algorithm
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.start import workers_starting
 from hybridrl.workers.actor_rollout_ref import check_rollout
@@ -54,8 +54,7 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
         print(f"actor_rollout_ref.rollout.name={rollout.name}: generating with {engine_name}")
     check_loggers(config.trainer.logger)
     import_external_lib(model.external_lib)  # estimators run here; losses and model classes in the workers
-    get_adv_estimator_fn(config.algorithm.adv_estimator)
-    get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    check_algorithm(config)
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
     if needs_critic(config):

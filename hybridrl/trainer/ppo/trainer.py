@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridrl.algorithms import get_kl_controller, masked_mean
-from hybridrl.algorithms.rollout_correction import rollout_probs_diff_metrics
+import numpy as np
+import torch
+
+from hybridrl.algorithms import check_group_sizes, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.data.loader import object_array
@@ -18,7 +20,7 @@ from hybridrl.observe.metrics import compute_data_metrics, compute_throughout_me
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
-from hybridrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage
+from hybridrl.trainer.ppo.advantage import SLOT, apply_kl_penalty, compute_advantage, draw_by_reward, needs
 from hybridrl.trainer.ppo.batching import (
     balanced_order,
     epochs_of_mini_batches,
@@ -27,12 +29,17 @@ from hybridrl.trainer.ppo.batching import (
     spread_over_ranks,
     trim,
 )
+from hybridrl.trainer.ppo.collect import PromptPool, endless
+from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe
+from hybridrl.trainer.ppo.rewards import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
 from hybridrl.trainer.ppo.samples import Samples
+from hybridrl.trainer.ppo.settings import needs_old_log_prob, total_training_steps
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
+from hybridrl.workers.prepare import ROW_IDS
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 
@@ -74,11 +81,22 @@ class RayPPOTrainer:
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn or reward_fn
-        self.train_loader = create_train_loader(config.data, train_dataset)
+        generated_at_once = config.data.gen_batch_size or config.data.train_batch_size
+        self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.recompute_old_log_prob = needs_old_log_prob(config)
-        steps = total_training_steps(config, len(self.train_loader))
+        self.reward_transform = RewardTransform(config.algorithm)
+        prompts_per_epoch = len(self.train_loader) * generated_at_once
+        self.pool = PromptPool(
+            config.algorithm.filter_groups,
+            prompts=config.data.train_batch_size,
+            samples=config.actor_rollout_ref.rollout.n,
+            prompts_in_data=prompts_per_epoch,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        self._reward_columns: list[str] = []
+        steps = total_training_steps(config, prompts_per_epoch)
         self.run = TrainingRun(config, config.trainer, steps, identity=identity or {})
 
     def init_workers(self, groups: Mapping[Role, RayWorkerGroup] | None = None) -> None:
@@ -112,12 +130,13 @@ class RayPPOTrainer:
                 self.validate_if_due()
             if self.config.trainer.val_only:
                 return
-            for batch in self.run.batches(self.train_loader):
+            prompts = endless(self.train_loader)
+            while not self.run.is_last:
                 with self.step():
-                    batch = self.generate(batch)
-                    batch = self.score(batch)
+                    batch = self.collect(prompts)  # generate and score, until there are enough
                     batch = self.balance(batch)
                     batch = self.evaluate(batch)  # old_log_probs, ref_log_prob, values
+                    batch = self.correct(batch)  # for what the sampler did otherwise than the trainer
                     batch = self.estimate_advantages(batch)
                     self.update(batch)  # critic, then actor
                 self.validate_if_due()
@@ -151,7 +170,7 @@ class RayPPOTrainer:
         run = self.run
         metrics: dict[str, Any] = {
             "training/global_step": run.step,
-            "training/epoch": (run.step - 1) // len(self.train_loader),
+            "training/epoch": max(int(str(uid).split("-")[0]) for uid in batch.non_tensor_batch["uid"]),
         }
         metrics |= reduce_to_floats(
             merge_metrics({name: m} for part in self._updates for name, found in part.items() for m in found)
@@ -160,18 +179,35 @@ class RayPPOTrainer:
         metrics |= compute_timing_metrics(batch, run.timing)
         return metrics | compute_throughout_metrics(batch, run.timing, n_gpus=self.n_devices)
 
+    def collect(self, prompts: Iterator[DataProto]) -> DataProto:
+        """`train_batch_size` prompts with their samples, generated and scored; see `PromptPool`."""
+
+        def answered() -> DataProto:
+            chosen = next(prompts)
+            batch = self.score(self.generate(chosen))
+            return self.with_greedy_rewards(chosen, batch) if needs(self.config, "reward_baselines") else batch
+
+        batch, metrics = self.pool.take(answered)
+        check_group_sizes(batch.non_tensor_batch["uid"], self.pool.samples)
+        self.run.metrics |= metrics
+        return batch
+
     def generate(self, prompts: DataProto) -> DataProto:
         """`rollout.n` responses for each prompt, with the sampler's log-probabilities."""
         rollout = self.config.actor_rollout_ref.rollout
         with self.run.phase("gen"):
             return self.sample(repeat_for_sampling(prompts, rollout.n), validate=False)
 
-    def sample(self, batch: DataProto, validate: bool) -> DataProto:
-        """A response for each row. Only what generation reads travels to the workers, and only tensors come back."""
+    def sample(self, batch: DataProto, validate: bool, **sampling: Any) -> DataProto:
+        """A response for each row. Only what generation reads travels to the workers, and only tensors come back.
+
+        Args:
+            sampling: settings of this call alone (`do_sample`, `top_p`, ...).
+        """
         inputs = batch.select(
             batch_keys=["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=["uid", "sample"]
         )
-        inputs.meta_info = {"global_steps": self.run.step, "validate": validate}
+        inputs.meta_info = {"global_steps": self.run.step, "validate": validate, **sampling}
         output = trim(self.actor_rollout.generate_sequences(inputs))
         output.non_tensor_batch = batch.non_tensor_batch
         output.meta_info = {"temperature": self.config.actor_rollout_ref.rollout.temperature}
@@ -182,10 +218,22 @@ class RayPPOTrainer:
         with self.run.phase("reward"):
             result = self.reward_fn(batch, return_dict=True)
         batch.batch["token_level_scores"] = result["reward_tensor"]
+        timeouts = self.run.metrics.get("reward/timeouts", 0.0)  # of this step's generation batches before
         self.run.metrics |= result["metrics"]
+        self.run.metrics["reward/timeouts"] = timeouts + result["metrics"].get("reward/timeouts", 0.0)
         for name, values in result["reward_extra_info"].items():
             batch.non_tensor_batch[name] = object_array(values)
         self._reward_columns = list(result["reward_extra_info"])
+        return batch
+
+    def with_greedy_rewards(self, prompts: DataProto, batch: DataProto) -> DataProto:
+        """`reward_baselines` [B]: what the prompt's greedy response scores (ReMax)."""
+        with self.run.phase("gen_max"):
+            greedy = self.sample(repeat_for_sampling(prompts, 1), validate=False, do_sample=False)
+        with self.run.phase("reward"):
+            baselines = self.reward_fn(greedy).sum(dim=-1)
+        self.run.metrics["critic/reward_baselines/mean"] = baselines.mean().item()
+        batch.batch["reward_baselines"] = baselines.repeat_interleave(self.pool.samples)
         return batch
 
     def balance(self, batch: DataProto) -> DataProto:
@@ -220,26 +268,46 @@ class RayPPOTrainer:
             mask = batch.batch["response_mask"]
             entropy = batch.pop(batch_keys=["entropys"]).batch["entropys"]
             self.run.metrics["actor/entropy"] = masked_mean(entropy, mask).item()
-            self.run.metrics |= rollout_probs_diff_metrics(
-                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask
-            )
+        return batch
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` of a few rows, under the present weights."""
+        inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
+        found = self.actor_rollout.compute_log_prob(inputs).get()
+        return found.select(batch_keys=["old_log_probs"])
+
+    def correct(self, batch: DataProto) -> DataProto:
+        """Measure how far sampler and trainer are apart, and correct for it as `algorithm.rollout_correction` says.
+
+        On the first step a difference that no rounding explains ends the run.
+        """
+        settings = self.config.algorithm.rollout_correction
+        with self.run.phase("rollout_corr"):
+            if self.run.step == 1 and settings.probe_threshold is not None:
+                self.run.metrics |= probe(self, batch, settings.probe_threshold)
+            self.run.metrics |= correct_rollout(batch, settings)
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
-        """KL penalty in the reward where configured, then `advantages` and `returns`."""
-        algorithm = self.config.algorithm
+        """Rewards normalised, clipped and less a KL penalty where configured, then `advantages` and `returns`."""
+        algorithm, fields = self.config.algorithm, batch.batch
         with self.run.phase("adv"):
+            fields["token_level_rewards"], baselines = self.reward_transform(
+                fields["token_level_scores"], fields["response_mask"], fields.get("reward_baselines", None)
+            )
+            if baselines is not None:
+                fields["reward_baselines"] = baselines
             if algorithm.use_kl_in_reward:
                 batch, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
                 self.run.metrics |= metrics
-            else:
-                batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             return compute_advantage(batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, algorithm)
 
     def update(self, batch: DataProto) -> None:
         """Every epoch of mini-batches of the critic, then, once it is warmed up, of the actor."""
-        batch = in_canonical_order(batch)
-        self._trained = batch
+        algorithm = self.config.algorithm
+        self._trained = batch = in_canonical_order(batch)
+        if algorithm.use_pf_ppo:
+            batch = draw_by_reward(batch, algorithm.pf_ppo, seed=self.run.step)
         pending: list[tuple[str, Any]] = []
         if self.critic is not None:
             fields = [*MODEL_INPUTS, "values", "returns"]
@@ -263,9 +331,10 @@ class RayPPOTrainer:
 
     def _update_batches(self, batch: DataProto, settings: Any, ranks: int, fields: list[str]) -> Iterator[DataProto]:
         """One batch an epoch, arranged for `ModelWorker.update`."""
+        objects = batch.non_tensor_batch
         epochs = list(
             epochs_of_mini_batches(
-                batch.non_tensor_batch["uid"],
+                objects.get(SLOT, objects["uid"]),
                 prompts_per_mini_batch=settings.ppo_mini_batch_size,
                 epochs=settings.ppo_epochs,
                 shuffle=settings.shuffle,
@@ -273,13 +342,26 @@ class RayPPOTrainer:
             )
         )
         chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
+        if TRAINED_MASK in batch.batch.keys():
+            chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
+        chosen.batch[ROW_IDS] = torch.from_numpy(objects["row"].astype(np.int64))
         chosen.meta_info |= {
             "updates": sum(len(mini_batches) for mini_batches in epochs),
             "response_length": self.config.actor_rollout_ref.rollout.response_length,
             "on_nonfinite": self.config.trainer.on_nonfinite,
+            "rollout_correction": self.config.algorithm.rollout_correction,
         }
-        for mini_batches in epochs:
-            yield spread_over_ranks(chosen, mini_batches, ranks)
+        for epoch, mini_batches in enumerate(epochs):
+            spread = spread_over_ranks(chosen, mini_batches, ranks)
+            spread.meta_info["mini_batch_seeds"] = [
+                int(
+                    np.random.SeedSequence((settings.data_loader_seed, self.run.step, epoch, number)).generate_state(1)[
+                        0
+                    ]
+                )
+                for number in range(len(mini_batches))
+            ]
+            yield spread
 
     # ------------------------------------------------------------------ validation and run state
 
@@ -302,6 +384,9 @@ class RayPPOTrainer:
                 self.critic.load_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.load_contents)
             self.train_loader.load_state_dict(state["train_loader"])
             self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+            self.reward_transform.load_state_dict(state["reward_transform"])
+            self._reward_columns = state["reward_columns"]
+            self.pool.load(folder)
 
         return self.run.restore(load)
 
@@ -313,25 +398,12 @@ class RayPPOTrainer:
             self.actor_rollout.save_checkpoint(str(folder / "actor"), actor.save_contents)
             if self.critic is not None:
                 self.critic.save_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.save_contents)
-            return {"train_loader": self.train_loader.state_dict(), "kl_ctrl": self.kl_ctrl.state_dict()}
+            self.pool.save(folder)
+            return {
+                "train_loader": self.train_loader.state_dict(),
+                "kl_ctrl": self.kl_ctrl.state_dict(),
+                "reward_transform": self.reward_transform.state_dict(),
+                "reward_columns": self._reward_columns,
+            }
 
         self.run.save_if_due(write)
-
-
-def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
-    """Whether log-probabilities are computed once before the first update of a batch.
-
-    With one update a batch the policy that is updated is the one that sampled, so its detached current
-    log-probabilities are the old ones and the extra pass can be spared; `actor.recompute_old_log_prob=always` takes it
-    nevertheless. A KL penalty in the reward needs them early.
-    """
-    actor = config.actor_rollout_ref.actor
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-    return actor.recompute_old_log_prob == "always" or not one_update or config.algorithm.use_kl_in_reward
-
-
-def total_training_steps(config: PPOTrainerConfig, batches_per_epoch: int) -> int:
-    """`trainer.total_training_steps`, or the steps of `trainer.total_epochs`."""
-    if config.trainer.total_training_steps is not None:
-        return config.trainer.total_training_steps
-    return batches_per_epoch * config.trainer.total_epochs

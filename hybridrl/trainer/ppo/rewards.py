@@ -1,0 +1,68 @@
+"""What becomes of the scores before the estimator sees them: normalised over a batch or a run, and clipped.
+
+Shapes: B sequences, T response tokens.
+"""
+
+from typing import Any
+
+import torch
+
+from hybridrl.config import AlgorithmConfig
+
+EPSILON = 1e-6
+
+
+class RewardTransform:
+    """R -> clip((R - mean) / (std + 1e-6), -c, c) of a sequence's summed score R.
+
+    `normalize_rewards=batch` takes mean and (unbiased) standard deviation of the batch, `running` of every sequence of
+    the run so far, the batch included (Welford's recurrence, merged batch by batch); `none` leaves R. c is
+    `clip_rewards`, where it is set. The change stands on the response's last token; the tokens before keep theirs.
+
+    The running statistics are state: `state_dict` belongs in the checkpoint.
+    """
+
+    def __init__(self, settings: AlgorithmConfig) -> None:
+        self.mode = settings.normalize_rewards
+        self.limit = settings.clip_rewards
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    def __call__(self, scores: torch.Tensor, mask: torch.Tensor, baselines: torch.Tensor | None = None) -> Any:
+        """The transformed token-level scores [B, T], and the baselines [B] of the same kind or None.
+
+        Args:
+            scores: token-level scores [B, T].
+            mask: response tokens [B, T].
+            baselines: rewards that advantages are taken against (ReMax): they pass through the same change.
+        """
+        if self.mode == "none" and self.limit is None:
+            return scores, baselines
+        before = torch.where(mask.bool(), scores, 0.0).double().sum(dim=-1)
+        mean, std = self._statistics(before)
+        after = self._change(before, mean, std)
+        last = (torch.arange(1, mask.shape[1] + 1) * mask.bool()).argmax(dim=1, keepdim=True)
+        change = (after - before).to(scores.dtype)[:, None]
+        moved = scores.scatter_add(1, last, change)
+        return moved, None if baselines is None else self._change(baselines.double(), mean, std).to(baselines.dtype)
+
+    def _change(self, values: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+        values = (values - mean) / std
+        return values if self.limit is None else values.clamp(-self.limit, self.limit)
+
+    def _statistics(self, values: torch.Tensor) -> tuple[float, float]:
+        if self.mode == "none":
+            return 0.0, 1.0
+        count, mean = len(values), float(values.mean())
+        squares = float((values - mean).square().sum())
+        if self.mode == "running":
+            total, difference = self.count + count, mean - self.mean
+            squares += self.squares + difference**2 * self.count * count / total
+            mean = self.mean + difference * count / total
+            self.count, self.mean, self.squares, count = total, mean, squares, total
+        return mean, (squares / max(count - 1, 1)) ** 0.5 + EPSILON
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = int(state["count"]), float(state["mean"]), float(state["squares"])
