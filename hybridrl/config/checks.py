@@ -231,6 +231,13 @@ def _check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
         )
     if name == "gae" and not config.use_critic:
         yield "algorithm.adv_estimator=gae needs values, and critic.enable=False; leave it null, or use grpo"
+    if config.algorithm.filter_groups.enable and samples == 1:
+        yield (
+            f"algorithm.filter_groups.enable=True drops prompts whose samples all score the same, and {_ROLLOUT}.n=1: "
+            "all would be dropped; set it to 2 or more, 8 is usual"
+        )
+    if config.algorithm.gdpo_reward_keys and name != "gdpo" and not _own_code(config):
+        yield f"algorithm.gdpo_reward_keys acts with algorithm.adv_estimator=gdpo only, and it is {name}"
     if config.trainer.critic_warmup > 0 and not config.use_critic:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic (algorithm.adv_estimator={name}): "

@@ -73,8 +73,8 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
         L = L_pg - entropy_coeff * agg(H) + kl_loss_coef * agg(KL(pi || pi_ref))
 
     The batch holds `advantages`, `response_mask`, and where the setting needs them `old_log_probs`, `ref_log_prob`,
-    `rollout_is_weights`, `prepared` (all [B, T]). Without `old_log_probs` the update is on-policy by construction (one update a
-    batch): the detached current log-probabilities stand for them.
+    `rollout_is_weights`, `prepared` (all [B, T]). Without `old_log_probs` the update is on-policy by
+    construction (one update a batch): the detached current log-probabilities stand for them.
 
     Args:
         config: the actor's settings.

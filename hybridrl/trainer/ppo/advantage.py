@@ -75,7 +75,7 @@ def compute_advantage(
         AlgorithmError: an input is missing, or rewards are not finite.
     """
     settings = ConfigView(config, gamma=gamma, lam=lam)
-    tensors = {str(name): tensor for name, tensor in data.batch.items()}
+    tensors = {str(name): data.batch[name] for name in data.batch.keys()}
     advantages, returns = estimate_advantages(adv_estimator, tensors, data.non_tensor_batch, settings)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data

@@ -59,7 +59,8 @@ def join_generated(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
         right = width - part.batch["responses"].shape[1]
         total = part.batch["input_ids"].shape[1]
         tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in part.batch.items():
+        for name in part.batch.keys():
+            tensor = part.batch[name]
             fill = pad_token_id if name in ("prompts", "responses", "input_ids") else 0
             if name == "prompts":
                 tensor = torch.nn.functional.pad(tensor, (left, 0), value=fill)
@@ -109,6 +110,11 @@ def epochs_of_mini_batches(
         place[order] = np.arange(count)
         mini_of = place[prompt_of] // prompts_per_mini_batch
         yield [np.flatnonzero(mini_of == index) for index in range(-(-count // prompts_per_mini_batch))]
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed out of several numbers (step, epoch, ...), each of which changes it."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def spread_over_ranks(batch: DataProto, mini_batches: list[np.ndarray], ranks: int) -> DataProto:

@@ -26,6 +26,7 @@ from hybridrl.trainer.ppo.batching import (
     epochs_of_mini_batches,
     in_canonical_order,
     repeat_for_sampling,
+    seed_of,
     spread_over_ranks,
     trim,
 )
@@ -307,7 +308,8 @@ class RayPPOTrainer:
         algorithm = self.config.algorithm
         self._trained = batch = in_canonical_order(batch)
         if algorithm.use_pf_ppo:
-            batch = draw_by_reward(batch, algorithm.pf_ppo, seed=self.run.step)
+            seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.run.step)
+            batch = draw_by_reward(batch, algorithm.pf_ppo, seed)
         pending: list[tuple[str, Any]] = []
         if self.critic is not None:
             fields = [*MODEL_INPUTS, "values", "returns"]
@@ -354,12 +356,7 @@ class RayPPOTrainer:
         for epoch, mini_batches in enumerate(epochs):
             spread = spread_over_ranks(chosen, mini_batches, ranks)
             spread.meta_info["mini_batch_seeds"] = [
-                int(
-                    np.random.SeedSequence((settings.data_loader_seed, self.run.step, epoch, number)).generate_state(1)[
-                        0
-                    ]
-                )
-                for number in range(len(mini_batches))
+                seed_of(settings.data_loader_seed, self.run.step, epoch, number) for number in range(len(mini_batches))
             ]
             yield spread
 

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# What the recipes share: data, model and size of a run. Called by recipes/NAME/run.sh.
+#
+#   bash recipes/common.sh NAME [--smoke] [KEY=VALUE ...]
+#
+# HYBRIDRL_PYTHON names the interpreter, MODEL the model, OUT the folder of everything that is written.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+fail() { printf '%s\n' "$*" >&2; exit 2; }
+name=${1:?name of a recipe}
+shift
+[ -f "recipes/$name/$name.yaml" ] || fail "recipes/common.sh: there is no recipe $name"
+smoke=""
+words=()
+for word in "$@"; do
+    case "$word" in
+        --smoke) smoke=yes ;;
+        -h | --help) sed -n '2,5s/^# \{0,1\}//p' "recipes/$name/run.sh"; exit 0 ;;
+        -*) fail "unknown option $word; there are --smoke and settings KEY=VALUE" ;;
+        *) words+=("$word") ;;
+    esac
+done
+python=${HYBRIDRL_PYTHON:-${HYBRIDRL_VENV:-.venv}/bin/python}
+command -v "$python" >/dev/null || fail "no interpreter $python; install with scripts/install.sh, or set HYBRIDRL_PYTHON"
+out=${OUT:-outputs/recipes}
+mkdir -p "$out"
+
+if [ -n "$smoke" ]; then
+    model=$out/smoke_model
+    data=$out/smoke_data
+    [ -f "$model/config.json" ] || "$python" -m hybridrl.models.tiny --out "$model" --hidden 32 --heads 2 --kv-heads 1
+    [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.sort --out "$data" --train-size 64 --test-size 16
+    size=(
+        reward.custom_reward_function.path="$root/recipes/smoke_reward.py"
+        data.train_batch_size=8
+        data.max_prompt_length=32
+        data.max_response_length=8
+        actor_rollout_ref.rollout.n=4
+        actor_rollout_ref.actor.optim.lr=1e-3
+        trainer.total_training_steps=2
+        trainer.experiment_name="smoke_$name"
+        trainer.default_local_dir="$out/smoke_$name"
+        trainer.resume_mode=disable
+        trainer.test_freq=2
+    )
+    [ "$name" != dapo ] || size+=(reward.reward_kwargs.overlong_buffer_cfg.len=2)
+else
+    model=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+    data=$out/gsm8k
+    [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.gsm8k --out "$data"
+    gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
+    [ "$gpus" -gt 0 ] || fail "no GPU on this machine; recipes/$name/run.sh --smoke runs on any"
+    size=(
+        data.train_batch_size=128
+        data.max_prompt_length=512
+        data.max_response_length=1024
+        data.filter_overlong_prompts=True
+        actor_rollout_ref.actor.use_dynamic_bsz=True
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
+        actor_rollout_ref.actor.optim.lr=1e-6
+        trainer.n_gpus_per_node="$gpus"
+        trainer.total_epochs=2
+        trainer.test_freq=10
+        trainer.save_freq=50
+        trainer.max_actor_ckpt_to_keep=1
+        trainer.experiment_name="$name"
+        trainer.default_local_dir="$out/$name"
+    )
+    [ ! -f "recipes/$name/reward.py" ] || size+=(reward.custom_reward_function.path="$root/recipes/$name/reward.py")
+fi
+mini_batches=4 # updates of a batch, except where the recipe is on-policy
+case "$name" in
+    opo | gpg) ;;
+    *)
+        for word in "${size[@]}"; do
+            case "$word" in
+                data.train_batch_size=*)
+                    size+=(actor_rollout_ref.actor.ppo_mini_batch_size=$((${word#*=} / mini_batches)))
+                    ;;
+            esac
+        done
+        ;;
+esac
+exec "$python" -m hybridrl.trainer.main_ppo -cp "recipes/$name" -cn "$name" \
+    actor_rollout_ref.model.path="$model" \
+    data.train_files="$data/train.parquet" \
+    data.val_files="$data/test.parquet" \
+    trainer.project_name=recipes \
+    "${size[@]}" ${words[@]+"${words[@]}"}

@@ -1,0 +1,124 @@
+"""Two steps of every recipe, by its own YAML, in one Ray; and the files that a recipe consists of."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.config import load_config, validate
+from hybridrl.trainer.ppo.program import prepare
+from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.start import workers_starting
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
+ASKED_FOR = (
+    "ppo grpo dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg cispo sapo gmpo dppo dro clip_cov "
+    "kl_cov otb gdpo grpo_passk pf_ppo rollout_correction"
+)
+#: a metric that the recipe alone, or few with it, reports
+SHOWS = {
+    "ppo": "critic/vf_loss",
+    "grpo": "actor/kl_loss",
+    "dapo": "filter_groups/generated",
+    "remax": "critic/reward_baselines/mean",
+    "pf_ppo": "critic/vf_loss",
+    "rollout_correction": "rollout_corr/rollout_is_mean",
+    "rloo": "actor/reward_kl_penalty",
+}
+
+
+@contextmanager
+def trained(folder: Path, name: str, overrides: list[str]) -> Iterator[RayPPOTrainer]:
+    """Run the recipe to its end."""
+    words = ["trainer.report=False", "trainer.logger=[]", f"trainer.default_local_dir={folder}", *overrides]
+    config = load_config("ppo_trainer", words, RECIPES / name, name)
+    validate(config)
+    manager = resource_pools(config)
+    with workers_starting(
+        config.ray_kwargs.ray_init,
+        manager,
+        config.trainer.device,
+        lambda: spawn_worker_groups(config, None, manager),
+    ) as started:
+        trainer = prepare(config)
+        with closing(trainer.reward_fn):
+            trainer.init_workers(started())
+            trainer.fit()
+            yield trainer
+
+
+def size(name: str, model: Path, data: Path) -> list[str]:
+    words = [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={data / 'train.parquet'}",
+        f"reward.custom_reward_function.path={RECIPES / 'smoke_reward.py'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=24",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.total_training_steps=2",
+    ]
+    if name not in ("opo", "gpg"):
+        words.append("actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    if name == "dapo":
+        words.append("reward.reward_kwargs.overlong_buffer_cfg.len=2")
+    return words
+
+
+def test_there_is_a_recipe_for_each() -> None:
+    assert sorted(ASKED_FOR.split()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_files_are_whole(name) -> None:
+    readme = (RECIPES / name / "README.md").read_text()
+    assert "arXiv" in readme and "## What to expect" in readme and "\n    " in readme
+    assert len((RECIPES / name / f"{name}.yaml").read_text().splitlines()) <= 30
+    assert os.access(RECIPES / name / "run.sh", os.X_OK)
+    assert f"recipes/{name}/run.sh" in (RECIPES / name / "run.sh").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path) -> None:
+    with trained(tmp_path, name, size(name, micro_model, sort_data)) as trainer:
+        batch = trainer._trained
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        numbers = [value for value in record.values() if isinstance(value, float)]
+        assert all(map(math.isfinite, numbers))
+        assert record["actor/grad_norm"] > 0 and record["rollout_corr/k3_kl"] >= 0
+        assert SHOWS.get(name, "actor/pg_loss") in record
+    advantages, mask = batch.batch["advantages"], batch.batch["response_mask"].bool()
+    assert advantages[mask].abs().max() > 0 and torch.all(advantages[~mask] == 0)
+    assert len(batch) == 12
+
+
+def test_run_sh_smoke(tmp_path) -> None:
+    environment = os.environ | {"HYBRIDRL_PYTHON": sys.executable, "OUT": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", str(RECIPES / "clip_cov" / "run.sh"), "--smoke", "trainer.report=False"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / "smoke_clip_cov" / "metrics.jsonl").read_text().splitlines()
+    assert len([line for line in lines if "actor/pg_clipfrac" in line]) == 2
+
+
+def test_run_sh_names_a_wrong_option() -> None:
+    done = subprocess.run(["bash", str(RECIPES / "grpo" / "run.sh"), "--smok"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--smok" in done.stderr and "--smoke" in done.stderr
