@@ -14,7 +14,7 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.root import PPOTrainerConfig, SFTTrainerConfig
-from hybridrl.config.trainer import PlacementConfig, RunConfig
+from hybridrl.config.trainer import PlacementConfig, RunConfig, TrainerConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -392,6 +392,10 @@ def _check_run(trainer: RunConfig) -> Iterator[str]:
             f"trainer.resume_from_path={trainer.resume_from_path} acts with trainer.resume_mode=resume_path only, and "
             f"it is {trainer.resume_mode}"
         )
+    if isinstance(trainer, TrainerConfig) and trainer.save_freq <= 0:
+        for name in trainer.health.keys():
+            if getattr(trainer.health[name], "action", None) == "rollback":
+                yield f"trainer.health.{name}.action=rollback needs checkpoints to go back to; set trainer.save_freq"
     folder = Path(trainer.default_local_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         yield f"trainer.default_local_dir={folder}: is a file; name a folder"

@@ -120,6 +120,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             divergence = kl_penalty(kept[0], kept[1], config.kl_loss_type)
             kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, **counts)
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), kind="sum")
+            metrics["actor/ref_kl"] = _token_mean(divergence, mask)
             metrics["actor/kl_coef"] = config.kl_loss_coef
             loss = loss + config.kl_loss_coef * kl_loss
         metrics["actor/loss"] = Metric(loss.detach(), kind="sum")

@@ -259,7 +259,7 @@ def test_names_are_those_that_the_library_has():
     assert set(names.ADV_ESTIMATORS) <= set(ADV_ESTIMATOR_REGISTRY)
     assert set(names.POLICY_LOSSES) <= set(POLICY_LOSS_REGISTRY)
     assert set(names.LOGGERS) == set(KNOWN)
-    assert set(names.GROUP_ESTIMATORS) <= {*names.ADV_ESTIMATORS, *names.ADV_ESTIMATORS_LATER}
+    assert set(names.GROUP_ESTIMATORS) <= set(names.ADV_ESTIMATORS)
 
 
 def test_every_acting_setting_is_read_by_the_library(repository):

@@ -21,8 +21,8 @@ from hybridrl.trainer.start import workers_starting
 RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
-    "ppo grpo dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg cispo sapo gmpo dppo dro clip_cov "
-    "kl_cov otb gdpo grpo_passk pf_ppo rollout_correction"
+    "ppo grpo dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg cispo sapo gmpo dppo dro "
+    "clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction"
 )
 #: a metric that the recipe alone, or few with it, reports
 SHOWS = {

@@ -4,6 +4,7 @@ The controller owns the order of things and the small numbers; worker groups own
 function (`register_adv_est`, `register_policy_loss`) or replaces one of the methods that `fit` names.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from hybridrl.trainer.ppo.batching import (
 )
 from hybridrl.trainer.ppo.collect import PromptPool, endless
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe
+from hybridrl.trainer.ppo.health import HealthError, HealthMonitor, health_metrics
 from hybridrl.trainer.ppo.rewards import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
 from hybridrl.trainer.ppo.samples import Samples
@@ -88,6 +90,7 @@ class RayPPOTrainer:
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.recompute_old_log_prob = needs_old_log_prob(config)
         self.reward_transform = RewardTransform(config.algorithm)
+        self.health = HealthMonitor(config.trainer.health)
         prompts_per_epoch = len(self.train_loader) * generated_at_once
         self.pool = PromptPool(
             config.algorithm.filter_groups,
@@ -140,6 +143,7 @@ class RayPPOTrainer:
                     batch = self.correct(batch)  # for what the sampler did otherwise than the trainer
                     batch = self.estimate_advantages(batch)
                     self.update(batch)  # critic, then actor
+                self.watch()
                 self.validate_if_due()
                 self.save_if_due()
 
@@ -176,6 +180,7 @@ class RayPPOTrainer:
         metrics |= reduce_to_floats(
             merge_metrics({name: m} for part in self._updates for name, found in part.items() for m in found)
         )
+        metrics |= health_metrics(batch) | {"health/rollbacks": self.health.rollbacks}
         metrics |= compute_data_metrics(batch, use_critic=self.critic is not None)
         metrics |= compute_timing_metrics(batch, run.timing)
         return metrics | compute_throughout_metrics(batch, run.timing, n_gpus=self.n_devices)
@@ -362,6 +367,26 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------ validation and run state
 
+    def watch(self) -> None:
+        """Look at the health of the run after a step, before its state is saved as a good one (`trainer.health`)."""
+        if not self.health.act(self.run.step, self.run.metrics):
+            return
+        folder = self.run.store.find()
+        if folder is None:
+            raise HealthError(
+                f"step {self.run.step}: trainer.health asks for going back to the last checkpoint, and there is none "
+                "yet; set trainer.save_freq lower"
+            )
+        print(f"step {self.run.step}: going on with the models of {folder} and the next prompts", file=sys.stderr)
+        self.load_models(folder)
+
+    def load_models(self, folder: Path) -> None:
+        """Weights, optimizers and schedules of a checkpoint."""
+        actor = self.config.actor_rollout_ref.actor.checkpoint
+        self.actor_rollout.load_checkpoint(str(folder / "actor"), actor.load_contents)
+        if self.critic is not None:
+            self.critic.load_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.load_contents)
+
     def validate_if_due(self) -> None:
         """Greedy (or sampled, by `rollout.val_kwargs`) answers to the validation prompts, scored."""
         trainer, run = self.config.trainer, self.run
@@ -375,10 +400,8 @@ class RayPPOTrainer:
         """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says; whether there was one."""
 
         def load(folder: Path, state: dict[str, Any]) -> None:
-            actor = self.config.actor_rollout_ref.actor.checkpoint
-            self.actor_rollout.load_checkpoint(str(folder / "actor"), actor.load_contents)
-            if self.critic is not None:
-                self.critic.load_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.load_contents)
+            self.load_models(folder)
+            self.health.load_state_dict(state["health"])
             self.train_loader.load_state_dict(state["train_loader"])
             self.kl_ctrl.load_state_dict(state["kl_ctrl"])
             self.reward_transform.load_state_dict(state["reward_transform"])
@@ -401,6 +424,7 @@ class RayPPOTrainer:
                 "kl_ctrl": self.kl_ctrl.state_dict(),
                 "reward_transform": self.reward_transform.state_dict(),
                 "reward_columns": self._reward_columns,
+                "health": self.health.state_dict(),
             }
 
         self.run.save_if_due(write)

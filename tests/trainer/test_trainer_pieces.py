@@ -1,0 +1,325 @@
+"""The pieces of the dataflow around the estimators, without workers: what they do to a batch, against plain loops."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.algorithms import AlgorithmError
+from hybridrl.config import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    HealthCheckConfig,
+    HealthConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
+    load_config,
+)
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.advantage import SLOT, draw_by_reward
+from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
+from hybridrl.trainer.ppo.collect import PromptPool
+from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
+from hybridrl.trainer.ppo.health import HealthError, HealthMonitor
+from hybridrl.trainer.ppo.rewards import RewardTransform
+from hybridrl.trainer.ppo.settings import check_algorithm, needs_old_log_prob
+from hybridrl.utils.errors import UserError
+
+PAD = 99
+
+
+def generated(uids: list[str], scores: list[list[float]], prompt_width: int = 3, width: int = 4) -> DataProto:
+    """A scored generation batch: every id names its prompt and sample, prompts left-padded, responses right-padded."""
+    samples = len(scores[0])
+    rows = len(uids) * samples
+    lengths = torch.arange(rows) % width + 1
+    mask = (torch.arange(width)[None] < lengths[:, None]).long()
+    prompts = torch.full((rows, prompt_width), PAD)
+    prompts[:, -1] = torch.arange(rows) // samples
+    responses = torch.where(mask.bool(), torch.arange(rows)[:, None] + 10, PAD)
+    attention = torch.cat([(prompts != PAD).long(), mask], 1)
+    token_scores = torch.zeros(rows, width)
+    token_scores[torch.arange(rows), lengths - 1] = torch.tensor(scores, dtype=torch.float32).flatten()
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompts,
+            "responses": responses,
+            "input_ids": torch.cat([prompts, responses], 1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "response_mask": mask,
+            "token_level_scores": token_scores,
+        },
+        non_tensors={
+            "uid": np.repeat(uids, samples).astype(object),
+            "acc": np.array([score > 0 for group in scores for score in group], dtype=object),
+            "row": np.arange(rows).astype(object),
+        },
+        meta_info={"temperature": 1.0},
+    )
+
+
+def pool(prompts: int, enable: bool = True, **more) -> PromptPool:
+    return PromptPool(FilterGroupsConfig(enable=enable, **more), prompts, 2, prompts_in_data=8, pad_token_id=PAD)
+
+
+def uids_of(batch: DataProto) -> list[str]:
+    return list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))
+
+
+def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
+    made = iter(
+        [
+            generated(["a", "b", "c"], [[0, 0], [0, 1], [1, 1]]),
+            generated(["d", "e", "f"], [[1, 0], [0, 2], [3, 0]], prompt_width=5, width=6),
+            generated(["g", "h", "i"], [[0, 1], [1, 0], [5, 5]], prompt_width=2, width=3),
+        ]
+    )
+    steps = pool(3)
+    first, metrics = steps.take(lambda: next(made))
+    assert uids_of(first) == ["b", "d", "e"] and len(first) == 6
+    assert metrics == {
+        "filter_groups/generation_batches": 2.0,
+        "filter_groups/generated": 6.0,
+        "filter_groups/discarded": 2.0,
+        "filter_groups/carried_over": 0.0,
+        "filter_groups/surplus": 1.0,
+        "filter_groups/discarded_score/mean": 0.5,
+    }
+    assert first.non_tensor_batch["row"].tolist() == list(range(6))
+    second, metrics = steps.take(lambda: next(made))
+    assert uids_of(second) == ["f", "g", "h"] and steps.surplus is None
+    assert metrics["filter_groups/carried_over"] == 1.0
+    # Rows of different widths lie as they were: same tokens, same scores.
+    ids, attention = second.batch["input_ids"], second.batch["attention_mask"].bool()
+    assert ids[0][attention[0]].tolist() == [2, *[14] * int(second.batch["response_mask"][0].sum())]
+    assert second.batch["token_level_scores"].sum(1).tolist() == [3, 0, 0, 1, 1, 0]
+
+
+def test_a_surplus_goes_through_the_checkpoint(tmp_path) -> None:
+    steps = pool(1)
+    steps.take(lambda: generated(["a", "b"], [[0, 1], [2, 0]]))
+    steps.save(tmp_path)
+    other = pool(1)
+    other.load(tmp_path)
+    kept, _ = other.take(lambda: pytest.fail("there was enough"))
+    assert uids_of(kept) == ["b"] and kept.batch["token_level_scores"].sum(1).tolist() == [2, 0]
+    of_three = PromptPool(FilterGroupsConfig(), 1, 3, 8, PAD)
+    with pytest.raises(UserError, match=r"rollout\.n=2"):
+        of_three.load(tmp_path)
+
+
+def test_without_filter_a_batch_passes_as_it_is() -> None:
+    batch = generated(["a", "b"], [[0, 0], [1, 1]])
+    found, metrics = pool(2, enable=False).take(lambda: batch)
+    assert found is batch and metrics == {}
+
+
+def test_another_metric_and_its_absence() -> None:
+    batch = generated(["a", "b"], [[1, 2], [0, 2]])  # `acc` is true for both samples of a
+    found, _ = pool(1, metric="acc").take(lambda: batch)
+    assert uids_of(found) == ["b"]
+    with pytest.raises(UserError, match=r"metric=accuracy.*acc"):
+        pool(1, metric="accuracy").take(lambda: batch)
+
+
+def test_generation_does_not_go_on_for_ever() -> None:
+    def batch() -> DataProto:
+        return generated(["a", "b", "c"], [[0, 0], [1, 1], [2, 2]])
+
+    with pytest.raises(UserError, match=r"max_num_gen_batches=2.*0 of data.train_batch_size=1"):
+        pool(1, max_num_gen_batches=2).take(batch)
+    with pytest.raises(UserError, match="last 9 prompts"):
+        pool(1).take(batch)
+
+
+def test_joining_fills_columns_that_a_part_lacks() -> None:
+    parts = [generated(["a"], [[0, 1]]), generated(["b"], [[0, 1]])]
+    del parts[1].non_tensor_batch["acc"]
+    assert join_generated(parts, PAD).non_tensor_batch["acc"].tolist() == [False, True, None, None]
+
+
+# ---------------------------------------------------------------- rewards
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.floats(-5, 5), min_size=2, max_size=5), min_size=1, max_size=4), st.booleans())
+def test_rewards_are_normalised_and_cut(batches, running) -> None:
+    mode = "running" if running else "batch"
+    transform = RewardTransform(AlgorithmConfig(normalize_rewards=mode, clip_rewards=1.5))
+    seen: list[float] = []
+    for values in batches:
+        scores = torch.zeros(len(values), 3, dtype=torch.float64)
+        mask = torch.tensor([[1, 1, 0]] * len(values))
+        scores[:, 0], scores[:, 1] = torch.tensor(values) / 4, torch.tensor(values) * 3 / 4
+        found, _ = transform(scores, mask)
+        seen = [*seen, *values] if running else values
+        expected = np.clip((np.array(values) - np.mean(seen)) / (np.std(seen, ddof=1) + 1e-6), -1.5, 1.5)
+        np.testing.assert_allclose(found.sum(1), expected, atol=2e-4)
+        assert torch.equal(found[:, 0], scores[:, 0]) and bool((found[:, 2] == 0).all())
+    again = RewardTransform(AlgorithmConfig(normalize_rewards=mode))
+    again.load_state_dict(transform.state_dict())
+    assert again.state_dict() == transform.state_dict()
+
+
+def test_rewards_are_left_alone_by_default() -> None:
+    scores = torch.ones(2, 3)
+    found, baselines = RewardTransform(AlgorithmConfig())(scores, torch.ones(2, 3), None)
+    assert found is scores and baselines is None
+
+
+def test_a_baseline_passes_through_the_same_change() -> None:
+    transform = RewardTransform(AlgorithmConfig(normalize_rewards="batch"))
+    scores = torch.tensor([[1.0], [3.0]])
+    found, baselines = transform(scores, torch.ones(2, 1), torch.tensor([1.0, 3.0]))
+    torch.testing.assert_close(found[:, 0], baselines)
+
+
+# ---------------------------------------------------------------- PF-PPO
+
+
+def test_drawn_rows_keep_their_own_advantages_and_mini_batches_their_number() -> None:
+    batch = generated(["a", "b", "c", "d"], [[0, 1], [2, 0], [0, 3], [0, 0]])
+    batch.batch["advantages"] = batch.batch["responses"].float() * 2
+    drawn = draw_by_reward(batch, PFPPOConfig(), seed=3)
+    assert torch.equal(drawn.batch["advantages"], drawn.batch["responses"].float() * 2)
+    owner = dict(zip(batch.batch["responses"][:, 0].tolist(), batch.non_tensor_batch["uid"], strict=True))
+    assert [owner[i] for i in drawn.batch["responses"][:, 0].tolist()] == drawn.non_tensor_batch["uid"].tolist()
+    assert drawn.batch["token_level_scores"].sum(1).min() > 0  # weight 1e-8 against 1, 4 and 9
+    assert drawn.non_tensor_batch["row"].tolist() == list(range(8))
+    (minis,) = epochs_of_mini_batches(drawn.non_tensor_batch[SLOT], 2, 1, False, 0)
+    assert [len(rows) for rows in minis] == [4, 4]
+    same = draw_by_reward(batch, PFPPOConfig(), seed=3)
+    assert torch.equal(same.batch["responses"], drawn.batch["responses"])
+
+
+# ---------------------------------------------------------------- rollout correction
+
+
+def with_log_probs(old: list[list[float]], rollout: list[list[float]]) -> DataProto:
+    mask = torch.ones(len(old), len(old[0]), dtype=torch.int64)
+    return DataProto.from_dict(
+        tensors={"old_log_probs": torch.tensor(old), "rollout_log_probs": torch.tensor(rollout), "response_mask": mask}
+    )
+
+
+def test_weights_and_rejection_leave_the_sampled_mask() -> None:
+    batch = with_log_probs([[-1.0, -1.0], [-1.0, -1.0]], [[-1.0, -2.0], [-4.0, -1.0]])
+    metrics = correct_rollout(
+        batch,
+        RolloutCorrectionConfig(
+            rollout_is="token", rollout_is_threshold=2.0, rollout_rs="seq_max_k2", rollout_rs_threshold=1.0
+        ),
+    )
+    torch.testing.assert_close(batch.batch["rollout_is_weights"], torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+    assert batch.batch[TRAINED_MASK].tolist() == [[1, 1], [0, 0]]  # k2 of the second row: 3^2 / 2
+    assert batch.batch["response_mask"].tolist() == [[1, 1], [1, 1]]
+    log_rho = np.array([0, 1, 3, 0])
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.exp(log_rho) - 1 - log_rho).mean(), rel=1e-5)
+
+
+def test_only_measured_by_default_and_replaced_in_bypass_mode() -> None:
+    batch = with_log_probs([[-1.0, -1.0]], [[-1.0, -2.0]])
+    correct_rollout(batch, RolloutCorrectionConfig())
+    assert {"rollout_is_weights", TRAINED_MASK}.isdisjoint(batch.batch.keys())
+    correct_rollout(batch, RolloutCorrectionConfig(bypass_mode=True))
+    assert batch.batch["old_log_probs"].tolist() == [[-1.0, -2.0]]
+
+
+# ---------------------------------------------------------------- start-up
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["algorithm.adv_estimator=optimal_token_baseline"], "actor_rollout_ref.actor.calculate_sum_pi_squared=True"),
+        (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys"),
+        (["algorithm.adv_estimator=gae", "critic.enable=False"], "critic"),
+        (["algorithm.adv_estimator=nope"], "grpo"),
+        (["algorithm.rollout_correction.rollout_rs=token_k9"], "rollout_rs"),
+        (["algorithm.rollout_correction.rollout_rs=token_k2"], "rollout_rs_threshold"),
+        (
+            [
+                "algorithm.rollout_correction.bypass_mode=True",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            ],
+            "bypass_mode",
+        ),
+        (
+            [
+                "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+                "actor_rollout_ref.actor.policy_loss.clip_cov_lb=6",
+            ],
+            "clip_cov_lb",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name_before_a_model_is_loaded(words, named) -> None:
+    config = load_config("ppo_trainer", ["algorithm.adv_estimator=grpo", *words])
+    with pytest.raises(AlgorithmError, match=named):
+        check_algorithm(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ([], False),
+        (["actor_rollout_ref.actor.ppo_epochs=2"], True),
+        (["algorithm.use_kl_in_reward=True"], True),
+        (["algorithm.rollout_correction.rollout_is=token"], True),
+        (["algorithm.rollout_correction.bypass_mode=True", "actor_rollout_ref.actor.ppo_epochs=2"], False),
+        (["algorithm.adv_estimator=optimal_token_baseline"], True),
+    ],
+)
+def test_old_log_probs_are_computed_where_something_needs_them(words, needed) -> None:
+    base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
+    assert needs_old_log_prob(load_config("ppo_trainer", [*base, *words])) is needed
+
+
+# ---------------------------------------------------------------- health
+
+
+def monitor(name: str, **settings) -> HealthMonitor:
+    off = {check: HealthCheckConfig(action="off") for check in HealthConfig().keys() if check != "max_rollbacks"}
+    return HealthMonitor(replace(HealthConfig(**off), **{name: HealthCheckConfig(**settings)}, max_rollbacks=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "threshold", "bad", "good"),
+    [
+        ("entropy_collapse", "actor/entropy", 0.1, 0.05, 0.2),
+        ("kl_blowup", "actor/ref_kl", 1.0, 2.0, 0.5),
+        ("kl_blowup", "actor/ppo_kl", 1.0, 2.0, 0.5),
+        ("uniform_groups", "health/groups_uniform", 0.9, 1.0, 0.5),
+        ("length_hacking", "health/length_reward_correlation", 0.9, 0.95, 0.1),
+        ("logprob_mismatch", "rollout_corr/k3_kl", 0.1, 0.2, 0.0),
+        ("dead_critic", "critic/vf_explained_var", 0.0, -0.3, 0.4),
+    ],
+)
+def test_a_check_acts_after_its_patience(name, metric, threshold, bad, good, capsys) -> None:
+    health = monitor(name, threshold=threshold, patience=2, action="warn")
+    for value in (bad, good, bad):
+        assert health.act(1, {metric: value}) is False
+    assert capsys.readouterr().err == ""
+    resumed = monitor(name, threshold=threshold, patience=2, action="stop")
+    resumed.load_state_dict(health.state_dict())
+    health.act(4, {metric: bad})
+    assert f"trainer.health.{name}" in (said := capsys.readouterr().err) and metric in said
+    with pytest.raises(HealthError, match=rf"step 4 by trainer.health.{name}"):
+        resumed.act(4, {metric: bad})
+    assert health.check({}) == []
+
+
+def test_a_run_goes_back_only_so_often() -> None:
+    health = monitor("entropy_collapse", threshold=0.1, patience=1, action="rollback")
+    assert health.act(1, {"actor/entropy": 0.0}) is True
+    with pytest.raises(HealthError, match="max_rollbacks=1"):
+        health.act(2, {"actor/entropy": 0.0})
+
+
+def test_by_default_nothing_rolls_back_or_stops() -> None:
+    defaults = HealthConfig()
+    assert {defaults[name].action for name in defaults.keys() if name != "max_rollbacks"} == {"warn"}
