@@ -184,7 +184,8 @@ def measure_trl(case: Case, folder: Path, threads: int) -> dict[str, float]:
 def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]:
     """`main_ppo`'s program in this process and a Ray worker, with the micro-batches that fit: the whole batch."""
     from hybridrl.config import load_config
-    from hybridrl.trainer.ppo import program
+    from hybridrl.trainer.ppo.program import run_ppo
+    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
     rows = case.prompts * case.samples
     config = load_config(
@@ -214,7 +215,7 @@ def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]
     times: list[float] = []
     tokens: list[int] = []
     spent: list[float] = []  # inside worker methods and the reward function
-    whole_init = program.RayPPOTrainer.__init__
+    whole_init = RayPPOTrainer.__init__
 
     def init(self, *args, **kwargs):
         whole_init(self, *args, **kwargs)
@@ -228,8 +229,8 @@ def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]
 
         self.run.report = timed
 
-    program.RayPPOTrainer.__init__ = init  # type: ignore[method-assign]
-    program.run_ppo(config)
+    RayPPOTrainer.__init__ = init  # type: ignore[method-assign]
+    run_ppo(config)
     wall = times[-1] - times[WARM_UP - 1]
     return summary(times, tokens) | {"overhead": 1 - sum(spent[WARM_UP:]) / wall}
 

@@ -71,7 +71,10 @@ class RewardPool:
         self.num_workers = num_workers or min(8, usable_cores())
         self.timeout_s = timeout_s
         self._workers: list[_Worker] = []
-        self._mean_s: float | None = None  # running mean of the seconds that a sample takes
+        self._mean_s: float | None = (
+            None  # running mean of the seconds that a sample takes; None: none was answered yet
+        )
+        self._unanswered = 0  # samples that exceeded the time limit before the first was answered
         self._lock = threading.Lock()
 
     def start(self, wait_for_one: bool = False) -> None:
@@ -101,7 +104,8 @@ class RewardPool:
             describe: names the i-th sample in messages.
 
         Raises:
-            RewardError: the function raises, returns what is no finite number, ends its process, or (batched) hangs.
+            RewardError: the function raises, returns what is no finite number, ends its process, or hangs: the batched
+                form once, the other on the very first samples that it is given, twice in every process.
         """
         if not samples:
             return []
@@ -192,6 +196,14 @@ class RewardPool:
         return Outcome(payload[0], payload[1], seconds)
 
     def _timed_out(self, sample: str, seconds: float) -> Outcome:
+        if self._mean_s is None:
+            self._unanswered += 1
+            if self._unanswered > 2 * self.num_workers:
+                raise RewardError(
+                    f"{self.function.label} answered none of the first {self._unanswered} samples within "
+                    f"reward.timeout_s={self.timeout_s:g} seconds, the last of them {sample}: it hangs. Mend it, or "
+                    "raise reward.timeout_s if it needs the time."
+                )
         logger.warning(
             "reward of %s took more than reward.timeout_s=%g seconds: it scores 0. Raise the limit if the function "
             "needs the time.",

@@ -130,8 +130,8 @@ class ModelWorker(Worker):
         """
         if "model" not in contents:
             raise ModelError(
-                f"{folder} cannot be resumed from: checkpoint.load_contents is [{', '.join(contents)}], without "
-                "'model'. Add it (and to checkpoint.save_contents), or begin anew with trainer.resume_mode=disable"
+                f"{folder} cannot be resumed from: checkpoint.load_contents is {list(contents)}, without 'model'. "
+                "Add it (and to checkpoint.save_contents), or begin anew with trainer.resume_mode=disable"
             )
         with self.engine.loaded(optimizer="optimizer" in contents):
             self.engine.load(Path(folder), contents)

@@ -1,5 +1,6 @@
 """The command line in real processes: what it prints, how it ends, what it leaves, what it imports."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -150,6 +151,30 @@ def test_errors_of_the_user_are_one_message_and_others_are_raised(ready, monkeyp
 
     with pytest.raises(ZeroDivisionError):
         cli("ppo_trainer", fail, words)
+
+
+def test_notes_interruptions_and_failed_workers_are_one_message_too(ready, monkeypatch, capsys):
+    class WorkerError(Exception):
+        """As the single controller's: its message holds the worker's own traceback."""
+
+    noted = UserError("the thing is missing")
+    noted.add_note("the batch is kept")
+    cases = [
+        (noted, 2, "error: the thing is missing\nthe batch is kept\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/run"), 2, "No space left on device: '/run'\n"),
+        (WorkerError("actor rank 1 died"), 1, "error: actor rank 1 died\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ]
+    monkeypatch.chdir(ready)
+    for error, status, text in cases:
+
+        def run(config: object, error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises(SystemExit) as end:
+            cli("ppo_trainer", run, ["-cp", "conf", "-cn", "grpo_math"])
+        assert end.value.code == status
+        assert capsys.readouterr().err.endswith(text)
 
 
 def test_the_working_directory_stays(ready, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridrl.config import load_config, validate
-from hybridrl.trainer.ppo.program import prepare
+from hybridrl.trainer.ppo.prepare import prepare
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.start import workers_starting

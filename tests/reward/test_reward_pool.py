@@ -90,6 +90,26 @@ def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
         assert [o.score for o in p.run(samples(5))] == [0, 1, 2, 3, 4]
 
 
+def test_a_function_that_answers_nothing_ends_the_run_but_one_that_answered_goes_on(user_file):
+    path = user_file(
+        """
+        import time
+        def f(solution_str, ground_truth, extra_info):
+            time.sleep(1000 if extra_info["i"] >= extra_info["hangs_from"] else 0)
+            return 1
+        """
+    )
+    hung = [Sample("", "", "", {"i": i, "hangs_from": 0}) for i in range(10)]
+    message = (
+        "answered none of the first 3 samples within reward.timeout_s=0.3 seconds, the last of them sample 2: it hangs"
+    )
+    with pool(path, timeout_s=0.3) as p, pytest.raises(RewardError, match=message):
+        p.run(hung)
+    later = [Sample("", "", "", {"i": i, "hangs_from": 1}) for i in range(5)]
+    with pool(path, timeout_s=0.3) as p:
+        assert [outcome.timed_out for outcome in p.run(later)] == [False, True, True, True, True]
+
+
 def test_programs_that_a_hung_function_started_end_with_it(user_file, tmp_path):
     path = user_file(
         """

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config import load_config, validate
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
-from hybridrl.trainer.ppo.program import prepare
+from hybridrl.trainer.ppo.prepare import prepare
 from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.start import workers_starting

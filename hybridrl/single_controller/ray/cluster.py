@@ -62,6 +62,8 @@ def init_ray(
         slots = sum(map(sum, pools.values()))
         options = _options(given, address, slots + extra_cpus)
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+        # Started beside other work, in a thread, Ray cannot and need not handle SIGTERM: the program does.
+        logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
             _check_answers(options["address"])
             ray.init(**options)
@@ -79,6 +81,10 @@ def init_ray(
         {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
     )
     return wants_gpu
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def shutdown_ray() -> None:

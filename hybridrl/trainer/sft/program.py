@@ -1,17 +1,8 @@
-"""The supervised program, from a configuration to the last step.
-
-Tokenizer and data are read and checked while Ray and the worker processes start beside it; no model is loaded before
-they are well.
-"""
+"""The supervised program, from a configuration to the last step."""
 
 from hybridrl.config import SFTTrainerConfig
-from hybridrl.data import create_sft_dataset
-from hybridrl.models.facts import checked_identity, tokenizer_of
-from hybridrl.observe.tracking import check_loggers
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
-from hybridrl.trainer.sft.trainer import SFTTrainer
 from hybridrl.trainer.start import USES_GPU, workers_starting
-from hybridrl.workers.sft_worker import SFTWorker
 
 ROLE = "model"
 
@@ -25,6 +16,8 @@ def run_sft(config: SFTTrainerConfig) -> None:
     )
 
     def spawn() -> RayWorkerGroup:
+        from hybridrl.workers.sft_worker import SFTWorker  # takes seconds (transformers), and Ray runs already
+
         manager.create_resource_pool()
         return RayWorkerGroup(
             resource_pool=manager.get_resource_pool(ROLE),
@@ -35,25 +28,8 @@ def run_sft(config: SFTTrainerConfig) -> None:
         )
 
     with workers_starting(config.ray_kwargs.ray_init, manager, trainer_config.device, spawn) as started:
+        from hybridrl.trainer.sft.prepare import prepare  # takes seconds, as Ray's start does
+
         trainer = prepare(config)
         trainer.init_workers(started())
         trainer.fit()
-
-
-def prepare(config: SFTTrainerConfig) -> SFTTrainer:
-    """The trainer with everything that lives on the controller.
-
-    Raises:
-        UserError: a setting or file of the user's cannot work; nothing was loaded yet.
-    """
-    data = config.data
-    check_loggers(config.trainer.logger)
-    tokenizer = tokenizer_of(config.model)
-    identity = checked_identity(config.model, tokenizer)
-    train = create_sft_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
-    val = None
-    if data.val_files:
-        val = create_sft_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
-    trainer = SFTTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
-    trainer.run.look_for_checkpoint()
-    return trainer

@@ -1,0 +1,73 @@
+"""Everything that can fail cheaply, checked before a model is loaded.
+
+The user's own modules, tokenizer, data, reward function, sampling and the checkpoint to resume from are looked at here
+while Ray and the worker processes start beside it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.data import create_rl_dataset
+from hybridrl.models.facts import checked_identity, tokenizer_of
+from hybridrl.models.loading import check_weights, import_external_lib
+from hybridrl.observe.tracking import check_loggers
+from hybridrl.reward import RewardManager, create_reward_manager
+from hybridrl.trainer.ppo.roles import Role, needs_critic
+from hybridrl.trainer.ppo.settings import check_algorithm
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.workers.actor_rollout_ref import check_rollout
+
+
+def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> RayPPOTrainer:
+    """The trainer with everything that lives on the controller.
+
+    Raises:
+        UserError: a setting, file or function of the user's cannot work; nothing was loaded yet.
+    """
+    model = config.actor_rollout_ref.model
+    rollout = config.actor_rollout_ref.rollout
+    engine_name = check_rollout(rollout)
+    if engine_name != rollout.name:
+        print(f"actor_rollout_ref.rollout.name={rollout.name}: generating with {engine_name}")
+    check_loggers(config.trainer.logger)
+    import_external_lib(model.external_lib)  # estimators run here; losses and model classes in the workers
+    check_algorithm(config)
+    tokenizer = tokenizer_of(model)
+    identity = checked_identity(model, tokenizer)
+    if needs_critic(config):
+        check_weights(config.critic.model.path)
+    reward = create_reward_manager(config, tokenizer)
+    try:
+        reward.start()
+        trainer = _with_data(config, tokenizer, reward, role_worker_mapping, identity)
+        trainer.run.look_for_checkpoint()
+        return trainer
+    except BaseException:
+        reward.close()
+        raise
+
+
+def _with_data(
+    config: PPOTrainerConfig,
+    tokenizer: Any,
+    reward: RewardManager,
+    role_worker_mapping: Mapping[Role, Any] | None,
+    identity: Mapping[str, Any],
+) -> RayPPOTrainer:
+    """Read the data while the reward function's processes start."""
+    data = config.data
+    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
+    val = None
+    if data.val_files:
+        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
+    reward.check(train, val)
+    return RayPPOTrainer(
+        config,
+        tokenizer,
+        role_worker_mapping,
+        reward_fn=reward,
+        train_dataset=train,
+        val_dataset=val,
+        identity=identity,
+    )
