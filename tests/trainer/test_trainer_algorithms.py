@@ -98,17 +98,19 @@ def test_dynamic_sampling_goes_on_after_a_resume_as_if_never_stopped(base, tmp_p
     coarse = tmp_path / "coarse.py"
     coarse.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return float(sum(char.isdigit() for char in solution_str) > 2)\n"
+        "    return float(ord((solution_str or ' ')[0]) % 2)\n"
     )
     overrides = [
         *(word for word in base if not word.startswith("reward.")),
         f"reward.custom_reward_function.path={coarse}",
         "algorithm.filter_groups.enable=True",
         "data.gen_batch_size=8",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     ]
     with trained(tmp_path / "whole", *overrides, "trainer.total_training_steps=4") as trainer:
         scores = trainer._trained.batch["token_level_scores"].sum(1).view(-1, 3)
-    assert bool((scores.amax(1) > scores.amin(1)).all()) and len(scores) == 6
+    assert bool((scores.amax(1) > scores.amin(1)).all()) and len(scores) == 4
     for steps in (2, 4):
         with trained(tmp_path / "torn", *overrides, f"trainer.total_training_steps={steps}"):
             pass
