@@ -436,7 +436,8 @@ def _check_placement(placement: PlacementConfig, trainer: RunConfig, roles: dict
 
 def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str]:
     """Devices of this machine, looked up without torch; a cluster's are checked when Ray is there."""
-    if ray_init.get("address") or os.environ.get("RAY_ADDRESS") or trainer.nnodes > 1 or trainer.device == "cpu":
+    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"  # "local" asks for a Ray of its own
+    if address != "local" or trainer.nnodes > 1 or trainer.device == "cpu":
         return
     yield from check_gpus(trainer, visible_gpus())
 
