@@ -24,7 +24,14 @@ def check_algorithm(config: PPOTrainerConfig) -> None:
     compute_rollout_correction_and_rejection_mask(two, two, torch.ones(1, 2), **correction_settings(correction))
     settings = SimpleNamespace(**{name: getattr(loss.settings, name) for name in actor.keys()})
     settings.policy_loss = loss.settings.policy_loss
-    get_policy_loss_fn(loss.mode)(two, two, two, torch.ones(1, 2), actor.loss_agg_mode, settings)
+    get_policy_loss_fn(loss.mode)(
+        old_log_prob=two,
+        log_prob=two,
+        advantages=two,
+        response_mask=torch.ones(1, 2),
+        loss_agg_mode=actor.loss_agg_mode,
+        config=settings,
+    )
 
 
 def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
