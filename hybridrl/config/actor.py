@@ -57,7 +57,7 @@ class ActorConfig(ConfigNode):
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
     loss_agg_mode: str = key("token-mean", "how the loss of tokens becomes one number", choices=names.LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "divisor of seq-mean-token-sum-norm; null: the response width of the batch", gt=0
+        None, "divisor of seq-mean-token-sum-norm; null: rollout.response_length", gt=0
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     calculate_sum_pi_squared: bool = key(

@@ -121,7 +121,7 @@ def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
     if data.custom_cls.path is None:
         yield from _check_files("data.train_files", data.train_files)
         yield from _check_files("data.val_files", data.val_files)
-    if not data.train_files and not trainer.val_only:
+    if not data.train_files:
         yield "data.train_files is not set; give parquet, json or jsonl files with prompts"
     if not data.val_files and trainer.val_only:
         yield "trainer.val_only=True without data.val_files"

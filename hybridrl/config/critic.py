@@ -73,7 +73,7 @@ class CriticConfig(ConfigNode):
     )
     loss_scale_factor: float | None = key(
         None,
-        "divisor of seq-mean-token-sum-norm; null: the response width of the batch",
+        "divisor of seq-mean-token-sum-norm; null: rollout.response_length",
         follows="${oc.select:actor_rollout_ref.actor.loss_scale_factor,null}",
         gt=0,
     )

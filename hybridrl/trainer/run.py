@@ -209,7 +209,7 @@ class TrainingRun:
 
     def save(self, write: Callable[[Path], dict[str, Any]]) -> None:
         """Write a checkpoint of the current step, unless there is one."""
-        if self._saved_step == self.step:
+        if self.step in (0, self._saved_step):
             return
         with self.phase("save_checkpoint"), self.store.writing(self.step) as folder:
             save_json(folder / STATE_FILE, {"step": self.step, "state": write(folder)})

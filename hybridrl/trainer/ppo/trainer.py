@@ -122,9 +122,10 @@ class RayPPOTrainer:
             (Role.ActorRollout, self.config.actor_rollout_ref.actor),
         ):
             if role in self.groups:
-                self.groups[role].init_model(
-                    self.run.total_steps, 1 if settings is None else self._updates_per_step(settings)
-                )
+                steps = self.run.total_steps
+                if role is Role.ActorRollout:  # it learns, and its schedule begins, once the critic is warmed up
+                    steps = max(steps - self.config.trainer.critic_warmup, 1)
+                self.groups[role].init_model(steps, 1 if settings is None else self._updates_per_step(settings))
 
     def fit(self) -> None:
         """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
@@ -146,6 +147,7 @@ class RayPPOTrainer:
                 self.watch()
                 self.validate_if_due()
                 self.save_if_due()
+            self.save_if_due()  # a wish to stop may come between the last save and the end of the loop
 
     # ------------------------------------------------------------------ the phases of a step
 

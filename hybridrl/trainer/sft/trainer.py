@@ -60,6 +60,7 @@ class SFTTrainer:
                     self.update(batch)
                 self.validate_if_due()
                 self.save_if_due()
+            self.save_if_due()  # a wish to stop may come between the last save and the end of the loop
 
     @contextmanager
     def step(self) -> Iterator[None]:
