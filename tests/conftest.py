@@ -18,7 +18,6 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     MPLBACKEND="Agg",
     RAY_USAGE_STATS_ENABLED="0",
-    RAY_ADDRESS="local",  # a cluster that somebody else runs on this machine is not for tests
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
