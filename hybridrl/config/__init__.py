@@ -26,7 +26,7 @@ from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, Wr
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig, RewardModuleConfig
-from hybridrl.config.rollout import RolloutConfig, SamplingConfig
+from hybridrl.config.rollout import OpenAIConfig, PrometheusConfig, RolloutConfig, SamplingConfig, ServerConfig
 from hybridrl.config.root import ActorRolloutRefConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.trainer import (
     HealthCheckConfig,
@@ -71,11 +71,13 @@ __all__ = [
     "HealthConfig",
     "KLControlConfig",
     "ModelConfig",
+    "OpenAIConfig",
     "OptimConfig",
     "PFPPOConfig",
     "PPOTrainerConfig",
     "PlacementConfig",
     "PolicyLossConfig",
+    "PrometheusConfig",
     "RayConfig",
     "RefConfig",
     "RewardConfig",
@@ -88,6 +90,7 @@ __all__ = [
     "SFTTrainerConfig",
     "SamplerConfig",
     "SamplingConfig",
+    "ServerConfig",
     "TrainerConfig",
     "WrapPolicyConfig",
     "as_dict",

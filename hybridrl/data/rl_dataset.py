@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hybridrl.data.chat import (
-    Message,
-    check_chat_template,
-    clean_messages,
-    encode,
-    fault_in_messages,
-    render,
-    truncate,
-)
+from hybridrl.data.chat import check_chat_template, render, truncate
 from hybridrl.data.errors import DataError
 from hybridrl.data.files import Table, read_table
+from hybridrl.models.chat import Message, clean_messages, encode, fault_in_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
