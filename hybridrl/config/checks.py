@@ -11,10 +11,13 @@ from hybridrl.config import names
 from hybridrl.config.actor import MICRO_BATCH_SIZE, ActorConfig
 from hybridrl.config.convert import nearest
 from hybridrl.config.critic import CriticConfig
+from hybridrl.config.data import PromptConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model import ModelConfig
-from hybridrl.config.root import PPOTrainerConfig, SFTTrainerConfig
-from hybridrl.config.trainer import PlacementConfig, RunConfig, TrainerConfig
+from hybridrl.config.reward import CustomRewardConfig
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.root import EvaluationConfig, GenerationConfig, PPOTrainerConfig, RootConfig, SFTTrainerConfig
+from hybridrl.config.trainer import JobConfig, PlacementConfig, RunConfig, TrainerConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -22,16 +25,25 @@ _ACTOR = "actor_rollout_ref.actor"
 _OVERLONG = {"enable": bool, "len": int, "penalty_factor": (int, float), "log": bool}
 
 
-def validate(config: PPOTrainerConfig | SFTTrainerConfig) -> None:
+def validate(config: RootConfig) -> None:
     """Check a whole configuration against itself, the files it names and the devices of this machine.
 
     Raises:
         ConfigError: with every fault that was found. Each names its keys, their values and what to change.
     """
-    checks = _sft_checks(config) if isinstance(config, SFTTrainerConfig) else _ppo_checks(config)
-    faults = [fault for check in checks for fault in check]
+    faults = [fault for check in _checks(config) for fault in check]
     if faults:
         raise ConfigError(faults)
+
+
+def _checks(config: RootConfig) -> Iterator[Iterable[str]]:
+    if isinstance(config, SFTTrainerConfig):
+        return _sft_checks(config)
+    if isinstance(config, GenerationConfig):
+        return _generation_checks(config)
+    if isinstance(config, EvaluationConfig):
+        return _evaluation_checks(config)
+    return _ppo_checks(config)
 
 
 def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
@@ -46,7 +58,8 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     if config.use_critic:
         yield _check_batches(config, "critic", config.critic)
     yield _check_lengths(config)
-    yield _check_sampling(config)
+    yield _check_sampling(policy.rollout)
+    yield _check_trainable(policy.rollout)
     yield _check_engines(config)
     yield _check_run(trainer)
     yield _check_keep(config)
@@ -62,6 +75,26 @@ def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_run(config.trainer)
     yield _check_placement(config.placement, config.trainer, {"model": True})
     yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
+
+
+def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
+    policy = config.actor_rollout_ref
+    if policy.rollout.name == "openai":
+        yield _check_endpoint(policy.rollout)
+    else:
+        yield _check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
+    yield _check_answers(config)
+    yield _check_same_lengths(policy.rollout, config.data)
+    yield _check_greedy(policy.rollout, config.data.n_samples)
+    yield _check_placement(config.placement, config.trainer, {"actor_rollout_ref": True})
+    yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
+
+
+def _evaluation_checks(config: EvaluationConfig) -> Iterator[Iterable[str]]:
+    if not config.data.path:
+        yield ["data.path is not set; give the parquet, json or jsonl files that hold responses"]
+    yield _check_files("data.path", config.data.path)
+    yield _check_function(config.reward.custom_reward_function)
 
 
 # ---------------------------------------------------------------- models and files
@@ -134,6 +167,36 @@ def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
+def _check_answers(config: GenerationConfig) -> Iterator[str]:
+    """`data` of generation: what is read, what is written."""
+    data, samples = config.data, config.actor_rollout_ref.rollout.n
+    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    if not data.path:
+        yield "data.path is not set; give parquet, json or jsonl files with prompts"
+    if data.custom_cls.path is None:
+        yield from _check_files("data.path", data.path)
+    output = Path(data.output_path).expanduser()
+    if not data.output_path:
+        yield "data.output_path is not set; name the parquet file that the responses go to"
+    elif output.suffix != ".parquet" or output.is_dir():
+        yield f"data.output_path={data.output_path}: must name a file that ends in .parquet"
+    elif output.resolve() in [Path(file).expanduser().resolve() for file in data.path]:
+        yield f"data.output_path={data.output_path} is an input file (data.path) too; name another"
+    if samples not in (1, data.n_samples):
+        yield f"data.n_samples={data.n_samples} and {_ROLLOUT}.n={samples} are the same thing; set one of them"
+
+
+def _check_endpoint(rollout: RolloutConfig) -> Iterator[str]:
+    """`rollout.openai`."""
+    where, settings = f"{_ROLLOUT}.openai", rollout.openai
+    if not settings.base_url:
+        yield f"{_ROLLOUT}.name=openai without {where}.base_url; set it, e.g. to http://localhost:8000/v1"
+    elif not settings.base_url.startswith(("http://", "https://")):
+        yield f"{where}.base_url={settings.base_url}: must begin with http:// or https://"
+    if settings.api_key_env and not os.environ.get(settings.api_key_env, "").strip():
+        yield f"{where}.api_key_env={settings.api_key_env}: the environment variable is not set"
+
+
 def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
     data = config.data
     yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
@@ -165,12 +228,8 @@ def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
 
 
 def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
-    custom, manager = config.reward.custom_reward_function, config.reward.reward_manager
-    where = "reward.custom_reward_function"
-    if custom.path is not None and custom.path.endswith(".py") and not Path(custom.path).expanduser().is_file():
-        yield f"{where}.path={custom.path}: no such file (from {Path.cwd()})"
-    if custom.path is None and custom.name not in (None, "compute_score"):
-        yield f"{where}.name={custom.name} without {where}.path; name the Python file that holds the function"
+    manager = config.reward.reward_manager
+    yield from _check_function(config.reward.custom_reward_function)
     if manager.source == "importlib":
         module = manager.module
         yield from _check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
@@ -184,6 +243,14 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
         )
     elif manager.name == "dapo":
         yield from _check_overlong(config.reward.reward_kwargs, config.data.max_response_length)
+
+
+def _check_function(custom: CustomRewardConfig) -> Iterator[str]:
+    where = "reward.custom_reward_function"
+    if custom.path is not None and custom.path.endswith(".py") and not Path(custom.path).expanduser().is_file():
+        yield f"{where}.path={custom.path}: no such file (from {Path.cwd()})"
+    if custom.path is None and custom.name not in (None, "compute_score"):
+        yield f"{where}.name={custom.name} without {where}.path; name the Python file that holds the function"
 
 
 def _check_overlong(kwargs: dict[str, Any], response_length: int) -> Iterator[str]:
@@ -279,17 +346,9 @@ def _divisors(number: int, near: int) -> str:
 
 
 def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
-    data, policy = config.data, config.actor_rollout_ref
+    policy = config.actor_rollout_ref
     rollout, actor, ref = policy.rollout, policy.actor, policy.ref
-    for name, length, limit in (
-        ("prompt", rollout.prompt_length, data.max_prompt_length),
-        ("response", rollout.response_length, data.max_response_length),
-    ):
-        if length != limit:
-            yield (
-                f"{_ROLLOUT}.{name}_length={length} and data.max_{name}_length={limit} are the same thing; set the one "
-                "of data, the other follows"
-            )
+    yield from _check_same_lengths(rollout, config.data)
     for name, count in (
         (f"{_ACTOR}.rollout_n", actor.rollout_n),
         ("actor_rollout_ref.ref.rollout_n", ref.rollout_n),
@@ -298,11 +357,6 @@ def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
         if count != rollout.n:
             yield f"{name}={count} and {_ROLLOUT}.n={rollout.n} are the same thing; set the latter, the former follows"
     total = rollout.prompt_length + rollout.response_length
-    if rollout.max_model_len is not None and total > rollout.max_model_len:
-        yield (
-            f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} "
-            f"are {total} tokens together, more than {_ROLLOUT}.max_model_len={rollout.max_model_len}"
-        )
     budgets = [
         (actor.use_dynamic_bsz, f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
         (
@@ -325,10 +379,40 @@ def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"{where}={tokens} is less than one sequence of {total} tokens (prompt and response); raise it"
 
 
-def _check_sampling(config: PPOTrainerConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    if not rollout.do_sample and rollout.n > 1:
-        yield f"{_ROLLOUT}.do_sample=False with n={rollout.n}: greedy samples are all alike; set do_sample=True"
+def _check_same_lengths(rollout: RolloutConfig, data: PromptConfig) -> Iterator[str]:
+    for name, length, limit in (
+        ("prompt", rollout.prompt_length, data.max_prompt_length),
+        ("response", rollout.response_length, data.max_response_length),
+    ):
+        if length != limit:
+            yield (
+                f"{_ROLLOUT}.{name}_length={length} and data.max_{name}_length={limit} are the same thing; set the one "
+                "of data, the other follows"
+            )
+    total = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and total > rollout.max_model_len:
+        yield (
+            f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} "
+            f"are {total} tokens together, more than {_ROLLOUT}.max_model_len={rollout.max_model_len}"
+        )
+
+
+def _check_greedy(rollout: RolloutConfig, samples: int) -> Iterator[str]:
+    if not rollout.do_sample and samples > 1:
+        yield f"{_ROLLOUT}.do_sample=False with n={samples}: greedy samples are all alike; set do_sample=True"
+
+
+def _check_trainable(rollout: RolloutConfig) -> Iterator[str]:
+    """Training needs an engine that takes weights."""
+    if rollout.name == "openai":
+        yield (
+            f"{_ROLLOUT}.name=openai cannot train: the endpoint takes no weights from this run, and its tokens and "
+            "log-probabilities are not ours. Use auto or hf here; openai is for main_generation"
+        )
+
+
+def _check_sampling(rollout: RolloutConfig) -> Iterator[str]:
+    yield from _check_greedy(rollout, rollout.n)
     check = rollout.val_kwargs
     if check.do_sample and check.temperature == 0:
         yield f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0; set a temperature, 1.0 is usual"
@@ -410,7 +494,7 @@ def _check_keep(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
-def _check_placement(placement: PlacementConfig, trainer: RunConfig, roles: dict[str, bool]) -> Iterator[str]:
+def _check_placement(placement: PlacementConfig, trainer: JobConfig, roles: dict[str, bool]) -> Iterator[str]:
     """`roles` maps the names that may be given to whether the run cannot do without one."""
     pools, given = placement.pools, placement.roles
     shape = [trainer.n_gpus_per_node] * trainer.nnodes
@@ -434,7 +518,7 @@ def _check_placement(placement: PlacementConfig, trainer: RunConfig, roles: dict
             yield f"placement.roles.{role} is missing; name the pool it lives in"
 
 
-def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str]:
+def _check_devices(trainer: JobConfig, ray_init: dict[str, Any]) -> Iterator[str]:
     """Devices of this machine, looked up without torch; a cluster's are checked when Ray is there."""
     address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"  # "local" asks for a Ray of its own
     if address != "local" or trainer.nnodes > 1 or trainer.device == "cpu":
@@ -442,7 +526,7 @@ def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str
     yield from check_gpus(trainer, visible_gpus())
 
 
-def check_gpus(trainer: RunConfig, count: int | None) -> Iterator[str]:
+def check_gpus(trainer: JobConfig, count: int | None) -> Iterator[str]:
     """Whether `count` GPUs of this machine (None: unknown) are enough for the processes asked for."""
     if count is None:
         return

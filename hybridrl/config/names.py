@@ -91,7 +91,7 @@ HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 STRATEGIES: tuple[str, ...] = ("fsdp2",)
 STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
 
-ROLLOUTS: tuple[str, ...] = ("auto", "hf")
+ROLLOUTS: tuple[str, ...] = ("auto", "hf", "openai")
 ROLLOUTS_LATER: tuple[str, ...] = ("vllm", "sglang", "trtllm")
 
 REWARD_MANAGERS: tuple[str, ...] = ("naive", "batch", "dapo")
