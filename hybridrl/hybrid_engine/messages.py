@@ -30,8 +30,9 @@ class Bucket:
 
     Attributes:
         lane: how the bytes travel.
-        where: what a receiver needs to find them. Shared memory: the segment's name. CUDA IPC: by the device's UUID, how
-            to open the buffer there. Broadcast: the number of bytes, sent by rank 0 of the group.
+        where: what a receiver needs to find them. Shared memory: the segment's name. CUDA IPC: by the device's UUID,
+            how to open the buffer there. Broadcast: (host, port, world size, members) of the group, in which rank 0
+            sends, and the rank of the replica's first process.
         entries: what it holds.
     """
 

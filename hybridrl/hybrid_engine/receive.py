@@ -1,53 +1,73 @@
-"""The receiving side of a weight update, inside each process of a generation engine. Imports torch alone."""
+"""The receiving side of a weight update, inside each process of a generation engine."""
 
+import mmap
+import pickle
 from collections.abc import Iterator
-from multiprocessing import resource_tracker, shared_memory
-from typing import Any
 
 import torch
 
 from hybridrl.hybrid_engine.messages import Bucket
+from hybridrl.utils import device as devices
+from hybridrl.utils.distributed import StandaloneGroup
 
 
 class WeightReceiver:
     """Opens buckets and gives out the tensors in them.
 
-    The sender overwrites a bucket once it is told that the bucket was taken, and engines keep tensors until a layer is
-    complete. So the bytes are copied once, which also lets the sender fill the next bucket while this one is loaded.
+    The sender overwrites a bucket once it is told that the bucket was taken.
+
+    Args:
+        device: where this process computes.
+        rank: of this process among those of its replica.
+        copies: give out copies, for engines that keep tensors after they were told to load them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int = 0, copies: bool = True) -> None:
         self.device = device
-        self._segments: dict[str, shared_memory.SharedMemory] = {}
+        self.rank = rank
+        self.copies = copies
+        self._buffers: dict[str | bytes, torch.Tensor] = {}
+        self._group: tuple[str, StandaloneGroup] | None = None
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of each parameter, on the device, in memory of their own."""
-        data = self._bytes(bucket)
+        """Name and value of each parameter. Without `copies` they are the bucket itself: valid until it was taken."""
+        size = max((entry.offset + entry.size for entry in bucket.entries), default=0)
+        open_lane = {
+            "shared_memory": self._from_shared_memory,
+            "cuda_ipc": self._from_cuda_ipc,
+            "broadcast": self._from_broadcast,
+        }[bucket.lane]
+        data = open_lane(bucket.where, size)
+        if self.copies:
+            data = data.clone()
         for entry in bucket.entries:
             part = data[entry.offset : entry.offset + entry.size]
             yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
 
     def close(self) -> None:
-        """Let go of what was opened."""
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
-
-    def _bytes(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's bytes, copied."""
-        readers: dict[str, Any] = {"shared_memory": self._from_shared_memory, "cuda_ipc": self._from_cuda_ipc}
-        size = max((entry.offset + entry.size for entry in bucket.entries), default=0)
-        data: torch.Tensor = readers[bucket.lane](bucket.where, size)
-        return data
+        """Let go of the sender's memory; a group for broadcasts stays for the next update."""
+        self._buffers.clear()
 
     def _from_shared_memory(self, name: str, size: int) -> torch.Tensor:
-        if name not in self._segments:
-            self.close()
-            self._segments[name] = segment = shared_memory.SharedMemory(name=name)
-            resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]  # the sender's
-        return torch.frombuffer(self._segments[name].buf, dtype=torch.uint8, count=size).to(self.device, copy=True)
+        # Not through multiprocessing's SharedMemory: it would track the segment here too, and unlink the sender's.
+        if name not in self._buffers:
+            with open(f"/dev/shm/{name}", "r+b") as file:
+                self._buffers[name] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        return self._buffers[name][:size].to(self.device)
 
-    def _from_cuda_ipc(self, where: dict[str, Any], size: int) -> torch.Tensor:
-        from hybridrl.utils.device import device_uuid, open_ipc
+    def _from_cuda_ipc(self, where: dict[str, bytes], size: int) -> torch.Tensor:
+        handle = where[devices.uuid_of(self.device)]
+        if handle not in self._buffers:
+            rebuild, arguments = pickle.loads(handle)
+            self._buffers[handle] = rebuild(*arguments)
+        return self._buffers[handle][:size]
 
-        return open_ipc(where[device_uuid(self.device)])[:size].clone()
+    def _from_broadcast(self, where: tuple[tuple[str, int, int, str], int], size: int) -> torch.Tensor:
+        (host, port, world_size, members), first_rank = where
+        if self._group is None or self._group[0] != members:
+            group = StandaloneGroup(host, port, first_rank + self.rank, world_size, self.device)
+            group.connect()
+            self._group = members, group
+        data = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._group[1].broadcast(data, root=0)
+        return data

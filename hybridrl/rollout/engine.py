@@ -1,7 +1,7 @@
 """What a generation engine is: requests in, completions out, new weights in between.
 
-An engine lives in the process of its replica (`hybridrl.rollout.replica`), on that process's event loop, and is the only
-code that knows its library. It is a class of its own file that registers itself with `EngineRegistry.register(name)`.
+An engine lives in the process of its replica (`hybridrl.rollout.replica`), on that process's event loop, and is the
+only code that knows its library. It is a class of its own file, registered with `EngineRegistry.register(name)`.
 """
 
 import importlib
