@@ -34,6 +34,7 @@ class PromptConfig(ConfigNode):
     filter_overlong_prompts: bool = key(False, "drop prompts over max_prompt_length")
     filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
     truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=_TRUNCATION)
+    shuffle: bool = key(False, "where the number of rows is limited: draw them at random; false: the first ones")
     seed: int | None = key(None, "seed of what is shuffled or drawn; null: 1", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
@@ -89,7 +90,6 @@ class GenerationDataConfig(PromptConfig):
 
     path: list[str] = key([], "files with prompts (parquet, json, jsonl), one or several; must be set")
     max_samples: int = key(-1, "use so many rows; -1: all", ge=-1)
-    shuffle: bool = key(False, "with max_samples: draw the rows at random; false: the first ones")
     n_samples: int = key(1, "responses a prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     batch_size: int = key(128, "prompts a part: what is kept at once, and generated again at most after a kill", gt=0)
     output_path: str = key("", "parquet file to write: the rows with their responses; must be set")

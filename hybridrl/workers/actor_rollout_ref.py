@@ -1,4 +1,4 @@
-"""The policy's worker: trains it, generates with it, and holds the reference policy where asked to."""
+"""The policy's worker: trains it, generates with it, or both, and holds the reference policy where asked to."""
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
@@ -9,7 +9,7 @@ from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batch
 from hybridrl.workers.losses import PolicyLoss, policy_loss_fn
 from hybridrl.workers.prepare import Preparation
 
-ROLES = ("actor", "actor_rollout", "ref")
+ROLES = ("actor", "actor_rollout", "rollout", "ref")
 
 
 def check_rollout(config: RolloutConfig) -> str:
@@ -27,11 +27,12 @@ def check_rollout(config: RolloutConfig) -> str:
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """One rank of the policy ("actor", "actor_rollout") or of the frozen reference policy ("ref").
+    """One rank of the policy ("actor", "actor_rollout", "rollout") or of the frozen reference policy ("ref").
 
     Args:
         config: the `actor_rollout_ref` part of the configuration.
-        role: which of `ROLES` this group plays. A reference policy in the same pool is a second worker in the same
+        role: which of `ROLES` this group plays. "rollout" generates with the model's own weights and has no
+            optimizer; it is built by `actor`. A reference policy in the same pool is a second worker in the same
             process.
         timeout_s: how long a collective may wait for its peers.
     """
@@ -50,14 +51,13 @@ class ActorRolloutRefWorker(ModelWorker):
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
         """Build and shard the model, and the rollout on top of it; see `ModelWorker.build_engine`."""
         config = self.config
-        trains = self.role != "ref"
-        part = config.actor if trains else config.ref
-        optim = config.actor.optim if trains else None
+        part = config.ref if self.role == "ref" else config.actor
+        optim = config.actor.optim if self.role in ("actor", "actor_rollout") else None
         self.build_engine(
             "language_model", part.strategy, config.model, part.fsdp_config, optim, steps, updates_per_step
         )
-        self.place_in_mesh("actor" if trains else "ref")
-        if self.role == "actor_rollout":
+        self.place_in_mesh("ref" if self.role == "ref" else "actor")
+        if self.role in ("actor_rollout", "rollout"):
             self.rollout = self._build_rollout()
 
     def _build_rollout(self) -> Rollout:
