@@ -100,9 +100,8 @@ def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answ
     columns = [table.column(name) if name in table.columns else [None] * len(table) for name in wanted]
     answers, faults = Answers(), []
     known: set[str] = set()
-    for row, (responses, source, reference, info) in enumerate(
-        zip(*(column[:count] for column in columns), strict=True)
-    ):
+    values = zip(*(column[:count] for column in columns), strict=True)
+    for row, (responses, source, reference, info) in enumerate(values):
         texts = [responses] if isinstance(responses, str) else responses
         truth = reference.get("ground_truth") if isinstance(reference, Mapping) else None
         fault = _fault_in_responses(texts, data.response_key)
@@ -131,7 +130,7 @@ def _fault_in_responses(texts: Any, key: str) -> str | None:
 
 
 def _fault_in_reference(source: Any, truth: Any, source_key: str, truth_key: str, known: set[str]) -> str | None:
-    if source not in known:
+    if not isinstance(source, str) or source not in known:
         try:
             check_data_source(source, source_key)
         except RewardError as error:

@@ -122,7 +122,7 @@ class EndpointResponder:
         data, rollout = config.data, config.actor_rollout_ref.rollout
         table = read_table(data.path, "data.path")
         table.require(data.prompt_key, "data.prompt_key")
-        self._index = choose_rows(len(table), data.max_samples, data.shuffle, seed_of(data))  # type: ignore[arg-type]
+        self._index = choose_rows(len(table), data.max_samples, data.shuffle, seed_of(data))
         column = table.column(data.prompt_key)
         for index in self._index:
             fault = fault_in_messages(column[index])
