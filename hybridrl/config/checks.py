@@ -86,6 +86,8 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
     yield _check_answers(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_greedy(policy.rollout, config.data.n_samples)
+    if policy.rollout.nnodes:
+        yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
     yield _check_placement(config.placement, config.trainer, {"actor_rollout_ref": True})
     yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
 

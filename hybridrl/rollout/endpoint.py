@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import OpenAIConfig
-from hybridrl.rollout.base import RolloutError
+from hybridrl.rollout.engine import RolloutError
 from hybridrl.rollout.sampling import SamplingParams
 
 _KEY = "actor_rollout_ref.rollout.openai"

@@ -1,7 +1,7 @@
 """All replicas of a run, as the controller sees them: requests in, completions out, whatever happens to a replica.
 
-A thread of its own talks to the replicas. It hands out requests as replicas have room, gathers completions, and starts a
-lost replica again: its requests run again elsewhere, or there once it has the current weights.
+A thread of its own talks to the replicas. It hands out requests as replicas have room, gathers completions, and starts
+a lost replica again: its requests run again elsewhere, or there once it has the current weights.
 """
 
 import itertools
@@ -124,6 +124,7 @@ class ReplicaPool:
         self._error: RolloutError | None = None
         self._closed = threading.Event()
         self._memory: set[str] = set(MEMORY_TAGS)
+        self._update_seconds = 0.0
         self._threads = ThreadPoolExecutor(max_workers=len(self._members) + 1, thread_name_prefix="replica-restart")
         self._pump = threading.Thread(target=self._run, name="replica-pool", daemon=True)
 
@@ -206,7 +207,8 @@ class ReplicaPool:
             for request in requests:
                 if request.id in self._futures:
                     raise ValueError(f"a request with id {request.id} is in flight already")
-                self._futures[request.id] = future = Future()
+                future: Future[Completion] = Future()
+                self._futures[request.id] = future
                 futures.append(future)
             self._balancer.add(requests)
             self._hand_out()
@@ -373,9 +375,12 @@ class ReplicaPool:
             Target(member.handle, member.incarnation, member.place.node_id, member.place.ranks, self.settings.processes)
             for member in members
         ]
+        started = time.perf_counter()
         report = self._send_weights(targets) if targets else None
+        self._update_seconds = time.perf_counter() - started
         members = self._ask(members, "end_update", self.version)
-        self._ask(members, "unpause")
+        if self._memory.issuperset(MEMORY_TAGS):
+            self._ask(members, "unpause")
         return report
 
     def _ready(self) -> list[_Member]:
@@ -399,7 +404,8 @@ class ReplicaPool:
         return answered
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Give device memory back between generations."""
+        """Give device memory back between generations; requests wait, with their tokens, until all is there again."""
+        self._ask(self._ready(), "pause")
         self._ask(self._ready(), "release", [tag for tag in tags if tag in self._memory])
         self._memory -= set(tags)
 
@@ -407,6 +413,8 @@ class ReplicaPool:
         """Take device memory again."""
         self._ask(self._ready(), "resume", [tag for tag in tags if tag not in self._memory])
         self._memory |= set(tags)
+        if self._memory.issuperset(MEMORY_TAGS):
+            self._ask(self._ready(), "unpause")
 
     def pause(self) -> None:
         """Stop generating; requests keep their tokens."""
@@ -448,6 +456,22 @@ class ReplicaPool:
                 found.append(ray.get(member.handle.stats.remote()) | {"in_flight": float(len(member.in_flight))})
             except RayError:  # lost just now; the thread sees to it
                 continue
+        return found
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """What is known of each replica by its number: `InferenceEngine.stats` while it is up, `restarts` always, and
+        the version of its weights and the seconds of their last update."""
+        found: dict[str, dict[str, float]] = {}
+        asked = {member.index: member.handle.stats.remote() for member in self._ready()}
+        for member in self._members:
+            found[str(member.index)] = {"restarts": float(member.restarts)}
+            if member.index in asked:
+                try:
+                    found[str(member.index)] |= ray.get(asked[member.index])
+                except RayError:  # lost just now; the thread sees to it
+                    continue
+                found[str(member.index)] |= {"weights_version": float(self.version)}
+                found[str(member.index)] |= {"weight_update_seconds": self._update_seconds}
         return found
 
 

@@ -1,59 +1,69 @@
 """What generates for a program that only generates: `main_generation`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 from hybridrl.config import ActorRolloutRefConfig, GenerationConfig, RolloutConfig
 from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
-from hybridrl.protocol import DataProto
-from hybridrl.rollout import RolloutError, SamplingParams
+from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, SamplingParams
 from hybridrl.rollout.endpoint import Endpoint, Reply
 from hybridrl.rollout.noise import stream_keys
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.rollout import start_rollout
 
-__all__ = ["Endpoint", "Generator", "Reply", "end_tokens", "sampling_of", "start_generator"]
+__all__ = ["Endpoint", "Reply", "Rollout", "end_tokens", "sampling_of", "start_processes"]
 
-
-@dataclass(frozen=True)
-class Generator:
-    """Generates in the cluster.
-
-    Attributes:
-        generate: a batch of prompts to a batch of responses; see `Rollout.generate`.
-        load: has the processes load the model, and waits for them.
-        in_flight: batches that may be given at once, from as many threads: with an engine the end of one, where few
-            long responses are left, overlaps the beginning of the next.
-        close: ends what does not end with its worker group.
-    """
-
-    generate: Callable[[DataProto], DataProto]
-    load: Callable[[], None]
-    in_flight: int = 1
-    close: Callable[[], None] = lambda: None
+ROLE = "actor_rollout_ref"
 
 
-def start_generator(config: GenerationConfig, engine: str, manager: ResourcePoolManager) -> Generator:
-    """Start the processes that generate, in the manager's pool; returns before they are up.
+def start_processes(
+    config: GenerationConfig, engine: str, manager: ResourcePoolManager, log_folder: Path
+) -> Callable[[], Rollout]:
+    """Take the devices of the manager's pool for generation, and start there what starts without a model.
 
     Args:
         engine: `rollout.name`, resolved.
         manager: maps the role "actor_rollout_ref" to a pool.
+        log_folder: where replicas' output goes.
+
+    Returns:
+        Loads the model, and returns what generates with it. With an engine a replica stands on as many devices as its
+        parallel sizes make, and reads the checkpoint itself.
     """
-    if engine != "hf":
-        raise RolloutError(f"actor_rollout_ref.rollout.name={engine}: main_generation cannot start it yet; use hf")
     policy, trainer = config.actor_rollout_ref, config.trainer
     manager.create_resource_pool()
+    pool = manager.get_resource_pool(ROLE)
+    start_timeout_s = trainer.ray_wait_register_center_timeout
+    if engine != IN_PLACE:
+
+        def start_replicas() -> Rollout:
+            return start_rollout(
+                policy,
+                None,
+                pool,
+                start_timeout_s=start_timeout_s,
+                threads=trainer.threads_per_worker,
+                log_folder=log_folder,
+            )
+
+        return start_replicas
     group = RayWorkerGroup(
-        resource_pool=manager.get_resource_pool("actor_rollout_ref"),
+        resource_pool=pool,
         ray_cls_with_init=RayClassWithInitArgs(
             cls=ActorRolloutRefWorker, config=policy, role="rollout", timeout_s=policy.nccl_timeout
         ),
-        ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
+        ray_wait_register_center_timeout=start_timeout_s,
         timeout_s=trainer.phase_timeout_s,
         threads=trainer.threads_per_worker,
     )
-    return Generator(generate=group.generate_sequences, load=group.init_model)
+
+    def load() -> Rollout:
+        group.init_model()
+        return InPlaceRollout(group)
+
+    return load
 
 
 def sampling_of(rollout: RolloutConfig, row: int, sample: int) -> SamplingParams:

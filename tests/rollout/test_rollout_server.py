@@ -571,5 +571,5 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    with pytest.raises(RolloutError, match=r"needs uvicorn, .*pip install 'hybridrl\[server\]'"):
+    with pytest.raises(RolloutError, match=r"need uvicorn, .*pip install 'hybridrl\[server\]'"):
         check_installed()

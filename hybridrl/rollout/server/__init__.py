@@ -8,12 +8,13 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.rollout.base import RolloutError
+from hybridrl.rollout.engine import RolloutError
 
 if TYPE_CHECKING:
     from hybridrl.rollout.server.app import Generates, Served, create_app
     from hybridrl.rollout.server.listen import OpenAIServer, new_token, node_address
     from hybridrl.rollout.server.metrics import metrics_text
+    from hybridrl.rollout.server.router import Router
     from hybridrl.rollout.server.scrape import write_scrape_config
     from hybridrl.rollout.server.start import Access, make_server
 
@@ -21,6 +22,7 @@ _HOMES = {
     "Access": "start",
     "Generates": "app",
     "OpenAIServer": "listen",
+    "Router": "router",
     "Served": "app",
     "create_app": "app",
     "metrics_text": "metrics",
@@ -35,6 +37,7 @@ __all__ = [
     "Access",
     "Generates",
     "OpenAIServer",
+    "Router",
     "Served",
     "check_installed",
     "create_app",
@@ -55,7 +58,7 @@ def check_installed() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise RolloutError(
-            f"actor_rollout_ref.rollout.server.enable=True needs {', '.join(missing)}, which the engines bring and "
+            f"actor_rollout_ref.rollout.server and .prometheus need {', '.join(missing)}, which the engines bring and "
             "this environment lacks: pip install 'hybridrl[server]'"
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from hybridrl.rollout.base import RolloutError
+from hybridrl.rollout.engine import RolloutError
 
 _SERVER = "actor_rollout_ref.rollout.server"
 _STOP_S = 5.0  # for calls that are still answered

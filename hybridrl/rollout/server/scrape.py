@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from hybridrl.config import PrometheusConfig
-from hybridrl.rollout.base import RolloutError
+from hybridrl.rollout.engine import RolloutError
 from hybridrl.utils.files import write_text
 
 JOB = "hybridrl"

@@ -62,10 +62,11 @@ class VLLMEngine(InferenceEngine):
             )
         tensor = config.tensor_model_parallel_size
         if heads % tensor or (kv_heads % tensor and tensor % kv_heads):
+            fits = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
             raise RolloutError(
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide the {heads} attention "
                 f"heads and {kv_heads} key-value heads of {model.path}; use one of "
-                f"{', '.join(str(n) for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads))}"
+                f"{', '.join(map(str, fits))}"
             )
 
     async def start(self) -> None:

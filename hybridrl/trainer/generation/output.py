@@ -67,7 +67,7 @@ class Output:
         self.batch_size = batch_size
         self.settings = dict(settings)
         self.fields = _fields(key, log_probs)
-        self.folder = path.with_name(f"{path.name}.parts")
+        self.folder = parts_folder(path)
         taken = [name for name in self.fields if name in rows.column_names]
         if taken:
             raise UserError(
@@ -174,6 +174,12 @@ class Output:
         names = [name for name in now if before.get(name) != now[name]]
         named = "; ".join(f"{name} was {_short(before.get(name))}, is {_short(now[name])}" for name in names)
         return f"was made with other settings ({named})"
+
+
+def parts_folder(path: str | Path) -> Path:
+    """Where the parts of an output lie while it is made."""
+    path = Path(path).expanduser()
+    return path.with_name(f"{path.name}.parts")
 
 
 def _fields(key: str, log_probs: bool) -> dict[str, tuple[str, pa.DataType]]:

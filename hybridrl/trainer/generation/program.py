@@ -1,7 +1,7 @@
 """The generation program, from a configuration to the output file."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from hybridrl.config import GenerationConfig, as_dict
 from hybridrl.models.facts import checked_identity, tokenizer_of
 from hybridrl.models.loading import import_external_lib
 from hybridrl.single_controller.ray import ResourcePoolManager
-from hybridrl.trainer.generation.output import Output
+from hybridrl.trainer.generation.output import Output, parts_folder
 from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
 from hybridrl.trainer.start import USES_GPU, workers_starting
-from hybridrl.workers.actor_rollout_ref import check_rollout
-from hybridrl.workers.generation import Generator, end_tokens, start_generator
+from hybridrl.workers.generation import ROLE, Rollout, end_tokens, start_processes
+from hybridrl.workers.rollout import resolve_rollout
 
-ROLE = "actor_rollout_ref"
+_OVERLAP = 2  # parts under way with an engine: the end of one, where few long responses are left, leaves room
 _WEIGHTS = (".safetensors", ".bin", ".json")
 
 
@@ -45,13 +45,15 @@ def _through_endpoint(config: GenerationConfig) -> None:
 
 
 def _in_cluster(config: GenerationConfig) -> None:
-    engine = check_rollout(config.actor_rollout_ref.rollout)
+    engine = resolve_rollout(config.actor_rollout_ref)
     placement, device = config.placement, config.trainer.device
     pool = placement.roles[ROLE]
     manager = ResourcePoolManager({pool: list(placement.pools[pool])}, mapping={ROLE: pool}, use_gpu=USES_GPU[device])
 
-    def spawn() -> Generator:
-        return start_generator(config, engine, manager)
+    logs = parts_folder(config.data.output_path) / "logs"
+
+    def spawn() -> Callable[[], Rollout]:
+        return start_processes(config, engine, manager, logs)
 
     with workers_starting(config.ray_kwargs.ray_init, manager, device, spawn) as started:
         tokenizer = tokenizer_of(config.actor_rollout_ref.model)
@@ -60,16 +62,10 @@ def _in_cluster(config: GenerationConfig) -> None:
         output = _output(config, responder, {"engine": engine, "model": identity})
         if output.is_complete:
             return
-        generator = started()
-        with contextlib.closing(_Closing(generator)):
-            generator.load()
-            responder.generate, responder.in_flight = generator.generate, generator.in_flight
+        load = started()
+        with contextlib.closing(load()) as rollout:
+            responder.generate, responder.in_flight = rollout.generate, 1 if rollout.in_place else _OVERLAP
             _generate(config, responder, output)
-
-
-class _Closing:
-    def __init__(self, generator: Generator) -> None:
-        self.close = generator.close
 
 
 def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> Output:
