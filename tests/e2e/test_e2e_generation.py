@@ -160,9 +160,9 @@ def endpoint(micro_model: Path) -> Iterator[list[str]]:
     import sys
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
-    from tiny_engine import TinyEngine
+    from plain_engine import PlainEngine
 
-    engine = TinyEngine.of(micro_model, max_model_len=128)
+    engine = PlainEngine.of(micro_model, max_model_len=128)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 

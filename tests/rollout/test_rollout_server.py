@@ -19,7 +19,7 @@ import openai
 import pytest
 import torch
 import yaml
-from tiny_engine import TinyEngine
+from plain_engine import PlainEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import ModelConfig, PrometheusConfig, RolloutConfig, load_config
@@ -46,7 +46,7 @@ class Stage:
     """An engine with a server in front of it, on an event loop in a thread."""
 
     def __init__(self, model: Path) -> None:
-        self.engine = TinyEngine.of(model, max_model_len=LIMIT)
+        self.engine = PlainEngine.of(model, max_model_len=LIMIT)
         self.seen: list[Request] = []
         self.fault: str | None = None
         self._loop = asyncio.new_event_loop()
@@ -63,7 +63,9 @@ class Stage:
 
     async def generate(self, request: Request) -> Completion:
         self.seen.append(request)
-        return await self.engine.generate(request)
+        completion = await self.engine.generate(request)
+        completion.versions = [(3, len(completion.token_ids))]  # as a replica does
+        return completion
 
     async def abort(self, ids: Any) -> None:
         await self.engine.abort(ids)
@@ -292,9 +294,9 @@ def test_a_client_that_goes_away_has_its_requests_aborted(stage: Stage, stream: 
     )
     with socket.create_connection(("127.0.0.1", stage.server.port)) as connection:
         connection.sendall(head.encode() + data)
-        eventually(lambda: len(stage.engine.rows) == 3 and all(row.tokens for row in stage.engine.rows.values()))
+        eventually(lambda: len(stage.engine.running) == 3 and all(stage.engine.running.values()))
     eventually(lambda: len(stage.engine.aborted) == 3)
-    assert not stage.engine.rows
+    eventually(lambda: not stage.engine.running)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -378,25 +380,25 @@ def test_faults_of_the_engine_are_told(stage: Stage, monkeypatch: pytest.MonkeyP
     """A request that the engine refuses is the client's fault, an engine that breaks is not."""
     monkeypatch.setattr(stage.engine.spec.config, "max_model_len", 4)
     error = refused(stage.post("/v1/completions", {"prompt": "abcdefgh"}), 400)
-    assert error["message"] == "prompt is too long"
+    assert error["message"] == "the prompt is too long"
     monkeypatch.undo()
 
-    generate = TinyEngine.generate
+    generate = PlainEngine.generate
 
-    async def breaks(self: TinyEngine, request: Request) -> Completion:
+    async def breaks(self: PlainEngine, request: Request) -> Completion:
         if request.id.endswith("-1"):
             raise RuntimeError("device lost")
         return await generate(self, request)
 
-    monkeypatch.setattr(TinyEngine, "generate", breaks)
+    monkeypatch.setattr(PlainEngine, "generate", breaks)
     body = {"prompt": "x", "n": 2, "max_tokens": LIMIT - 1, "ignore_eos": True}
     error = refused(stage.post("/v1/completions", body), 500)
     assert error["message"] == "the engine failed: RuntimeError: device lost"
-    eventually(lambda: not stage.engine.rows)  # the other of the two was aborted
+    eventually(lambda: not stage.engine.running)  # the other of the two was aborted
     status, events, _ = stage.post("/v1/completions", body | {"stream": True})
     assert status == 200
     assert json.loads(events.split("data: ")[-1])["error"]["message"].endswith("device lost")
-    eventually(lambda: not stage.engine.rows)
+    eventually(lambda: not stage.engine.running)
 
 
 # ------------------------------------------------------------------ health, metrics, Prometheus, Grafana
@@ -513,7 +515,7 @@ def test_a_server_made_from_the_configuration(micro_model: Path, tmp_path: Path)
     """In a thread of its own; the access file is what a client needs, and nobody else may read it."""
     rollout = RolloutConfig(prompt_length=20, response_length=12)
     rollout.prometheus.served_model_name = "policy"
-    engine = TinyEngine.of(micro_model, max_model_len=32)
+    engine = PlainEngine.of(micro_model, max_model_len=32)
     started = threading.Event()
 
     class Late:

@@ -78,7 +78,7 @@ class ClusterResponder:
         n = self.config.data.n_samples
         prompts = repeat_for_sampling(DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}), n)
         prompts = prompts.select(non_tensor_batch_keys=["uid", "sample"])
-        prompts.meta_info = {"global_steps": 0, "validate": False}
+        prompts.meta_info = {"global_steps": 0, "validate": False, "seeded": True}
         return self._read(self.generate(prompts), [len(row["input_ids"]) for row in rows])
 
     def _read(self, batch: DataProto, prompt_tokens: Sequence[int]) -> list[list[Response]]:
