@@ -90,6 +90,7 @@ class _Member:
     collecting: Any = None
     health: Any = None
     health_asked: float = 0.0
+    port: int = 0  # of its HTTP server
 
 
 class ReplicaPool:
@@ -125,6 +126,7 @@ class ReplicaPool:
         self._closed = threading.Event()
         self._memory: set[str] = set(MEMORY_TAGS)
         self._update_seconds = 0.0
+        self._token: str | None = None
         self._threads = ThreadPoolExecutor(max_workers=len(self._members) + 1, thread_name_prefix="replica-restart")
         self._pump = threading.Thread(target=self._run, name="replica-pool", daemon=True)
 
@@ -196,6 +198,20 @@ class ReplicaPool:
                 ray.kill(member.handle)
         self._fail(RolloutError("the rollout was closed"))
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def serve(self, token: str) -> list[str]:
+        """Have each replica speak the OpenAI API by itself, beside the router over all; their addresses, `host:port`.
+
+        A replica that is started again has its address again. What is asked of it over HTTP is not run elsewhere when
+        it is lost: that is the router's part.
+        """
+        self._token = token
+        return [self._serve(member) for member in self._ready()]
+
+    def _serve(self, member: _Member) -> str:
+        address: str = ray.get(member.handle.serve.remote(self._token, member.port))
+        member.port = int(address.rpartition(":")[2])
+        return address
 
     # ------------------------------------------------------------------ requests
 
@@ -326,6 +342,8 @@ class ReplicaPool:
             ray.kill(member.handle)
             self._create(member)
             member.info = self._started(member, member.handle.start.remote(), self.settings.start_timeout_s)
+            if self._token is not None:
+                self._serve(member)
             with self._weights_lock:
                 if self._send_weights is not None and self.version >= 0:
                     self._update([member])

@@ -81,7 +81,8 @@ def _serve(config: ActorRolloutRefConfig, rollout: ReplicatedRollout, log_folder
     server, access = make_server(config.rollout, config.model, router, router.stats, router.health)
     rollout.on_close.append(server.stop_thread)
     server.start_thread()
-    where = "" if log_folder is None else f"; address and key in {access.write(log_folder.parent)}"
+    replicas = rollout.pool.serve(access.token) if config.rollout.server.enable else []
+    where = "" if log_folder is None else f"; address and key in {access.write(log_folder.parent, replicas)}"
     print(f"{access.model} is served at {access.url}{where}", flush=True)
     write_scrape_config(config.rollout.prometheus, [server.address])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ from e2e_tools import Job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import load_config, validate
+from hybridrl.data.preprocess.sort import write_sort_data
+from hybridrl.models.tiny import build_tiny_model
 from hybridrl.rollout.server import OpenAIServer, Served, create_app
 from hybridrl.trainer.evaluation import run_evaluation
 from hybridrl.trainer.generation.program import run_generation
@@ -125,8 +129,6 @@ def test_parts_and_processes_have_no_influence_and_done_is_done(
     again = generate([*words, *greedy, "data.overwrite=True", "data.response_key=greedy"])
     assert list(again.greedy.map(len)) == [1] * 5 and "responses" not in again
 
-    kept = generate([*words, f"data.path={output}", f"data.output_path={tmp_path / 'both.parquet'}"])
-    assert {"greedy", "responses"} <= set(kept.columns)
     with pytest.raises(UserError, match=r"column 'greedy' already.*data\.response_key"):
         generate(
             [*words, f"data.path={output}", f"data.output_path={tmp_path / 'x.parquet'}", "data.response_key=greedy"]
@@ -329,3 +331,30 @@ def test_bad_rows_are_named(tmp_path: Path, start: Callable[..., Job]) -> None:
     ):
         with pytest.raises(UserError, match=message):
             evaluate([f"data.path={file}", *words])
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_commands_of_the_page_run_as_they_stand(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
+    """`run` is run, with the model and data of the README's first commands; `compose` needs an endpoint."""
+    page = (repository / "docs" / "generation.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    build_tiny_model("demo/model", hidden=32, heads=2, kv_heads=1)
+    write_sort_data(tmp_path / "demo" / "data", train_size=8, test_size=4)
+    done = []
+    for check, text in re.findall(r"```bash (\w+)\n(.*?)```", page, re.DOTALL):
+        for line in text.replace("\\\n", " ").splitlines():
+            if not line.startswith("python"):
+                continue
+            _, _, module, *words = shlex.split(line.replace("=demo/", f"={tmp_path}/demo/"))  # Ray began elsewhere
+            program = {"main_generation": generate, "main_eval": evaluate}[module.rsplit(".", 1)[1]]
+            if check == "run":
+                program(words)
+                done.append(module)
+            else:
+                load_config("generation", words)
+    assert done == [GENERATION, EVALUATION]
+    assert (tmp_path / "demo" / "answers.eval.json").exists()

@@ -308,5 +308,11 @@ def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> No
             assert f'hybridrl_weights_version{{replica="{replica}"}} {float(pool.version)}' in text
             assert f'hybridrl_replica_restarts_total{{replica="{replica}"}}' in text
         assert urllib.request.urlopen(f"{root}/health").status == 200
+        for address in pool.serve(access.token):
+            alone = openai.OpenAI(base_url=f"http://{address}/v1", api_key=access.token, max_retries=0)
+            answer = alone.completions.create(model=access.model, prompt=[6, 7, 8], max_tokens=5)
+            assert answer.weights_version == pool.version
+            with pytest.raises(openai.AuthenticationError):
+                alone.with_options(api_key="another").models.list()
     finally:
         server.stop_thread()

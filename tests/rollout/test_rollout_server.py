@@ -179,6 +179,19 @@ def test_completions_of_text_and_of_tokens_are_the_same(stage: Stage) -> None:
     assert default.usage is not None and default.usage.completion_tokens == 16
 
 
+def test_top_logprobs_are_those_of_the_sampled_token_alone(stage: Stage) -> None:
+    chat = stage.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=5, seed=1
+    )
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content
+    for entry in chat.choices[0].logprobs.content:
+        assert [(top.token, top.logprob) for top in entry.top_logprobs] == [(entry.token, entry.logprob)]
+    text = stage.client.completions.create(model="tiny", prompt="a", max_tokens=3, logprobs=4, seed=1)
+    found = text.choices[0].logprobs
+    assert found is not None and found.tokens and found.token_logprobs
+    assert found.top_logprobs == [{t: p} for t, p in zip(found.tokens, found.token_logprobs, strict=True)]
+
+
 def test_stop_strings_end_the_text_and_stay_in_the_tokens(stage: Stage) -> None:
     tokenizer = stage.engine.tokenizer
     free: Any = {"model": "tiny", "prompt": "Sort: 98", "temperature": 0, "max_tokens": 24}
@@ -511,8 +524,14 @@ def test_the_example_of_a_scrape_configuration_names_the_metrics_path(repository
 # ------------------------------------------------------------------ where it listens
 
 
-def test_a_server_made_from_the_configuration(micro_model: Path, tmp_path: Path) -> None:
-    """In a thread of its own; the access file is what a client needs, and nobody else may read it."""
+def test_a_server_made_from_the_configuration(
+    micro_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    repository: Path,
+) -> None:
+    """In a thread of its own; the access file is what a client needs (docs/generation.md), for its owner alone."""
     rollout = RolloutConfig(prompt_length=20, response_length=12)
     rollout.prometheus.served_model_name = "policy"
     engine = PlainEngine.of(micro_model, max_model_len=32)
@@ -546,6 +565,11 @@ def test_a_server_made_from_the_configuration(micro_model: Path, tmp_path: Path)
         client = openai.OpenAI(base_url=found["base_url"], api_key=found["api_key"])
         answer = client.completions.create(model=found["model"], prompt="ab", max_tokens=3)
         assert answer.model == "policy" and answer.choices[0].token_ids  # type: ignore[attr-defined]
+        page = (repository / "docs" / "generation.md").read_text()
+        (snippet,) = re.findall(r"```python run\n(.*?)```", page, re.DOTALL)
+        monkeypatch.chdir(tmp_path)
+        exec(compile(snippet, "docs/generation.md", "exec"), {})
+        assert "[" in capsys.readouterr().out
         with pytest.raises(openai.BadRequestError, match="the limit is 32"):
             client.completions.create(model="policy", prompt="ab", max_tokens=31)
     finally:

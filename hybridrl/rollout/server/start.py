@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +22,14 @@ class Access:
     token: str
     model: str
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path, replicas: Sequence[str] = ()) -> Path:
+        """Write the file; `replicas` are the addresses of single ones, for clients that choose themselves."""
+        urls = [f"http://{address}/v1" for address in replicas]
         path = Path(folder) / ACCESS_FILE
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"base_url": self.url, "api_key": self.token, "model": self.model}, file, indent=1)
+            known = {"base_url": self.url, "api_key": self.token, "model": self.model, "replicas": urls}
+            json.dump(known, file, indent=1)
         return path
 
 
@@ -49,6 +53,7 @@ def make_server(
     health: Health,
     *,
     token: str | None = None,
+    host: str | None = "",
     port: int | None = None,
 ) -> tuple[OpenAIServer, Access]:
     """A server that listens already and answers once it is started (`start`, or `start_thread`).
@@ -57,7 +62,8 @@ def make_server(
         engine: a pool of replicas, or the engine of one.
         stats, health: see `create_app`.
         token: the run's; None: by `rollout.server.api_key_env`.
-        port: None: `rollout.server.port`. Replicas of one node take 0, their router the one that is configured.
+        host: None: the node's address; "": `rollout.server.host`.
+        port: None: `rollout.server.port`.
 
     Raises:
         RolloutError: the port is taken, the host is not this machine's, the token's variable is not set.
@@ -65,5 +71,7 @@ def make_server(
     served = served_model(rollout, model)
     token = token or new_token(rollout.server.api_key_env)
     app = create_app(engine, served, token, stats, health)
-    server = OpenAIServer(app, rollout.server.host, rollout.server.port if port is None else port)
+    server = OpenAIServer(
+        app, rollout.server.host if host == "" else host, rollout.server.port if port is None else port
+    )
     return server, Access(server.url, token, served.name)
