@@ -11,6 +11,7 @@ from hybridrl.models.loading import resolve_dtype
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.utils.device import memory_stats
 from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 from hybridrl.workers.losses import PolicyLoss, policy_loss_fn
 from hybridrl.workers.prepare import Preparation
@@ -85,6 +86,11 @@ class ActorRolloutRefWorker(ModelWorker):
                 total_bytes=self.engine.weight_bytes(dtype),
                 bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
             )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_memory(self) -> dict[str, float]:
+        """Memory of this rank's device; see `hybridrl.utils.device.memory_stats`."""
+        return memory_stats()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
