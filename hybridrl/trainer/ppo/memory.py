@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _TRAINING = (
     "{0}.ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu with use_dynamic_bsz), set "
-    "enable_gradient_checkpointing, or offload with {1}.param_offload and optimizer_offload; a rollout engine keeps its memory while "
-    f"{_ROLLOUT}.free_cache_engine=False"
+    "enable_gradient_checkpointing, or offload with {1}.param_offload and optimizer_offload; a rollout "
+    f"engine keeps its memory while {_ROLLOUT}.free_cache_engine=False"
 )
 #: what to change where a phase runs out of memory
 SHORT_OF_MEMORY = {
