@@ -1,7 +1,5 @@
 """The PPO program on real Ray workers: what it does to the weights, against plain loops and other placements."""
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +7,11 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_tools import trained
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config import load_config, validate
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
-from hybridrl.trainer.ppo.prepare import prepare
-from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
-from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.start import workers_starting
+from hybridrl.trainer.ppo.roles import Role
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -24,24 +19,6 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 @pytest.fixture(scope="module", autouse=True)
 def _ray(ray_session: None) -> None:
     """All runs of this file share one Ray."""
-
-
-@contextmanager
-def trained(*overrides: str) -> Iterator[RayPPOTrainer]:
-    """Run the program to its end; its worker groups live until the block is left."""
-    config = load_config("ppo_trainer", ["trainer.report=False", "trainer.logger=[]", *overrides])
-    validate(config)
-    manager = resource_pools(config)
-
-    def spawn() -> dict:
-        return spawn_worker_groups(config, None, manager)
-
-    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
-        trainer = prepare(config)
-        with closing(trainer.reward_fn):
-            trainer.init_workers(started())
-            trainer.fit()
-            yield trainer
 
 
 @pytest.fixture(scope="module")
