@@ -11,6 +11,7 @@ from hybridrl.config import names
 from hybridrl.config.actor import MICRO_BATCH_SIZE, ActorConfig
 from hybridrl.config.convert import nearest
 from hybridrl.config.critic import CriticConfig
+from hybridrl.config.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.root import PPOTrainerConfig, SFTTrainerConfig
@@ -58,7 +59,8 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
 def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_model("model", config.model, config.trainer.device)
     yield _check_conversations(config)
-    yield _check_contents("checkpoint", config.checkpoint)
+    yield _check_contents("checkpoint", config.checkpoint, config.trainer)
+    yield _check_optimizer("optim", config.optim)
     yield _check_run(config.trainer)
     yield _check_placement(config.placement, config.trainer, {"model": True})
     yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
@@ -367,14 +369,37 @@ def _check_engines(config: PPOTrainerConfig) -> Iterator[str]:
         if engine.forward_only != frozen:
             kind = "frozen" if frozen else "trained"
             yield f"{where}.forward_only={engine.forward_only}: {role} is {kind}; remove it"
-    yield from _check_contents(f"{_ACTOR}.checkpoint", policy.actor.checkpoint)
-    yield from _check_contents("critic.checkpoint", critic.checkpoint)
+    yield from _check_contents(f"{_ACTOR}.checkpoint", policy.actor.checkpoint, config.trainer)
+    yield from _check_optimizer(f"{_ACTOR}.optim", policy.actor.optim)
+    if config.use_critic:
+        yield from _check_contents("critic.checkpoint", critic.checkpoint, config.trainer)
+        yield from _check_optimizer("critic.optim", critic.optim)
 
 
-def _check_contents(where: str, checkpoint: Any) -> Iterator[str]:
+def _check_optimizer(where: str, optim: OptimConfig) -> Iterator[str]:
+    package = optim.optimizer_impl.split(".")[0]
+    if package == "bitsandbytes":
+        yield (
+            f"{where}.optimizer_impl={optim.optimizer_impl}: its optimizers cannot work on sharded weights; use "
+            "optimizer_impl=torchao.optim with optimizer=AdamW8bit"
+        )
+    elif importlib.util.find_spec(package) is None:
+        mend = "; pip install 'hybridrl[torchao]'" if package == "torchao" else "; name a module that is installed"
+        yield f"{where}.optimizer_impl={optim.optimizer_impl}: there is no package {package}{mend}"
+
+
+def _check_contents(where: str, checkpoint: CheckpointConfig, trainer: RunConfig) -> Iterator[str]:
     missing = [name for name in checkpoint.load_contents if name not in checkpoint.save_contents]
+    goes_back = trainer.resume_mode != "disable" or (isinstance(trainer, TrainerConfig) and _rollbacks(trainer))
     if missing:
         yield f"{where}.load_contents has {', '.join(missing)}, which {where}.save_contents does not write"
+    elif "model" not in checkpoint.load_contents and goes_back:
+        key = "save_contents" if "model" not in checkpoint.save_contents else "load_contents"
+        yield (
+            f"{where}.{key}={checkpoint[key]} lacks model (hf_model is for other programs and is never read), so "
+            "no run could be resumed from such a checkpoint and no health check could roll back to it; add model, or "
+            "set trainer.resume_mode=disable if none is to be"
+        )
 
 
 def _check_run(trainer: RunConfig) -> Iterator[str]:
@@ -393,16 +418,26 @@ def _check_run(trainer: RunConfig) -> Iterator[str]:
             f"it is {trainer.resume_mode}"
         )
     if isinstance(trainer, TrainerConfig) and trainer.save_freq <= 0:
-        for name in trainer.health.keys():
-            if getattr(trainer.health[name], "action", None) == "rollback":
-                yield f"trainer.health.{name}.action=rollback needs checkpoints to go back to; set trainer.save_freq"
+        for name in _rollbacks(trainer):
+            yield f"trainer.health.{name}.action=rollback needs checkpoints to go back to; set trainer.save_freq"
     folder = Path(trainer.default_local_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         yield f"trainer.default_local_dir={folder}: is a file; name a folder"
 
 
+def _rollbacks(trainer: TrainerConfig) -> list[str]:
+    """Health checks that go back to a checkpoint."""
+    checks = trainer.health
+    return [name for name in checks.keys() if getattr(checks[name], "action", None) == "rollback"]
+
+
 def _check_keep(config: PPOTrainerConfig) -> Iterator[str]:
     actor, critic = config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
+    if not config.use_critic and critic != actor:
+        yield (
+            f"trainer.max_critic_ckpt_to_keep={critic} without a critic (algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator}): remove it; max_actor_ckpt_to_keep says how many checkpoints are kept"
+        )
     if config.use_critic and actor != critic:
         yield (
             f"trainer.max_actor_ckpt_to_keep={actor} and trainer.max_critic_ckpt_to_keep={critic}: actor and critic "

@@ -45,6 +45,8 @@ def faults_of(words: list[str], root: str = "ppo_trainer") -> list[str]:
         [*GRPO, f"{POLICY}.model.path=org/name", "critic.model.path=nowhere"],  # no critic in GRPO
         [*GRPO, "reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 64}"],
         [*GRPO, "data.train_files=hdfs://host/file.parquet"],
+        [*GRPO, f"{POLICY}.actor.checkpoint.save_contents=[hf_model]", "trainer.resume_mode=disable"],
+        [*GRPO, "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"],
         [*GRPO, "algorithm.adv_estimator=mine", f"{POLICY}.model.external_lib=json"],
     ],
 )
@@ -132,6 +134,21 @@ def test_sft_that_works_passes(here):
             "load_contents",
             "optimizer",
         ),
+        ([f"{POLICY}.actor.checkpoint.save_contents=[hf_model]"], "save_contents=['hf_model']", "lacks model"),
+        ([f"{POLICY}.actor.checkpoint.load_contents=[optimizer]"], "load_contents=['optimizer']", "lacks model"),
+        (
+            [
+                f"{POLICY}.actor.checkpoint.save_contents=[hf_model]",
+                "trainer.resume_mode=disable",
+                "trainer.save_freq=1",
+                "trainer.health.kl_blowup.action=rollback",
+            ],
+            "save_contents=['hf_model']",
+            "no health check could roll back",
+        ),
+        ([f"{POLICY}.actor.optim.optimizer_impl=nowhere.optim"], "optimizer_impl=nowhere.optim", "no package nowhere"),
+        ([f"{POLICY}.actor.optim.optimizer_impl=bitsandbytes.optim"], "bitsandbytes.optim", "torchao.optim"),
+        (["trainer.max_critic_ckpt_to_keep=2"], "max_critic_ckpt_to_keep=2 without a critic", "remove it"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode", "resume_from_path"),
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"],
@@ -186,6 +203,8 @@ def test_faults_of_a_critic(here, change, expected):
             ["checkpoint.save_contents=[model]", "checkpoint.load_contents=[optimizer]"],
             "checkpoint.load_contents",
         ),
+        (["checkpoint.save_contents=[hf_model]"], "lacks model"),
+        (["optim.optimizer_impl=bitsandbytes.optim"], "torchao.optim"),
         (["trainer.test_freq=2"], "trainer.test_freq=2"),
         (["placement.roles.modl=global"], "there are model"),
     ],

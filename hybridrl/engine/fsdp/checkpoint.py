@@ -22,7 +22,9 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from hybridrl.engine import low_bit
 from hybridrl.engine.base import SAVE_CONTENTS
+from hybridrl.engine.optimizer import set_rate
 from hybridrl.models import loading, value
 from hybridrl.models.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
@@ -138,11 +140,20 @@ def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: P
 
 def _optimizer_tensors(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     assert engine.optimizer is not None
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in engine._trainable.items():
         for key, item in engine.optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}{SEPARATOR}{key}"] = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+            item = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+            tensors |= _stored_state(engine, name, key, item)
     return tensors
+
+
+def _stored_state(engine: FSDPEngine, name: str, key: str, item: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor of the optimizer's state by the names it has on disk; 8-bit moments are two."""
+    parameter, full_name = engine._trainable[name], f"{name}{SEPARATOR}{key}"
+    if item.ndim and low_bit.keeps(engine.optimizer):
+        return dict(low_bit.stored_parts(parameter, full_name, item))
+    return {full_name: item}
 
 
 def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
@@ -157,14 +168,19 @@ def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
                 f"checkpoint {folder} is of another model: it holds optimizer state of {name!r}, which this "
                 "model does not train"
             )
-        if tuple(entry.size) == tuple(parameter.shape) and entry.size:
+        if entry.size and low_bit.keeps(engine.optimizer):
+            key = key.removesuffix(low_bit.CODES)
+            if key.endswith(low_bit.SCALE):
+                continue  # comes with its codes
+            state = engine.optimizer.new_moment(parameter, signed=key in low_bit.SIGNED)
+        elif tuple(entry.size) == tuple(parameter.shape) and entry.size:
             state = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
         else:
             on_device = any(group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups)
             where = _local_device(parameter) if on_device else torch.device("cpu")
             state = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device=where)
         engine.optimizer.state[parameter][key] = state
-        wanted[full_name] = state
+        wanted |= _stored_state(engine, name, key, state)
     _read(wanted, folder)
 
 
@@ -191,7 +207,7 @@ def _load_extra(engine: FSDPEngine, folder: Path) -> None:
         for group, base, factor in zip(
             engine.schedule.optimizer.param_groups, engine.schedule.base_lrs, engine.schedule.lr_lambdas, strict=True
         ):
-            group["lr"] = base * factor(step)
+            set_rate(group, base * factor(step))
         engine.schedule._last_lr = [group["lr"] for group in engine.schedule.optimizer.param_groups]
     rng_file = folder / f"rng_{distributed.get_rank()}.json"
     if rng_file.is_file():

@@ -21,6 +21,7 @@ from hybridrl.engine.fsdp.forward import LANGUAGE_OUTPUTS, VALUE_OUTPUTS, Select
 from hybridrl.engine.fsdp.masters import MasterWeights
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.muon import hidden_matrices
 from hybridrl.engine.optimizer import build_optimizer, build_schedule, move_optimizer
 from hybridrl.models import loading, value
 from hybridrl.models.errors import ModelError
@@ -96,7 +97,9 @@ class FSDPEngine(Engine):
         self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if self.optim_config is not None:
-            self.optimizer = build_optimizer(self._trainable.values(), self.optim_config)
+            self.optimizer = build_optimizer(
+                self._trainable.values(), self.optim_config, hidden_matrices(self.module, self._trainable)
+            )
             self.schedule = build_schedule(self.optimizer, self.optim_config)
         self.module.eval()
         self._offload()
@@ -208,7 +211,7 @@ class FSDPEngine(Engine):
             metrics.append(as_metrics(values, sum(plan.token_counts[row] for row in rows)))
         self.module.eval()
         norm, problem = self._check_step(losses, plan.groups)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = float(self.optimizer.param_groups[0]["lr"])
         if problem is not None:
             self.optimizer.zero_grad(set_to_none=True)
             if on_nonfinite == "raise":
