@@ -135,7 +135,7 @@ _PROVIDERS = {
     "values": "a critic (critic.enable=True, or leave it to adv_estimator=gae)",
     "index": "the prompts' uid (non_tensor_batch['uid'])",
     "reward_baselines": "the greedy baseline pass, which the trainer runs for adv_estimator=remax",
-    "old_log_probs": "the old-log-prob pass of the actor",
+    "old_log_probs": "the old-log-prob pass of the actor, actor_rollout_ref.actor.recompute_old_log_prob=always",
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
@@ -227,4 +227,14 @@ def estimate_advantages(
         wanted = {*parameters, *common}
     else:
         wanted = set(parameters)
-    return fn(**{name: value for name, value in offered.items() if name in wanted})
+    try:
+        return fn(**{name: value for name, value in offered.items() if name in wanted})
+    except KeyError as error:
+        # An estimator that looks a field up in `batch` or in its keyword arguments does not name what it needs.
+        need = error.args[0] if error.args else None
+        if need not in _PROVIDERS or need in offered:
+            raise
+        raise AlgorithmError(
+            f"algorithm.adv_estimator={_name(adv_estimator)} reads {need}, which the batch lacks; it comes from "
+            f"{_PROVIDERS[need]}. Named as a parameter of the estimator it is provided for."
+        ) from error

@@ -43,6 +43,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_prompts(config)
     yield _check_reward(config)
     yield _check_estimator(config)
+    yield _check_full_kl(config)
     yield _check_batches(config, _ACTOR, policy.actor)
     if config.use_critic:
         yield _check_batches(config, "critic", config.critic)
@@ -250,6 +251,27 @@ def _check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
         yield (
             f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor} acts with loss_agg_mode=seq-mean-token-sum-norm "
             f"only, and it is {actor.loss_agg_mode}"
+        )
+
+
+def _check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
+    """The KL over the vocabulary is computed where both policies' logits are: in the actor's process."""
+    algorithm, actor, roles = config.algorithm, config.actor_rollout_ref.actor, config.placement.roles
+    in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+    where = "algorithm.kl_penalty" if in_reward else f"{_ACTOR}.kl_loss_type"
+    own = roles.get("actor_rollout_ref")
+    if not in_reward and not (actor.use_kl_loss and actor.kl_loss_type == "full"):
+        return
+    if roles.get("ref", own) != own:
+        yield (
+            f"{where}=full compares the logits of both policies, too large to send between processes, and "
+            f"placement.roles.ref={roles['ref']} is not the actor's pool {own}; remove placement.roles.ref, or use "
+            "low_var_kl"
+        )
+    if in_reward and algorithm.rollout_correction.bypass_mode:
+        yield (
+            "algorithm.kl_penalty=full is computed in the pass over old log-probabilities, which "
+            "algorithm.rollout_correction.bypass_mode=True spares; use kl_penalty=kl, or bypass_mode=False"
         )
 
 

@@ -119,6 +119,26 @@ def test_sft_that_works_passes(here):
             "actor.ppo_max_token_len_per_gpu=1023",
             "1024 tokens",
         ),
+        # the KL over the vocabulary
+        (
+            [
+                f"{POLICY}.actor.use_kl_loss=true",
+                f"{POLICY}.actor.kl_loss_type=full",
+                "+placement.pools.second=[1]",
+                "+placement.roles.ref=second",
+            ],
+            "actor.kl_loss_type=full",
+            "remove placement.roles.ref",
+        ),
+        (
+            [
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_penalty=full",
+                "algorithm.rollout_correction.bypass_mode=true",
+            ],
+            "algorithm.kl_penalty=full",
+            "bypass_mode=False",
+        ),
         # sampling
         ([f"{POLICY}.rollout.do_sample=false"], "do_sample=False", "alike"),
         ([f"{POLICY}.rollout.val_kwargs.n=4"], "val_kwargs.n=4", "alike"),

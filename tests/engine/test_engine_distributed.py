@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, spawn, value_loss, weights
+from engine_helpers import (
+    TEMPERATURE,
+    full_kl_loss,
+    make_batch,
+    make_engine,
+    make_fields,
+    policy_loss,
+    spawn,
+    value_loss,
+    weights,
+)
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.models.errors import ModelError
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
+from hybridrl.utils.rng import seed_rng
 
 FIELDS = make_fields()
 SPLIT = 9  # rank 0 works on 9 rows, rank 1 on 3: their numbers of micro-batches differ
@@ -33,10 +47,12 @@ def own_rows(rank: int) -> slice:
 
 def train(engine, batch, steps, loss=policy_loss):  # type: ignore[no-untyped-def]
     """Metrics of each step, merged over the ranks; the micro-batches of a rank hold at most 2 rows."""
-    language = loss is policy_loss
+    language = loss is not value_loss
     results = []
     for _ in range(steps):
-        own = engine.train_batch(batch, MicroBatching(size=2), loss, TEMPERATURE, entropy=language)
+        own = engine.train_batch(
+            batch, MicroBatching(size=2), loss, TEMPERATURE, entropy=language, ref_kl=loss is full_kl_loss
+        )
         merged = merge_metrics(distributed.all_gather_object(own))
         results.append({name: float(metric.value) for name, metric in merged.items()})
     return results
@@ -139,13 +155,15 @@ def check_optimizers(rank: int, odd: Path, work: Path) -> None:
     batch = make_batch(FIELDS, own_rows(rank))
     for name, optim in OPTIMIZERS.items():
         expected = recorded[name]
-        for layout in ({}, {"offload_policy": True}, {"fsdp_size": 1}):
+        for layout in ({"offload_policy": True}, {"fsdp_size": 1}) if name == "muon" else ():
             engine = make_engine(odd, optim=optim, **layout)
             before = weights(engine)
             train(engine, batch, 3)
             moved_alike(weights(engine), expected["after"], before)
         engine = make_engine(odd, optim=optim)
+        before = weights(engine)
         train(engine, batch, 3)
+        moved_alike(weights(engine), expected["after"], before)
         engine.save(work / f"two_{name}", ["model", "optimizer", "extra"])
         straight = train(engine, batch, 2)
         resumed = make_engine(odd, optim=optim)
@@ -156,6 +174,35 @@ def check_optimizers(rank: int, odd: Path, work: Path) -> None:
         moved.load(work / f"one_{name}", ["model", "optimizer", "extra"])
         train(moved, batch, 2)
         moved_alike(weights(moved), expected["final"], expected["after"])
+
+
+def check_full_kl(rank: int, model: Path, work: Path) -> None:
+    """Ranks with different numbers of micro-batches, beside a reference that is sharded too."""
+    expected = torch.load(work / "full_kl.pt", weights_only=True)
+    engine = make_engine(model, optim={**SGD, "lr": 0.3})
+    engine.compare_with(make_engine(model, forward_only=True))
+    metrics = train(engine, make_batch(FIELDS, own_rows(rank)), 3, full_kl_loss)
+    for step, values in zip(metrics, expected["metrics"], strict=True):
+        assert step == pytest.approx(values, rel=1e-4, abs=1e-6)
+    assert metrics[0]["ref_kl"] == pytest.approx(0, abs=1e-6) and metrics[2]["ref_kl"] > 1e-5
+    close(weights(engine), expected["after"])
+
+
+def check_new_rank_is_seeded(rank: int, model: Path, work: Path) -> None:
+    """A checkpoint of one rank has no random state for rank 1: it gets one that only the run decides."""
+    draws, said = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hybridrl.engine.fsdp.checkpoint").addHandler(handler)
+    for before in (1, 2):
+        engine = make_engine(model, optim=SETTINGS)
+        seed_rng(before + rank)
+        engine.load(work / "one_rank", ["model", "extra"])
+        draws.append([torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()])
+    assert draws[0] == draws[1]
+    of_all = distributed.all_gather_object(draws[0])
+    assert of_all[0] != of_all[1]
+    assert [("saved by 1 ranks and holds no random state of rank 1" in text) for text in said] == [True] * (2 * rank)
 
 
 def check_nonfinite(rank: int, model: Path) -> None:
@@ -258,6 +305,8 @@ def check_faults(rank: int, model: Path, work: Path) -> None:
 def body(rank: int, model: Path, tied: Path, odd: Path, work: Path) -> None:
     check_language_model(rank, model, work)
     check_optimizers(rank, odd, work)
+    check_full_kl(rank, model, work)
+    check_new_rank_is_seeded(rank, model, work)
     check_nonfinite(rank, model)
     check_variants(rank, model, tied, work)
     check_value_model(rank, model, work)
@@ -301,25 +350,30 @@ def test_two_ranks_do_what_one_does(micro_model: Path, tied_model: Path, odd_mod
             content[:50] if file.suffix == ".safetensors" else content
         )
 
-    record = {}
+    kept = {}
     for name, optim in OPTIMIZERS.items():
         engine = make_engine(odd_model, optim=optim)
         train(engine, batch, 3)
-        record[name] = {"after": weights(engine)}
+        kept[name] = {"after": weights(engine)}
         engine.save(tmp_path / f"one_{name}", ["model", "optimizer", "extra"])
         resumed = make_engine(odd_model, optim=optim)
         resumed.load(tmp_path / f"one_{name}", ["model", "optimizer", "extra"])
         assert train(resumed, batch, 2) == train(engine, batch, 2)
         close(weights(resumed), weights(engine), 0)
-        record[name]["final"] = weights(engine)
-    torch.save(record, tmp_path / "optimizers.pt")
+        kept[name]["final"] = weights(engine)
+    torch.save(kept, tmp_path / "optimizers.pt")
+
+    engine = make_engine(micro_model, optim={**SGD, "lr": 0.3})
+    engine.compare_with(make_engine(micro_model, forward_only=True))
+    record = {"metrics": train(engine, batch, 3, full_kl_loss), "after": weights(engine)}
+    torch.save(record, tmp_path / "full_kl.pt")
 
     spawn(body, 2, micro_model, tied_model, odd_model, tmp_path)
     for name, optim in OPTIMIZERS.items():  # and what two ranks saved goes on on one
         engine = make_engine(odd_model, optim=optim)
         engine.load(tmp_path / f"two_{name}", ["model", "optimizer", "extra"])
         train(engine, batch, 2)
-        moved_alike(weights(engine), record[name]["final"], record[name]["after"])
+        moved_alike(weights(engine), kept[name]["final"], kept[name]["after"])
 
     # What two ranks saved opens on one, and as a Hugging Face model.
     back = make_engine(micro_model, optim=SETTINGS)

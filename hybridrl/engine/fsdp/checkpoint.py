@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -29,12 +31,13 @@ from hybridrl.models import loading, value
 from hybridrl.models.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.utils import distributed
-from hybridrl.utils.rng import rng_state, set_rng_state
+from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
 
 if TYPE_CHECKING:
     from hybridrl.engine.fsdp.engine import FSDPEngine
 
 SEPARATOR = "/"
+logger = logging.getLogger(__name__)
 
 
 def save(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
@@ -212,6 +215,20 @@ def _load_extra(engine: FSDPEngine, folder: Path) -> None:
     rng_file = folder / f"rng_{distributed.get_rank()}.json"
     if rng_file.is_file():
         set_rng_state(json.loads(rng_file.read_text(encoding="utf-8")))
+        return
+    saved, step = len(list(folder.glob("rng_*.json"))), 0 if engine.schedule is None else engine.schedule.last_epoch
+    seed = _seed_of(engine.engine_config.seed, distributed.get_rank(), step)
+    seed_rng(seed)
+    logger.warning(
+        "%s was saved by %d ranks and holds no random state of rank %d; its generators begin anew from %d, which the "
+        "run's seed %d, the rank and the step %d give",
+        *(folder, saved, distributed.get_rank(), seed, engine.engine_config.seed, step),
+    )
+
+
+def _seed_of(*numbers: int) -> int:
+    """A seed, 32 bits, that any of the numbers changes: new ranks share no stream with each other or with old ones."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def _save_hf(engine: FSDPEngine, folder: Path) -> None:
