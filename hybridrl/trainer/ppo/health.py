@@ -22,7 +22,6 @@ from hybridrl.config import HealthConfig
 from hybridrl.protocol import DataProto
 from hybridrl.utils.errors import UserError
 
-
 USUAL_STEPS = 20  # steps that the usual length is a mean over, by their exponential weights
 
 
