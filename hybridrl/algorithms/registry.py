@@ -145,9 +145,10 @@ _SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 
 def required_inputs(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
-    """Parameters that an estimator cannot do without, besides rewards, mask and settings (``index`` is the uid)."""
+    """Parameters that an estimator cannot do without, besides rewards, mask, settings and the whole batch (``index`` is
+    the uid)."""
     parameters = inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters.values()
-    given = {"token_level_rewards", "response_mask", "config", *_SETTINGS}
+    given = {"token_level_rewards", "response_mask", "config", "batch", "non_tensor_batch", *_SETTINGS}
     return tuple(
         p.name
         for p in parameters
