@@ -132,6 +132,15 @@ def test_sft_that_works_passes(here):
         ),
         (
             [
+                f"{POLICY}.actor.use_kl_loss=true",
+                f"{POLICY}.actor.kl_loss_type=full",
+                f"{POLICY}.ref.fsdp_config.dtype=bfloat16",
+            ],
+            "ref.fsdp_config.dtype=bfloat16",
+            "set them alike",
+        ),
+        (
+            [
                 "algorithm.use_kl_in_reward=true",
                 "algorithm.kl_penalty=full",
                 "algorithm.rollout_correction.bypass_mode=true",
