@@ -271,8 +271,8 @@ def _check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
     dtypes = [part.fsdp_config.dtype for part in (actor, config.actor_rollout_ref.ref)]
     if dtypes[0] != dtypes[1]:
         yield (
-            f"{where}=full compares both policies on the same micro-batches, and {_ACTOR}.fsdp_config.dtype={dtypes[0]} "
-            f"differs from actor_rollout_ref.ref.fsdp_config.dtype={dtypes[1]}; set them alike"
+            f"{where}=full compares both policies on the same micro-batches, and "
+            f"{_ACTOR}.fsdp_config.dtype={dtypes[0]} differs from actor_rollout_ref.ref.fsdp_config.dtype={dtypes[1]}; set them alike"
         )
     if in_reward and algorithm.rollout_correction.bypass_mode:
         yield (
