@@ -272,7 +272,8 @@ def _check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
     if dtypes[0] != dtypes[1]:
         yield (
             f"{where}=full compares both policies on the same micro-batches, and "
-            f"{_ACTOR}.fsdp_config.dtype={dtypes[0]} differs from actor_rollout_ref.ref.fsdp_config.dtype={dtypes[1]}; set them alike"
+            f"{_ACTOR}.fsdp_config.dtype={dtypes[0]} differs from "
+            f"actor_rollout_ref.ref.fsdp_config.dtype={dtypes[1]}; set them alike"
         )
     if in_reward and algorithm.rollout_correction.bypass_mode:
         yield (
