@@ -169,7 +169,10 @@ class InferenceEngine(ABC):
 
 
 class EngineRegistry:
-    """Engines that run in replicas, by `rollout.name`; their modules are imported when they are used."""
+    """Engines that run in replicas, by `rollout.name`; their modules are imported when they are used.
+
+    `module:Class` names one that is not registered.
+    """
 
     _modules: ClassVar[dict[str, str]] = {
         "vllm": "hybridrl.rollout.vllm.engine",
@@ -192,6 +195,10 @@ class EngineRegistry:
     @classmethod
     def get(cls, name: str) -> type[InferenceEngine]:
         """The class of the engine `name`, imported now."""
+        module, _, attribute = name.partition(":")
+        if attribute:
+            found: type[InferenceEngine] = getattr(importlib.import_module(module), attribute)
+            return found
         if name not in cls._classes:
             importlib.import_module(cls._modules[name])
         return cls._classes[name]
