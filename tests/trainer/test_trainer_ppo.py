@@ -140,6 +140,26 @@ def test_ranks_and_placement_do_not_change_the_training(base, tmp_path) -> None:
         assert_same_weights(weights(tmp_path / name, "critic"), weights(tmp_path / "one", "critic"), 2e-6)
 
 
+def test_critic_warmup_is_so_many_steps_without_the_policy(base, micro_model, tmp_path) -> None:
+    overrides = [*base, "algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "trainer.total_training_steps=2"]
+    keep = [word for word in overrides if "ckpt_to_keep" not in word]
+    with trained(*keep, "critic.checkpoint.save_contents=[model,hf_model]", f"trainer.default_local_dir={tmp_path}"):
+        pass
+
+    def exported(step: int, role: str) -> dict[str, torch.Tensor]:
+        (file,) = (tmp_path / f"global_step_{step}" / role / "hf_model").glob("*.safetensors")
+        return load_file(file)
+
+    first, second = (exported(step, "actor") for step in (1, 2))
+    start = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32).state_dict()
+    assert all(torch.equal(first[name], start[name]) for name in first)
+    assert any((second[name] - start[name]).abs().max() > 5e-4 for name in second)
+    assert exported(1, "critic")["score.weight"].abs().max() > 0
+    records = pd.read_json(tmp_path / "metrics.jsonl", lines=True)
+    assert records["actor/pg_loss"].isna().tolist() == [True, False]
+    assert records["critic/vf_loss"].notna().all()
+
+
 def test_sparing_the_old_log_prob_pass_changes_nothing(base, tmp_path) -> None:
     overrides = [*base, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2"]
     with trained(*overrides, f"trainer.default_local_dir={tmp_path / 'auto'}") as trainer:

@@ -38,12 +38,12 @@ from hybridrl.trainer.ppo.batching import (
 )
 from hybridrl.trainer.ppo.collect import PromptPool, endless
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe, probe_rows
-from hybridrl.trainer.ppo.health import HealthError, HealthMonitor, health_metrics
+from hybridrl.trainer.ppo.health import HealthError, HealthMonitor
 from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY, MemoryReport
 from hybridrl.trainer.ppo.rewards import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
 from hybridrl.trainer.ppo.samples import Samples
-from hybridrl.trainer.ppo.settings import needs_old_log_prob, total_training_steps
+from hybridrl.trainer.ppo.settings import needs_old_log_prob, needs_ref_kl, needs_ref_log_prob, total_training_steps
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
@@ -215,7 +215,7 @@ class RayPPOTrainer:
         metrics |= reduce_to_floats(
             merge_metrics({name: m} for part in self._updates for name, found in part.items() for m in found)
         )
-        metrics |= health_metrics(batch) | {"health/rollbacks": self.health.rollbacks}
+        metrics |= self.health.measure(batch) | {"health/rollbacks": self.health.rollbacks}
         metrics |= self.rollout.metrics() | staleness_metrics(batch, self.run.step - 1)
         metrics |= compute_data_metrics(batch, use_critic=self.critic is not None)
         metrics |= compute_timing_metrics(batch, run.timing)
@@ -300,8 +300,9 @@ class RayPPOTrainer:
         inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
         pending = {}
         if self.recompute_old_log_prob:
+            inputs.meta_info["ref_kl"] = needs_ref_kl(self.config)
             pending["old_log_prob"] = self.actor_rollout.compute_log_prob(inputs)
-        if self.reference is not None:
+        if self.reference is not None and needs_ref_log_prob(self.config):
             pending["ref"] = self.reference.compute_ref_log_prob(inputs)
         if self.critic is not None:
             pending["values"] = self.critic.compute_values(inputs)
