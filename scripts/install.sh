@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${HYBRIDRL_VENV:-.venv}
-known_extras="bench dev gpu math megatron openai peft server sglang tracking vllm vllm-cpu"
+known_extras="bench dev gpu math megatron openai peft server sglang torchao tracking vllm vllm-cpu"
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }

@@ -163,6 +163,14 @@ class InferenceEngine(ABC):
         """Counters since the start: `generated_tokens`, `prompt_tokens`, `prefix_cache_queries`, `prefix_cache_hits`
         (tokens), and gauges `running`, `waiting`, `kv_cache_usage` (0 to 1), where the engine tells them."""
 
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the engine's worker processes by name, such as one of a worker extension of the user's.
+
+        Returns:
+            What each process answered.
+        """
+        raise RolloutError(f"{self.name} offers no calls into its worker processes")
+
     @abstractmethod
     async def close(self) -> None:
         """End the engine's processes."""

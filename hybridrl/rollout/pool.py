@@ -213,6 +213,11 @@ class ReplicaPool:
         member.port = int(address.rpartition(":")[2])
         return address
 
+    @property
+    def places(self) -> list[ReplicaPlace]:
+        """Where the replicas stand."""
+        return [member.place for member in self._members]
+
     # ------------------------------------------------------------------ requests
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
