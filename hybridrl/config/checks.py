@@ -14,13 +14,11 @@ from hybridrl.config.critic import CriticConfig
 from hybridrl.config.data import PromptConfig
 from hybridrl.config.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.model import ModelConfig
-from hybridrl.config.reward import CustomRewardConfig
+from hybridrl.config.paths import check_class, check_files, check_function, check_model
 from hybridrl.config.rollout import RolloutConfig
 from hybridrl.config.root import EvaluationConfig, GenerationConfig, PPOTrainerConfig, RootConfig, SFTTrainerConfig
 from hybridrl.config.trainer import JobConfig, PlacementConfig, RunConfig, TrainerConfig
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _OVERLONG = {"enable": bool, "len": int, "penalty_factor": (int, float), "log": bool}
@@ -49,9 +47,9 @@ def _checks(config: RootConfig) -> Iterator[Iterable[str]]:
 
 def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     policy, trainer = config.actor_rollout_ref, config.trainer
-    yield _check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
+    yield check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
     if config.use_critic and config.critic.model.path != policy.model.path:
-        yield _check_model("critic.model", config.critic.model, config.trainer.device)
+        yield check_model("critic.model", config.critic.model, config.trainer.device)
     yield _check_prompts(config)
     yield _check_reward(config)
     yield _check_estimator(config)
@@ -71,7 +69,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
 
 
 def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
-    yield _check_model("model", config.model, config.trainer.device)
+    yield check_model("model", config.model, config.trainer.device)
     yield _check_conversations(config)
     yield _check_contents("checkpoint", config.checkpoint, config.trainer)
     yield _check_optimizer("optim", config.optim)
@@ -85,7 +83,7 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
     if policy.rollout.name == "openai":
         yield _check_endpoint(policy.rollout)
     else:
-        yield _check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
+        yield check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
     yield _check_answers(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_greedy(policy.rollout, config.data.n_samples)
@@ -98,67 +96,21 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
 def _evaluation_checks(config: EvaluationConfig) -> Iterator[Iterable[str]]:
     if not config.data.path:
         yield ["data.path is not set; give the parquet, json or jsonl files that hold responses"]
-    yield _check_files("data.path", config.data.path)
-    yield _check_function(config.reward.custom_reward_function)
+    yield check_files("data.path", config.data.path)
+    yield check_function(config.reward.custom_reward_function)
 
 
-# ---------------------------------------------------------------- models and files
-
-
-def _check_model(where: str, model: ModelConfig, device: str) -> Iterator[str]:
-    if not model.path:
-        yield f"{where}.path is not set; give a directory in Hugging Face format or a hub id org/name"
-    else:
-        yield from _check_source(f"{where}.path", model.path)
-    for name in ("tokenizer_path", "hf_config_path"):
-        if value := getattr(model, name):
-            yield from _check_source(f"{where}.{name}", value)
-    for module in (model.external_lib or "").split(","):
-        if module.strip() and importlib.util.find_spec(module.strip().split(".")[0]) is None:
-            yield f"{where}.external_lib={module.strip()}: no such module on the Python path"
-    attention = str(model.override_config.get("attn_implementation", ""))
-    if attention.startswith("flash_attention") and device == "cpu":
-        yield f"{where}.override_config.attn_implementation={attention} needs a GPU, and trainer.device=cpu; use sdpa"
-
-
-def _check_source(name: str, value: str) -> Iterator[str]:
-    """A directory that is there, or a hub id."""
-    path = Path(value).expanduser()
-    if path.is_dir():
-        return
-    if path.exists():
-        yield f"{name}={value}: is a file; give the directory that holds config.json and the weights"
-    elif not _HUB_ID.fullmatch(value):
-        yield f"{name}={value}: no such directory (from {Path.cwd()}), and a hub id has the form org/name"
-
-
-def _check_files(name: str, files: list[str]) -> Iterator[str]:
-    for file in files:
-        path = Path(file).expanduser()
-        if "://" not in file and not path.exists():
-            yield f"{name}={file}: no such file (from {Path.cwd()})"
-        elif path.is_dir():
-            yield f"{name}={file}: is a folder; name the files in it (parquet, json or jsonl)"
-
-
-def _check_class(where: str, path: str | None, name: str | None, path_key: str, name_key: str) -> Iterator[str]:
-    """A class of the user: both file and name, and the file is there."""
-    if path is None and name is not None:
-        yield f"{where}.{name_key}={name} without {where}.{path_key}; name the Python file that holds it"
-    if path is not None and name is None:
-        yield f"{where}.{path_key}={path} without {where}.{name_key}; name the class in it"
-    if path is not None and path.endswith(".py") and not Path(path).expanduser().is_file():
-        yield f"{where}.{path_key}={path}: no such file (from {Path.cwd()})"
+# ---------------------------------------------------------------- data and rewards
 
 
 def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
     data, trainer = config.data, config.trainer
-    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     sampler = data.sampler
-    yield from _check_class("data.sampler", sampler.class_path, sampler.class_name, "class_path", "class_name")
+    yield from check_class("data.sampler", sampler.class_path, sampler.class_name, "class_path", "class_name")
     if data.custom_cls.path is None:
-        yield from _check_files("data.train_files", data.train_files)
-        yield from _check_files("data.val_files", data.val_files)
+        yield from check_files("data.train_files", data.train_files)
+        yield from check_files("data.val_files", data.val_files)
     if not data.train_files:
         yield "data.train_files is not set; give parquet, json or jsonl files with prompts"
     if not data.val_files and trainer.val_only:
@@ -175,11 +127,11 @@ def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
 def _check_answers(config: GenerationConfig) -> Iterator[str]:
     """`data` of generation: what is read, what is written."""
     data, samples = config.data, config.actor_rollout_ref.rollout.n
-    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     if not data.path:
         yield "data.path is not set; give parquet, json or jsonl files with prompts"
     if data.custom_cls.path is None:
-        yield from _check_files("data.path", data.path)
+        yield from check_files("data.path", data.path)
     output = Path(data.output_path).expanduser()
     if not data.output_path:
         yield "data.output_path is not set; name the parquet file that the responses go to"
@@ -204,10 +156,10 @@ def _check_endpoint(rollout: RolloutConfig) -> Iterator[str]:
 
 def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
     data = config.data
-    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     if data.custom_cls.path is None:
-        yield from _check_files("data.train_files", data.train_files)
-        yield from _check_files("data.val_files", data.val_files)
+        yield from check_files("data.train_files", data.train_files)
+        yield from check_files("data.val_files", data.val_files)
     if not data.train_files:
         yield "data.train_files is not set; give parquet, json or jsonl files with conversations"
     if not data.val_files and config.trainer.test_freq > 0:
@@ -234,10 +186,10 @@ def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
 
 def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
     manager = config.reward.reward_manager
-    yield from _check_function(config.reward.custom_reward_function)
+    yield from check_function(config.reward.custom_reward_function)
     if manager.source == "importlib":
         module = manager.module
-        yield from _check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
+        yield from check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
         if manager.module.path is None:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
     elif manager.name not in names.REWARD_MANAGERS and not _own_code(config):
@@ -248,14 +200,6 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
         )
     elif manager.name == "dapo":
         yield from _check_overlong(config.reward.reward_kwargs, config.data.max_response_length)
-
-
-def _check_function(custom: CustomRewardConfig) -> Iterator[str]:
-    where = "reward.custom_reward_function"
-    if custom.path is not None and custom.path.endswith(".py") and not Path(custom.path).expanduser().is_file():
-        yield f"{where}.path={custom.path}: no such file (from {Path.cwd()})"
-    if custom.path is None and custom.name not in (None, "compute_score"):
-        yield f"{where}.name={custom.name} without {where}.path; name the Python file that holds the function"
 
 
 def _check_overlong(kwargs: dict[str, Any], response_length: int) -> Iterator[str]:
