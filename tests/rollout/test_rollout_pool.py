@@ -158,9 +158,9 @@ def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
     futures = pool.submit(requests(4, "c", sampling=endless))
     time.sleep(0.3)
     pool.pause()
-    tokens = [stats["generated_tokens"] for stats in pool.stats()]
+    tokens = [part["generated_tokens"] for part in pool.statistics().values()]
     time.sleep(0.3)
-    assert [stats["generated_tokens"] for stats in pool.stats()] == tokens
+    assert [part["generated_tokens"] for part in pool.statistics().values()] == tokens
     assert not any(future.done() for future in futures)
     pool.abort()
     answers = [future.result(timeout=60) for future in futures]
