@@ -9,8 +9,11 @@ from hybridrl.algorithms import (
     check_adv_inputs,
     compute_pf_ppo_reweight_data,
     estimate_advantages,
+    explained_variance,
+    masked_var,
     penalise_rewards,
     required_inputs,
+    rewards_to_go,
 )
 from hybridrl.algorithms.settings import ConfigView
 from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
@@ -79,6 +82,30 @@ def compute_advantage(
     advantages, returns = estimate_advantages(adv_estimator, tensors, data.non_tensor_batch, settings)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
+
+
+def critic_metrics(batch: DataProto, gamma: float) -> dict[str, float]:
+    """What the critic is worth, against rewards alone. Over response tokens, with G_t = r_t + gamma G_{t+1}:
+
+        critic/vf_explained_var_mc             1 - Var(G - V) / Var(G); `vf_explained_var` is against the lambda-returns,
+                                               which hold the critic's own values
+        critic/advantages/var                  Var(returns - V): the advantages of GAE before they are whitened
+        critic/advantages/var_constant_baseline   Var(G): the advantages that a constant baseline would give
+
+    A critic that earns its cost has the second below the third.
+
+    Args:
+        batch: after `gae`: `token_level_rewards, values, returns, response_mask` [B, T].
+        gamma: `algorithm.gamma`.
+    """
+    fields = batch.batch
+    values, mask = fields["values"], fields["response_mask"]
+    rewards = rewards_to_go(fields["token_level_rewards"], mask, gamma)
+    return {
+        "critic/vf_explained_var_mc": explained_variance(values, rewards, mask),
+        "critic/advantages/var": masked_var(fields["returns"] - values, mask).item(),
+        "critic/advantages/var_constant_baseline": masked_var(rewards, mask).item(),
+    }
 
 
 def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataProto:
