@@ -2,11 +2,11 @@
 
     python benchmarks/recipes_learn.py --critic [--seeds 0 1 2] [--steps 60]
 
-Lists of 3 to 9 digits to sort, rewards by examples/token_rewards.py: what a token can still earn depends on the prompt, on its
-place and on whether an error lies behind it. The recipe `ppo`, with the critic alone trained in the first 10 steps. From the
-last quarter of the steps: how much of the returns' variance the critic explains, and the variance of the advantages with
-the critic, with a constant baseline and with the best baseline that knows the place alone. Exits with 1 if a seed's critic
-explains half of the returns or less, or leaves the advantages more variance than a constant.
+Lists of 3 to 9 digits to sort, rewards by examples/token_rewards.py: what a token can still earn depends on the prompt,
+on its place and on whether an error lies behind it. The recipe `ppo`, with the critic alone trained in the first 10
+steps. From the last quarter of the steps: how much of the returns' variance the critic explains, and the variance of
+the advantages with the critic, with a constant baseline and with the best baseline that knows the place alone. Exits
+with 1 if a seed's critic explains half of the returns or less, or leaves the advantages more variance than a constant.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from learning_runs import REPOSITORY, Result, Run, make_data, mean, run_once, wa
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
-from token_rewards import prefix_rewards  # noqa: E402  (the path comes first)
+from token_rewards import prefix_rewards
 
 LENGTHS = (3, 5, 7, 9)
 WARM_UP = 10

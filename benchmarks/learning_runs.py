@@ -1,4 +1,4 @@
-"""What the learning benchmarks share: a warm-started model, runs that are not repeated, and the page they are told on."""
+"""What the learning benchmarks share: a warm-started model, runs that are not repeated, and the page that tells."""
 
 import json
 import re
@@ -185,11 +185,12 @@ def command(words: Sequence[str], log: Path) -> None:
 
 
 def write_sections(docs: Path, sections: dict[str, str]) -> None:
-    """Put new text between `<!-- NAME -->` and `<!-- end of NAME -->` of the page in `docs`, a copy of ours if it has none."""
+    """New text between `<!-- NAME -->` and `<!-- end of NAME -->` of the page in `docs`, at first a copy of ours."""
     page = docs / PAGE
     text = (page if page.exists() else REPOSITORY / "docs" / PAGE).read_text()
     for name, body in sections.items():
-        first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        text = re.sub(f"{first}.*?{last}", lambda _, body=body: f"{first}\n{body}\n{last}", text, flags=re.DOTALL)
+        before, rest = text.split(f"<!-- {name} -->")
+        after = rest.split(f"<!-- end of {name} -->")[1]
+        text = f"{before}<!-- {name} -->\n{body}\n<!-- end of {name} -->{after}"
     docs.mkdir(parents=True, exist_ok=True)
     page.write_text(text)

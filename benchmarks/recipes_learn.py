@@ -1,12 +1,13 @@
 """Do the recipes learn? Each is run on the sorting task, and the page that tells is written.
 
-    python benchmarks/recipes_learn.py [--only grpo ppo] [--seeds 0 1 2] [--steps 40] [--out outputs/recipes_learn] [--again]
+    python benchmarks/recipes_learn.py [--only grpo ppo] [--seeds 0 1 2] [--steps 40] [--out FOLDER] [--again]
     python benchmarks/recipes_learn.py --critic     # PPO's critic instead: benchmarks/critic_at_work.py
 
-A run is `python -m hybridrl.trainer.main_ppo -cp recipes/NAME -cn NAME` with the recipe's own YAML, 256 samples a step, on
-one thread, from one model that 60 supervised steps warm-started. A run that has a result is not run again, unless with
-`--again`. The table is printed; docs/recipes_learn.md and its picture are written when every recipe has its results, or into
-the folder that `--page` names from whatever results there are. Exits with 1 if the sampled reward of a recipe did not rise.
+A run is `python -m hybridrl.trainer.main_ppo -cp recipes/NAME -cn NAME` with the recipe's own YAML, 256 samples a step,
+on one thread, from one model that 60 supervised steps warm-started. A run that has a result is not run again, unless
+with `--again`. The table is printed; docs/recipes_learn.md and its picture are written when every recipe has its
+results, or into the folder that `--page` names from whatever results there are. Exits with 1 if the sampled reward of a
+recipe did not rise.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m hybridrl.trainer.main_ppo reward.reward_manager.source=importlib \
         reward.reward_manager.module.path=examples/token_rewards.py reward.reward_manager.module.name=PrefixRewards ...
 
-Any manager may return rewards on any response token; the estimators that look at time (`gae`, `reinforce_plus_plus`, `remax`,
-`optimal_token_baseline`) give each token the credit of what comes after it, the others add the rewards up.
+Any manager may return rewards on any response token; the estimators that look at time (`gae`, `reinforce_plus_plus`,
+`remax`, `optimal_token_baseline`) give each token the credit of what comes after it, the others add the rewards up.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MARK = "####"
 
 
 def prefix_rewards(tokens: Sequence[str], truth: str) -> list[float]:
-    """1 / len(truth) for each right digit behind the mark, as long as everything before it is right; one number a token."""
+    """1 / len(truth) for each right digit behind the mark while all before it are right; one number a token."""
     rewards, text, right = [0.0] * len(tokens), "", ""
     for place, token in enumerate(tokens):
         digits = token.strip() if MARK in text else ""

@@ -180,7 +180,7 @@ def test_sparing_the_old_log_prob_pass_changes_nothing(base, tmp_path) -> None:
 
 
 def test_the_critic_warms_up_while_the_actor_stands_still(base, micro_model, tmp_path) -> None:
-    """The first token earns, whatever it is: before it there is something left to earn, which a critic can learn alone."""
+    """The first token earns, whatever it is; that nothing is left to earn behind it the critic can learn alone."""
     manager = tmp_path / "pay.py"
     manager.write_text(
         "from hybridrl.reward import RewardManager\n\n\n"

@@ -87,12 +87,12 @@ def compute_advantage(
 def critic_metrics(batch: DataProto, gamma: float) -> dict[str, float]:
     """What the critic is worth, against rewards alone. Over response tokens, with G_t = r_t + gamma G_{t+1}:
 
-        critic/vf_explained_var_mc             1 - Var(G - V) / Var(G); `vf_explained_var` is against the lambda-returns,
-                                               which hold the critic's own values
-        critic/advantages/var                  Var(returns - V): the advantages of GAE before they are whitened
-        critic/advantages/var_constant_baseline   Var(G): the advantages that a constant baseline would give
+        critic/vf_explained_var_mc                 1 - Var(G - V) / Var(G)
+        critic/advantages/var                      Var(returns - V): the advantages of GAE before they are whitened
+        critic/advantages/var_constant_baseline    Var(G): the advantages that a constant baseline would give
 
-    A critic that earns its cost has the second below the third.
+    `critic/vf_explained_var` is against the lambda-returns, which hold the critic's own values. A critic that earns its
+    cost has the second below the third.
 
     Args:
         batch: after `gae`: `token_level_rewards, values, returns, response_mask` [B, T].
