@@ -78,8 +78,8 @@ def places_left(result: Result) -> float:
 def table(results: Sequence[Result]) -> str:
     """A row a seed."""
     lines = [
-        "| seed | steps | seconds | sampled reward | explained variance after 1, 10 steps (actor stands still) | "
-        "explained variance of returns | of rewards to go | advantages' variance: constant | by place | critic |",
+        "| seed | steps | seconds | sampled reward | explained variance of rewards to go, steps 1 and 10 | "
+        "at the end | of returns, at the end | advantages' variance: constant | by place | critic |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
@@ -88,7 +88,7 @@ def table(results: Sequence[Result]) -> str:
         lines.append(
             f"| {result.run.seed} | {result.run.steps} | {result.seconds:.0f} | {start:.3f} -> {end:.3f} | "
             f"{explained[1]:.2f}, {explained[min(WARM_UP, result.run.steps)]:.2f} | "
-            f"{last_quarter(result, EXPLAINED):.2f} | {last_quarter(result, EXPLAINED_MC):.2f} | "
+            f"{last_quarter(result, EXPLAINED_MC):.2f} | {last_quarter(result, EXPLAINED):.2f} | "
             f"{last_quarter(result, CONSTANT):.4f} | {places_left(result):.4f} | "
             f"{last_quarter(result, WITH_CRITIC):.4f} |"
         )

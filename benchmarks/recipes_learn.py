@@ -5,8 +5,8 @@
 
 A run is `python -m hybridrl.trainer.main_ppo -cp recipes/NAME -cn NAME` with the recipe's own YAML, 256 samples a step,
 on one thread, from one model that 60 supervised steps warm-started. A run that has a result is not run again, unless
-with `--again`. The table is printed; docs/recipes_learn.md and its picture are written when every recipe has its
-results, or into the folder that `--page` names from whatever results there are. Exits with 1 if the sampled reward of a
+with `--again`. The table is printed; docs/recipes_learn.md and its picture are written when every recipe has a result,
+or into the folder that `--page` names from whatever results there are. Exits with 1 if the sampled reward of a
 recipe did not rise.
 """
 
@@ -73,7 +73,7 @@ def picture(results: Mapping[str, list[Result]], file: Path) -> None:
     columns = min(len(results), 6)
     rows = -(-len(results) // columns)
     figure = Figure(figsize=(2.1 * columns, 1.6 * rows + 0.4), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
     for axis, (name, found) in zip(axes, results.items(), strict=False):
         for result in found:
             axis.plot(*zip(*result.rewards.items(), strict=True), color="#2563eb", linewidth=0.8, alpha=0.7)
@@ -81,7 +81,7 @@ def picture(results: Mapping[str, list[Result]], file: Path) -> None:
         axis.set_title(name, fontsize=8, loc="left")
         axis.tick_params(labelsize=6)
         axis.grid(alpha=0.3)
-    for axis in list(axes)[len(results) :]:
+    for axis in axes[len(results) :]:
         axis.set_axis_off()
     figure.supxlabel("step", fontsize=8)
     figure.suptitle("sampled reward (line a seed) and greedy validation accuracy (dots)", fontsize=9)
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = in_order((recipe_run(n, s, arguments.steps) for n in NAMES for s in arguments.seeds), train(arguments))
     told = table(results)
     print(told)
-    whole = all(len(results.get(name, ())) == len(arguments.seeds) for name in NAMES)
+    whole = results.keys() >= set(NAMES)
     if arguments.page or whole:
         docs = arguments.page or REPOSITORY / "docs"
         write_sections(docs, {"recipes": told})
