@@ -122,7 +122,6 @@ _MEGATRON_LORA_KEYS = (
     "type",
 )
 _BY_STRATEGY = "the strategy of this run is fsdp2"
-_BY_ROLLOUT = "this run generates with the training weights in place (rollout.name auto or hf)"
 
 BRANCHES: tuple[Branch, ...] = (
     Branch(
@@ -138,34 +137,19 @@ BRANCHES: tuple[Branch, ...] = (
     Branch("FSDP1", _BY_STRATEGY, _FSDP, ("use_orig_params",)),
     Branch("FSDP1", _BY_STRATEGY, ("engine",), ("use_orig_params",), roots=("sft_trainer",)),
     Branch(
-        "generation servers (vllm, sglang)",
-        _BY_ROLLOUT,
+        "other ways of running generation servers",
+        "here the library decides",
         (f"{_ARR}.rollout",),
         (
             "agent.num_workers",
             "checkpoint_engine.backend",
             "checkpoint_engine.custom_backend_module",
             "checkpoint_engine.engine_kwargs",
-            "checkpoint_engine.update_weights_bucket_megabytes",
-            "cudagraph_capture_sizes",
-            "data_parallel_size",
             "disable_log_stats",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "enforce_eager",
-            "engine_kwargs",
-            "expert_parallel_size",
-            "free_cache_engine",
-            "gpu_memory_utilization",
             "layered_summon",
-            "load_format",
-            "max_num_batched_tokens",
             "mode",
             "multi_stage_wake_up",
-            "pipeline_model_parallel_size",
-            "scheduling_policy",
             "skip_tokenizer_init",
-            "tensor_model_parallel_size",
         ),
     ),
 )

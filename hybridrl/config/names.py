@@ -91,8 +91,12 @@ HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 STRATEGIES: tuple[str, ...] = ("fsdp2",)
 STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
 
-ROLLOUTS: tuple[str, ...] = ("auto", "hf")
-ROLLOUTS_LATER: tuple[str, ...] = ("vllm", "sglang", "trtllm")
+ROLLOUTS: tuple[str, ...] = ("auto", "hf", "vllm", "sglang")
+ROLLOUTS_LATER: tuple[str, ...] = ("trtllm",)
+#: engines that have weights of their own, in processes of their own
+ENGINES: tuple[str, ...] = ("vllm", "sglang")
+#: how an engine gets its first weights
+LOAD_FORMATS: tuple[str, ...] = ("dummy", "auto")
 
 REWARD_MANAGERS: tuple[str, ...] = ("naive", "batch", "dapo")
 REWARD_MANAGERS_LATER: tuple[str, ...] = ("prime", "gdpo", "rate_limited", "remote")

@@ -233,12 +233,11 @@ PENDING: tuple[Pending, ...] = (
     Pending(
         (f"{_ARR}.rollout",),
         {
-            "full_determinism": False,
             "logprobs_mode": "processed_logprobs",
             "over_sample_rate": 0,
             "calculate_log_probs": DECLARED,
         },
-        "the hf rollout is always reproducible and always returns log-probabilities of the sampled distribution",
+        "a rollout always returns log-probabilities, and always those of the sampled distribution",
         "Leave it at its default.",
     ),
     Pending(
@@ -246,12 +245,6 @@ PENDING: tuple[Pending, ...] = (
         {"enable_rollout_routing_replay": False, "moe_load_balance_metrics_interval": 0, "mtp": None},
         "mixture-of-experts replay and multi-token prediction are not built",
         _REMOVE,
-    ),
-    Pending(
-        (f"{_ARR}.rollout",),
-        {"nnodes": 0, "n_gpus_per_node": None},
-        "generation on machines of its own is not built",
-        "Generation shares the policy's processes; set trainer.nnodes and trainer.n_gpus_per_node.",
     ),
     Pending(
         (f"{_ARR}.rollout",),

@@ -1,6 +1,7 @@
 """Settings of generation: `actor_rollout_ref.rollout`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from hybridrl.config import names
 from hybridrl.config.actor import MICRO_BATCH_SIZE
@@ -19,6 +20,23 @@ class SamplingConfig(ConfigNode):
 
 
 @dataclass
+class EngineKwargsConfig(ConfigNode):
+    """`rollout.engine_kwargs`: further arguments of an engine, by its own names; they win over everything here."""
+
+    vllm: dict[str, Any] = key({}, "arguments of vLLM's AsyncEngineArgs")
+    sglang: dict[str, Any] = key({}, "arguments of SGLang's ServerArgs")
+
+
+@dataclass
+class WeightTransferConfig(ConfigNode):
+    """`rollout.checkpoint_engine`: how new weights reach the engines."""
+
+    update_weights_bucket_megabytes: int = key(
+        2048, "size of a bucket of weights in MiB; one parameter is never split, so it may be larger", gt=0
+    )
+
+
+@dataclass
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout`: how the policy generates and how its log-probabilities are computed again."""
 
@@ -34,6 +52,7 @@ class RolloutConfig(ConfigNode):
     top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
     do_sample: bool = key(True, "false: greedy")
     ignore_eos: bool = key(False, "generate to the length limit whatever is sampled")
+    stop: list[str] = key([], "end a response behind the token that completes one of these strings")
     val_kwargs: SamplingConfig = group(SamplingConfig)
     prompt_length: int = key(512, "prompt width in tokens", follows="${oc.select:data.max_prompt_length,512}", gt=0)
     response_length: int = key(512, "most tokens a response", follows="${oc.select:data.max_response_length,512}", gt=0)
@@ -46,6 +65,38 @@ class RolloutConfig(ConfigNode):
         synonyms=names.DTYPE_SYNONYMS,
     )
     seed: int = key(42, "seed of the sampling noise", ge=0)
+    full_determinism: bool = key(
+        False, "engines: a seed for every request, and batch-invariant kernels where there are; slower. hf: always so"
+    )
+    tensor_model_parallel_size: int = key(1, "engines: devices that share each layer of a replica", gt=0)
+    pipeline_model_parallel_size: int = key(1, "engines: groups of devices that share a replica's layers", gt=0)
+    data_parallel_size: int = key(1, "engines: copies of the model inside a replica", gt=0)
+    expert_parallel_size: int = key(1, "engines: devices that share the experts of a mixture-of-experts model", gt=0)
+    nnodes: int = key(0, "engines: nodes of a pool of its own for generation; 0: on the policy's devices", ge=0)
+    n_gpus_per_node: int = key(
+        8, "engines: devices a node of that pool", follows="${oc.select:trainer.n_gpus_per_node,8}", gt=0
+    )
+    gpu_memory_utilization: float = key(0.5, "engines: share of a GPU's memory for weights and KV cache", gt=0, le=1)
+    free_cache_engine: bool = key(True, "engines: give that memory back while the policy trains")
+    load_format: str = key(
+        "dummy",
+        "engines: dummy: weights come from the trainer; auto: read the checkpoint first",
+        choices=names.LOAD_FORMATS,
+    )
+    enforce_eager: bool = key(False, "engines: no CUDA graphs")
+    cudagraph_capture_sizes: list[int] | None = key(None, "engines: batch sizes of CUDA graphs; null: the engine's own")
+    enable_chunked_prefill: bool = key(True, "engines: read long prompts in pieces, between other requests' tokens")
+    enable_prefix_caching: bool = key(True, "engines: read what prompts have in common once")
+    max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0)
+    scheduling_policy: str = key("fcfs", "engines: which request goes first", choices=("fcfs", "priority"))
+    engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
+    checkpoint_engine: WeightTransferConfig = group(WeightTransferConfig)
+    stuck_timeout_s: float = key(
+        600, "engines: a replica that computes nothing for so long, with requests waiting, is restarted", gt=0
+    )
+    max_restarts: int = key(
+        3, "engines: restarts of a replica, without a finished request between, before giving up", ge=0
+    )
     calculate_log_probs: bool = key(True, "keep the sampler's own log-probabilities")
     log_prob_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,

@@ -24,6 +24,9 @@ class SamplingParams:
         top_k: keep the k most likely tokens; -1 keeps all.
         max_new_tokens: length limit of a response, the EOS included.
         ignore_eos: go on to the limit whatever is sampled.
+        stop: end behind the token that completes one of these strings; it stays in the response.
+        seed: of the noise of this request alone; None draws from the engine's stream. The hf rollout, whose noise
+            always belongs to the sample, does not look at it.
     """
 
     do_sample: bool
@@ -32,6 +35,8 @@ class SamplingParams:
     top_k: int
     max_new_tokens: int
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.do_sample and not self.temperature > 0:
@@ -53,6 +58,7 @@ class SamplingParams:
             top_k=rollout.top_k,
             max_new_tokens=rollout.response_length,
             ignore_eos=rollout.ignore_eos,
+            stop=tuple(rollout.stop),
         )
 
     @classmethod
@@ -67,13 +73,14 @@ class SamplingParams:
             top_k=val.top_k,
             max_new_tokens=rollout.response_length,
             ignore_eos=rollout.ignore_eos,
+            stop=tuple(rollout.stop),
         )
 
     @classmethod
     def from_meta(cls, rollout: RolloutConfig, meta: Mapping[str, Any]) -> "SamplingParams":
         """The settings of a batch: `meta["validate"]` chooses the base, single keys of `meta` override it."""
         base = cls.for_validation(rollout) if meta.get("validate", False) else cls.for_training(rollout)
-        names = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos")
+        names = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos", "stop")
         return replace(base, **{name: meta[name] for name in names if name in meta})
 
 

@@ -138,3 +138,8 @@ def set_rng_states(states: list[torch.Tensor]) -> None:
     """Put back what `get_rng_states` gave; without an accelerator, do nothing."""
     if is_gpu() and states:
         torch.cuda.set_rng_state(states[0])
+
+
+def uuid_of(device: torch.device) -> str:
+    """What names this accelerator in every process, whatever its index there; ``"cpu"`` on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

