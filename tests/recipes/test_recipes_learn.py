@@ -37,7 +37,7 @@ def test_two_steps_of_a_recipe_make_a_row_and_a_picture(script, repository, tmp_
     assert script(*words) == 1 and "rose by less than 0.05: gpg" in capsys.readouterr().err
     (row,) = rows_of(tmp_path / "docs" / "recipes_learn.md", "recipes")
     assert row[0].startswith("[gpg]") and row[1:3] == ["3", "2"] and row[7] == "32 x 8"
-    folder = tmp_path / "out" / "gpg_seed3"
+    folder = tmp_path / "out" / "five_digits" / "gpg_seed3"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     scores = [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
     assert len(scores) == 2 and row[4] == f"{sum(scores) / 2:.3f} -> {sum(scores) / 2:.3f}"
