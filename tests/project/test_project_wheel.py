@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -57,20 +58,43 @@ def test_wheel_holds_package_and_configs_but_no_tests(wheel: Path, repository: P
     assert not [name for name in names if not name.startswith(("hybridrl/", "hybridrl-"))]
 
 
-@pytest.mark.parametrize(("program", "root"), [("main_ppo", "actor_rollout_ref"), ("main_sft", "optim")])
+def test_installed_package_takes_no_configs_of_others(installed_python: Path, tmp_path: Path) -> None:
+    """Neither beside its own YAML nor in place of it, should that be gone."""
+    (site,) = installed_python.parents[1].glob("lib/python*/site-packages")
+    foreign, own, away = site / "configs", site / "hybridrl" / "_configs", site / "hybridrl" / "_away"
+    foreign.mkdir()
+    try:
+        (foreign / "ppo_trainer.yaml").write_text("trainer: {total_epochs: 99}\n")
+        ask = [installed_python, "-c", "from hybridrl.config.compose import configs_folder; print(configs_folder())"]
+        assert run(*ask, cwd=tmp_path).stdout.strip() == str(own)
+        own.rename(away)
+        assert "the YAML files of hybridrl are missing" in run(*ask, cwd=tmp_path).stderr
+    finally:
+        if away.exists():
+            away.rename(own)
+        shutil.rmtree(foreign)
+
+
+@pytest.mark.parametrize(
+    ("program", "root", "word", "line"),
+    [
+        ("main_ppo", "actor_rollout_ref", "trainer.total_epochs=7", "  total_epochs: 7"),
+        ("main_sft", "optim", "trainer.total_epochs=7", "  total_epochs: 7"),
+        ("main_generation", "actor_rollout_ref", "data.n_samples=7", "  n_samples: 7"),
+        ("main_eval", "reward", "data.response_key=answers", "  response_key: answers"),
+    ],
+)
 def test_installed_program_composes_its_configuration_anywhere(
-    installed_python: Path, tmp_path: Path, program: str, root: str
+    installed_python: Path, tmp_path: Path, program: str, root: str, word: str, line: str
 ) -> None:
     where = run(installed_python, "-c", "import hybridrl; print(hybridrl.__file__)", cwd=tmp_path)
     assert Path(where.stdout.strip()).is_relative_to(installed_python.parents[1]), where.stdout + where.stderr
 
-    printed = run(
-        installed_python, "-m", f"hybridrl.trainer.{program}", "--cfg", "job", "trainer.total_epochs=7", cwd=tmp_path
-    )
+    printed = run(installed_python, "-m", f"hybridrl.trainer.{program}", "--cfg", "job", word, cwd=tmp_path)
     assert printed.returncode == 0, printed.stdout + printed.stderr
     lines = printed.stdout.splitlines()
     assert f"{root}:" in lines
-    assert "  total_epochs: 7" in lines
+    assert line in lines
     assert not list(tmp_path.iterdir()), "printing the configuration leaves files behind"
 
 
