@@ -130,8 +130,8 @@ def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
         return
     fitting = [n for n in range(1, max(slots_on_nodes) + 1) if all(slots % n == 0 for slots in slots_on_nodes)]
     raise RolloutError(
-        f"{_KEY}: tensor, pipeline and data parallel sizes make {size} devices a replica, and a replica has to fit into "
-        f"a node, whose slots are {', '.join(map(str, slots_on_nodes))}: choose sizes with a product of "
+        f"{_KEY}: tensor, pipeline and data parallel sizes make {size} devices a replica, and a replica has to fit "
+        f"into a node, whose slots are {', '.join(map(str, slots_on_nodes))}: choose sizes with a product of "
         f"{', '.join(map(str, fitting))}"
     )
 
