@@ -39,12 +39,18 @@ class Policy(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def disturb(self, scale: float) -> None:
-        """Add noise to every weight."""
-        generator = torch.Generator().manual_seed(self.rank + 1)
+        """Set every weight to what it was at the start, and noise that no call before added."""
+        if not hasattr(self, "_at_start"):
+            self._at_start = [part.detach().clone() for part in self._parts()]
+            self._noise = torch.Generator().manual_seed(self.rank + 1)
         with torch.no_grad():
-            for parameter in self.engine.module.parameters():
-                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                local.add_(scale * torch.randn(local.shape, generator=generator))
+            for part, start in zip(self._parts(), self._at_start, strict=True):
+                part.copy_(start + scale * torch.randn(part.shape, generator=self._noise))
+
+    def _parts(self) -> list[torch.Tensor]:
+        """This rank's part of each weight."""
+        parameters = self.engine.module.parameters()
+        return [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
 
 
 def settings(tiny_model, *words: str):
