@@ -51,10 +51,7 @@ refuse_two_engines() {
 }
 refuse_two_engines "$extras"
 default_venv=.venv
-constraints=constraints/$mode.txt
-case "$mode: $extras " in
-    cpu:*" sglang "*) default_venv=.venv-sglang constraints=constraints/cpu-sglang.txt ;;
-esac
+case "$mode: $extras " in cpu:*" sglang "*) default_venv=.venv-sglang ;; esac
 venv=${HYBRIDRL_VENV:-$default_venv}
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -96,7 +93,7 @@ is_new_enough "$python" || fail "$venv holds $("$python" --version 2>&1), and hy
 
 # The stamp tells what stands: mode, extras, and a hash of the files that decide what is installed.
 stamp=$venv/hybridrl-install.stamp
-hash=$("$python" - pyproject.toml constraints/common.txt "constraints/$mode.txt" constraints/cpu-sglang.txt scripts/install.sh <<'PYTHON'
+hash=$("$python" - pyproject.toml constraints/*.txt scripts/install.sh <<'PYTHON'
 import hashlib, os, sys
 digest = hashlib.sha256(f"{sys.version} {os.getcwd()}".encode())
 for name in sys.argv[1:]:
@@ -122,12 +119,13 @@ refuse_two_engines "$extras"
 has() { case " $extras " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 pip() { "$python" -m pip --disable-pip-version-check --no-input "$@"; }
-if [ "$mode" = cpu ] && has sglang; then constraints=constraints/cpu-sglang.txt; fi
+constraints=constraints/$mode.txt
+if has sglang; then constraints=constraints/$mode-sglang.txt; fi
 say "installing hybridrl ($mode${extras:+; extras: $extras}) into $venv, log in $log"
 rm -f "$stamp"
 
 # torch comes first and alone, so that a CPU build is taken where the package index or a local file offers one.
-torch=$(grep '^torch==' constraints/common.txt)
+torch=$(grep -h '^torch==' "$constraints" constraints/common.txt | head -n 1)
 run "$torch" pip install --no-deps "$torch"
 torch_cuda=$("$python" - <<'PYTHON'
 import importlib.metadata, pathlib

@@ -164,6 +164,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of everything that `export_weights` gives out."""
+
+    @abstractmethod
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Write ``model``, ``optimizer``, ``extra`` (schedule, random states), ``hf_model`` as asked into `folder`."""
 

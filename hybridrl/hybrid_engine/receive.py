@@ -32,12 +32,12 @@ class WeightReceiver:
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of each parameter. Without `copies` they are the bucket itself: valid until it was taken."""
         size = max((entry.offset + entry.size for entry in bucket.entries), default=0)
-        open_lane = {
-            "shared_memory": self._from_shared_memory,
-            "cuda_ipc": self._from_cuda_ipc,
-            "broadcast": self._from_broadcast,
-        }[bucket.lane]
-        data = open_lane(bucket.where, size)
+        if bucket.lane == "shared_memory":
+            data = self._from_shared_memory(bucket.where, size)
+        elif bucket.lane == "cuda_ipc":
+            data = self._from_cuda_ipc(bucket.where, size)
+        else:
+            data = self._from_broadcast(bucket.where, size)
         if self.copies:
             data = data.clone()
         for entry in bucket.entries:

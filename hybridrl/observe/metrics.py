@@ -174,6 +174,19 @@ def _explained_variance(values: Tensor, returns: Tensor) -> float:
     return 1.0 - (torch.var(returns - values) / (torch.var(returns) + _EXPLAINED_VARIANCE_EPS)).item()
 
 
+def staleness_metrics(batch: "DataProto", version: int) -> dict[str, float]:
+    """How many updates the weights that generated each token lack of `version`, as `rollout/staleness/{mean,max}`.
+
+    Args:
+        batch: with `weight_versions` and `response_mask` [B, T].
+    """
+    fields = _fields(batch)
+    if "weight_versions" not in fields.keys() or not bool(fields["response_mask"].any()):
+        return {}
+    behind = version - fields["weight_versions"][fields["response_mask"].bool()].double()
+    return {"rollout/staleness/mean": behind.mean().item(), "rollout/staleness/max": behind.max().item()}
+
+
 def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each phase, and milliseconds a token where the phase works token by token.
 

@@ -1,7 +1,7 @@
 """All replicas of a run, as the controller sees them: requests in, completions out, whatever happens to a replica.
 
-A thread of its own talks to the replicas. It hands out requests as replicas have room, gathers completions, and starts a
-lost replica again: its requests run again elsewhere, or there once it has the current weights.
+A thread of its own talks to the replicas. It hands out requests as replicas have room, gathers completions, and starts
+a lost replica again: its requests run again elsewhere, or there once it has the current weights.
 """
 
 import itertools
@@ -206,7 +206,8 @@ class ReplicaPool:
             for request in requests:
                 if request.id in self._futures:
                     raise ValueError(f"a request with id {request.id} is in flight already")
-                self._futures[request.id] = future = Future()
+                future: Future[Completion] = Future()
+                self._futures[request.id] = future
                 futures.append(future)
             self._balancer.add(requests)
             self._hand_out()

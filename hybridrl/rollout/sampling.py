@@ -58,6 +58,7 @@ class SamplingParams:
             top_k=rollout.top_k,
             max_new_tokens=rollout.response_length,
             ignore_eos=rollout.ignore_eos,
+            stop=tuple(rollout.stop),
         )
 
     @classmethod
@@ -72,13 +73,14 @@ class SamplingParams:
             top_k=val.top_k,
             max_new_tokens=rollout.response_length,
             ignore_eos=rollout.ignore_eos,
+            stop=tuple(rollout.stop),
         )
 
     @classmethod
     def from_meta(cls, rollout: RolloutConfig, meta: Mapping[str, Any]) -> "SamplingParams":
         """The settings of a batch: `meta["validate"]` chooses the base, single keys of `meta` override it."""
         base = cls.for_validation(rollout) if meta.get("validate", False) else cls.for_training(rollout)
-        names = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos")
+        names = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos", "stop")
         return replace(base, **{name: meta[name] for name in names if name in meta})
 
 

@@ -125,7 +125,9 @@ class StandaloneGroup:
         if self._device.type == "cpu":
             self._group = dist.ProcessGroupGloo(store, self._rank, self._world_size, self._timeout)
         else:
-            self._group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, self._timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` with that of `root`, and wait for it."""

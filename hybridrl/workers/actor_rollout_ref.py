@@ -1,29 +1,21 @@
 """The policy's worker: trains it, generates with it, and holds the reference policy where asked to."""
 
-from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
+from collections.abc import Sequence
+
+import ray
+
+from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.hybrid_engine.transfer import Target, TransferReport, lanes_to, stream
 from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.loading import resolve_dtype
 from hybridrl.protocol import DataProto
-from hybridrl.rollout import Rollout, RolloutRegistry, SamplingParams
+from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 from hybridrl.workers.losses import PolicyLoss, policy_loss_fn
 from hybridrl.workers.prepare import Preparation
 
 ROLES = ("actor", "actor_rollout", "ref")
-
-
-def check_rollout(config: RolloutConfig) -> str:
-    """What can be known of `rollout` before a worker starts: that its engine is there and its sampling makes sense.
-
-    Returns:
-        The engine's name; "auto" is resolved.
-
-    Raises:
-        RolloutError, UserError: the engine is unknown or not installed, or a sampling setting is out of range.
-    """
-    SamplingParams.for_training(config)
-    SamplingParams.for_validation(config)
-    return RolloutRegistry.resolve(config.name)
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -44,11 +36,11 @@ class ActorRolloutRefWorker(ModelWorker):
         super().__init__(timeout_s)
         self.config = config
         self.role = role
-        self.rollout: Rollout | None = None
+        self.rollout: HFRollout | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
-        """Build and shard the model, and the rollout on top of it; see `ModelWorker.build_engine`."""
+        """Build and shard the model; see `ModelWorker.build_engine`."""
         config = self.config
         trains = self.role != "ref"
         part = config.actor if trains else config.ref
@@ -57,29 +49,42 @@ class ActorRolloutRefWorker(ModelWorker):
             "language_model", part.strategy, config.model, part.fsdp_config, optim, steps, updates_per_step
         )
         self.place_in_mesh("actor" if trains else "ref")
-        if self.role == "actor_rollout":
-            self.rollout = self._build_rollout()
 
-    def _build_rollout(self) -> Rollout:
-        model, rollout = self.config.model, self.config.rollout
+    def _build_rollout(self) -> HFRollout:
+        model = self.config.model
         tokenizer = tokenizer_of(model)
-        return RolloutRegistry.create(
-            rollout.name,
-            rollout,
+        return HFRollout(
+            self.config.rollout,
             engine=self.engine,
             eos_token_ids=eos_token_ids(model.path, config_of(model), tokenizer),
             pad_token_id=tokenizer.pad_token_id,
+            tokenizer=tokenizer,
         )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Responses and the sampler's log-probabilities; see `Rollout.generate`."""
-        if self.rollout is None:
+        """Responses by the training weights in place, and the sampler's log-probabilities; see `Rollout.generate`."""
+        if self.role != "actor_rollout":
             raise RuntimeError(
                 f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate"
             )
+        if self.rollout is None:
+            self.rollout = self._build_rollout()
         with self.engine.loaded(optimizer=False):
             return self.rollout.generate(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, targets: Sequence[Target]) -> TransferReport:
+        """Send the present weights to generation engines that wait for them; see `hybridrl.hybrid_engine.transfer`."""
+        rollout = self.config.rollout
+        dtype = resolve_dtype(rollout.dtype, "rollout.dtype")
+        with self.engine.loaded(optimizer=False):
+            return stream(
+                self.engine.export_weights(dtype),
+                lanes_to(targets, ray.get_runtime_context().get_node_id()),
+                total_bytes=self.engine.weight_bytes(dtype),
+                bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+            )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

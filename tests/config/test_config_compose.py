@@ -145,7 +145,7 @@ def test_an_interpolation_that_leads_nowhere_is_named():
         ("algorithm.kl_penalty=kl4", "must be one of"),
         ("algorithm.kl_ctrl.type=fixd", "nearest: fixed"),
         ("actor_rollout_ref.actor.strategy=megatron", "does not support it yet"),
-        ("actor_rollout_ref.rollout.name=vllm", "does not support it yet"),
+        ("actor_rollout_ref.rollout.name=trtllm", "does not support it yet"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "does not support it yet"),
         ("trainer.logger=[console,wandbb]", "nearest: wandb"),
         ("trainer.resume_mode=always", "must be one of"),

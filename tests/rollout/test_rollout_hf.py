@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config import load_config
 from hybridrl.engine.base import EngineRegistry, MicroBatching
 from hybridrl.protocol import DataProto
-from hybridrl.rollout import RolloutError, RolloutRegistry
+from hybridrl.rollout import HFRollout
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.noise import stream_keys, uniforms
 from hybridrl.utils.errors import UserError
@@ -61,7 +61,7 @@ def prompts_of(lengths: list[int], n: int, vocabulary: int = 90, **meta) -> Data
 def make(actor, eos=(EOS,), **changes):
     config, engine = actor
     rollout = type(config.rollout)(**{**vars(config.rollout), **changes})
-    return RolloutRegistry.create("hf", rollout, engine=engine, eos_token_ids=eos, pad_token_id=PAD)
+    return HFRollout(rollout, engine=engine, eos_token_ids=eos, pad_token_id=PAD)
 
 
 def plain_loop(
@@ -139,7 +139,7 @@ def test_log_probs_equal_the_trainers(actor) -> None:
 
 def test_eos_that_is_also_the_pad_token_ends_a_row_once(actor) -> None:
     config, engine = actor
-    rollout = RolloutRegistry.create("hf", config.rollout, engine=engine, eos_token_ids=(PAD, 17, 40), pad_token_id=PAD)
+    rollout = HFRollout(config.rollout, engine=engine, eos_token_ids=(PAD, 17, 40), pad_token_id=PAD)
     out = rollout.generate(prompts_of([4] * 8, n=8)).batch
     ended = out["response_mask"].sum(1) < 24
     assert ended.any()
@@ -199,8 +199,3 @@ def test_cache_grows_and_drops_rows_like_the_stock_one(reference) -> None:
 def test_no_eos_at_all_is_refused(actor) -> None:
     with pytest.raises(UserError, match="EOS"):
         make(actor, eos=()).generate(prompts_of([3], n=1))
-
-
-def test_unknown_engine_lists_the_known_ones() -> None:
-    with pytest.raises(RolloutError, match="auto, hf"):
-        RolloutRegistry.resolve("hff")

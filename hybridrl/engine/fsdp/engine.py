@@ -353,6 +353,9 @@ class FSDPEngine(Engine):
                 whole = cast(DTensor, whole.to(device.current_device())).full_tensor()
             yield name, whole if dtype is None else whole.to(dtype)
 
+    def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
+        return sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters.values())
+
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:

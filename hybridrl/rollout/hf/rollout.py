@@ -8,6 +8,7 @@ Shapes: B rows, U distinct prompts, P prompt width, T response width, V vocabula
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,34 +17,44 @@ from torch import nn
 from hybridrl.config import RolloutConfig
 from hybridrl.engine.base import Engine
 from hybridrl.protocol import DataProto
-from hybridrl.rollout.base import Rollout, RolloutRegistry, assemble
+from hybridrl.rollout.batch import assemble
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.noise import stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
+from hybridrl.rollout.stop import StopStrings
 from hybridrl.utils.device import current_device
 from hybridrl.utils.errors import UserError
 
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch: dropping copies the cache
 
 
-@RolloutRegistry.register("hf", requires="transformers")
-class HFRollout(Rollout):
-    """Generates with the engine's own module.
+class HFRollout:
+    """Generates with the training engine's own module, inside each worker.
 
     Args:
         config: `rollout.max_num_seqs` bounds the rows generated at once, `rollout.seed` keys the noise.
         engine: whose weights generate.
         eos_token_ids: a response ends with the first of these.
         pad_token_id: fills responses behind their end; may be one of the EOS ids.
+        tokenizer: finds stop strings; needed where there are any.
     """
 
-    def __init__(self, config: RolloutConfig, engine: Engine, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engine: Engine,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int,
+        tokenizer: Any = None,
+    ) -> None:
         self.config = config
+        self.tokenizer = tokenizer
         self.engine = engine
         self.eos_token_ids = tuple(eos_token_ids)
         self.pad_token_id = pad_token_id
 
     def generate(self, prompts: DataProto) -> DataProto:
+        """One response a row, as `Rollout.generate` says; `weight_versions` is left to the caller."""
         meta = prompts.meta_info
         params = SamplingParams.from_meta(self.config, meta)
         eos = _as_ids(meta.get("eos_token_id", self.eos_token_ids))
@@ -72,6 +83,7 @@ class HFRollout(Rollout):
                     torch.tensor(eos, dtype=torch.int64, device=device),
                     noise[part].to(device),
                     _Output(responses[part], log_probs[part], lengths[part]),
+                    StopStrings(self.tokenizer, params.stop),
                 )
         output = assemble(prompts.to(device), responses, lengths, log_probs, pad)
         return output.to("cpu")
@@ -118,7 +130,13 @@ class _Output:
 
 
 def _decode(
-    module: nn.Module, prompts: _Prompts, params: SamplingParams, eos: torch.Tensor, noise: torch.Tensor, out: _Output
+    module: nn.Module,
+    prompts: _Prompts,
+    params: SamplingParams,
+    eos: torch.Tensor,
+    noise: torch.Tensor,
+    out: _Output,
+    stop: StopStrings,
 ) -> None:
     """Generate until every row has ended or reached the limit."""
     cache = make_cache(module.config)
@@ -146,6 +164,9 @@ def _decode(
         out.lengths[rows] += (~ended).to(out.lengths.dtype)
         if not params.ignore_eos:
             ended = ended | torch.isin(tokens, eos)
+        if params.stop:
+            texts = [out.responses[row, : step + 1].tolist() for row in rows.tolist()]
+            ended = ended | torch.tensor([stop.ends(text) for text in texts], device=ended.device)
         going = (~ended).nonzero().squeeze(-1)
         if going.numel() == 0 or step + 1 == params.max_new_tokens:
             return

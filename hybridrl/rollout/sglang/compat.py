@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 #: run against this code, on a CPU
 TESTED = ("0.5.23",)
-#: 0.5.21 was the first with sessions of weight updates and with log-probabilities of the truncated distribution
-SUPPORTED = (Version("0.5.21"), Version("0.6"))
+#: 0.5.21 brought sessions of weight updates and log-probabilities of the truncated distribution; it and those before it
+#: pin a transformers that is older than ours
+SUPPORTED = (Version("0.5.22"), Version("0.6"))
 #: CUDA packages that SGLang imports at load time, and our stand-ins for a CPU
 STAND_INS = Path(__file__).parent / "cpu"
 #: bytes of keys and values on a CPU, unless engine_kwargs.sglang.max_total_tokens says how many tokens
@@ -292,7 +293,7 @@ class Server:
         _succeeded(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def drop_prefixes(self) -> None:
-        """Empty the prefix cache. SGLang refuses while it works; a request that just ended may still be in its books."""
+        """Empty the prefix cache. SGLang refuses while it works; a request that just ended may be in its books."""
         result = await self._manager.flush_cache(timeout_s=60)
         if not result.success:
             raise RolloutError("SGLang did not empty its prefix cache within 60 s after a weight update")

@@ -3,9 +3,9 @@
 SGLang wants a main thread. It installs signal handlers and an event loop policy, ends its process when one of its
 children dies, and at its end kills every child of its process. In a replica's process all that would hit the replica.
 
-Standard input brings the `EngineSpec`, and stays open as long as the replica lives: this process and all that it started
-end with it. The descriptor is a socket. The replica sends (number, method, arguments) and gets (number, value, error);
-besides, ("started", leftovers) comes once and ("news", `wire.News`) all the time.
+Standard input brings the `EngineSpec`, and stays open as long as the replica lives: this process and all that it
+started end with it. The descriptor is a socket. The replica sends (number, method, arguments) and gets (number, value,
+error); besides, ("started", leftovers) comes once and ("news", `wire.News`) all the time.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hybridrl.hybrid_engine.messages import Bucket
     from hybridrl.rollout.engine import Completion, EngineSpec, Request
     from hybridrl.rollout.sglang.compat import Output, Server
+    from hybridrl.rollout.stop import StopStrings
 
 _NEWS_S = 0.25
 _ABORT_AGAIN_S = 0.05
@@ -42,7 +43,7 @@ class Host:
         self._aborted: set[str] = set()
         self._released: set[str] = set()
         self._count = 0
-        self._decode: Any = None
+        self._tokenizer: Any = None
         self._totals = dict.fromkeys(
             ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits"), 0.0
         )
@@ -85,7 +86,6 @@ class Host:
 
     async def generate(self, request: "Request") -> "Completion":
         """See `InferenceEngine.generate`."""
-        from hybridrl.rollout import stopping
         from hybridrl.rollout.engine import Completion
         from hybridrl.rollout.sglang import compat
 
@@ -96,18 +96,21 @@ class Host:
         params = request.sampling
         seeded = self.spec.config.full_determinism
         wanted = compat.sampling(params, self.spec.eos_token_ids, min(params.max_new_tokens, room), seeded)
-        watch = stopping.StopStrings(self._decoder(), params.stop) if params.stop else None
+        stop = self._stop_strings(params.stop) if params.stop else None
         # Of one width: SGLang aborts every request whose name begins with the one that it is given.
         self._count += 1
         name = self._names[request.id] = f"{self._count:020d}"
         end, output = None, None
         try:
-            interval = _STOP_INTERVAL if watch else None
+            interval, seen = (_STOP_INTERVAL if stop else None), 0
             async for output in self.server.generate(name, request.prompt_ids, wanted, interval):
-                if watch and end is None:
-                    end = watch.end(output.token_ids)
-                    if end is not None and output.finish is None:
-                        self.server.abort(name)
+                if stop is None or end is not None:
+                    continue
+                counts = range(seen + 1, len(output.token_ids) + 1)
+                end = next((count for count in counts if stop.ends(output.token_ids[:count])), None)
+                seen = len(output.token_ids)
+                if end is not None and output.finish is None:
+                    self.server.abort(name)
         except ValueError as error:
             return Completion(request.id, [], [], "error", error=str(error))
         finally:
@@ -119,14 +122,14 @@ class Host:
         self._count_tokens(output)
         return _completion(request.id, output, end, aborted)
 
-    def _decoder(self) -> Any:
-        """Text of tokens. Ours, because SGLang would load a tokenizer by the model's type, which rebuilds some wrongly."""
-        if self._decode is None:
-            from hybridrl.models.facts import tokenizer_of
+    def _stop_strings(self, strings: Sequence[str]) -> "StopStrings":
+        """Found here, because SGLang would load a tokenizer by the model's type, which rebuilds some wrongly."""
+        from hybridrl.models.facts import tokenizer_of
+        from hybridrl.rollout.stop import StopStrings
 
-            tokenizer = tokenizer_of(self.spec.model)
-            self._decode = lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-        return self._decode
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self.spec.model)
+        return StopStrings(self._tokenizer, strings)
 
     def _count_tokens(self, output: "Output") -> None:
         self._totals["generated_tokens"] += len(output.token_ids)
@@ -187,7 +190,8 @@ def _end_with_replica() -> None:
     """End the whole process group as soon as standard input ends."""
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):
+            pass
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="hybridrl-end-with-replica", daemon=True).start()

@@ -1,6 +1,6 @@
 """What of ours runs inside each worker process of vLLM: mixed into its worker class by `worker_extension_cls`.
 
-Methods are called by their names through `collective_rpc`. The names start with `hybridrl_` to stay clear of vLLM's own.
+Methods are called by name through `collective_rpc`. The names start with `hybridrl_` to stay clear of vLLM's own.
 """
 
 import os

@@ -51,14 +51,25 @@ def correct_rollout(batch: DataProto, settings: RolloutCorrectionConfig) -> dict
     return metrics
 
 
-def probe(trainer: "RayPPOTrainer", batch: DataProto, threshold: float) -> dict[str, float]:
-    """Compare sampler and trainer on tokens sampled at temperature alone, under the same weights.
+def probe_rows(trainer: "RayPPOTrainer", batch: DataProto) -> DataProto | None:
+    """A few responses sampled at temperature alone, to compare sampler and trainer on.
 
-    Those are the batch's own where it was sampled so; with top-p or top-k the two differ rightly, by the mass that was
-    kept, and a few responses are sampled without.
+    None where the batch's own were sampled so. With top-p or top-k the two differ rightly, by the mass that was kept.
+
+    Args:
+        batch: as generated.
+    """
+    if is_untruncated(trainer.config.actor_rollout_ref.rollout):
+        return None
+    return trainer.sample(_prompts_of(batch[:PROBE_ROWS]), validate=False, **UNTRUNCATED)
+
+
+def probe(trainer: "RayPPOTrainer", batch: DataProto, apart: DataProto | None, threshold: float) -> dict[str, float]:
+    """Compare sampler and trainer on tokens sampled at temperature alone, under the same weights.
 
     Args:
         batch: of the first step, as generated; `old_log_probs` where they were computed.
+        apart: what `probe_rows` gave.
 
     Returns:
         `rollout_corr/probe_*`.
@@ -66,9 +77,7 @@ def probe(trainer: "RayPPOTrainer", batch: DataProto, threshold: float) -> dict[
     Raises:
         AlgorithmError: they differ by more than `threshold`: not the same model.
     """
-    rows = batch
-    if not is_untruncated(trainer.config.actor_rollout_ref.rollout):
-        rows = trainer.sample(_prompts_of(batch[:PROBE_ROWS]), validate=False, **UNTRUNCATED)
+    rows = batch if apart is None else apart
     if "old_log_probs" not in rows.batch.keys():
         rows = rows[:PROBE_ROWS]
         rows = rows.union(trainer.compute_log_prob(rows))

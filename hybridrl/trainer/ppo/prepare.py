@@ -13,13 +13,18 @@ from hybridrl.models.facts import checked_identity, tokenizer_of
 from hybridrl.models.loading import check_weights, import_external_lib
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.reward import RewardManager, create_reward_manager
+from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.roles import Role, needs_critic
 from hybridrl.trainer.ppo.settings import check_algorithm
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.workers.actor_rollout_ref import check_rollout
+from hybridrl.workers.rollout import resolve_rollout
 
 
-def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> RayPPOTrainer:
+def prepare(
+    config: PPOTrainerConfig,
+    role_worker_mapping: Mapping[Role, Any] | None = None,
+    resource_pool_manager: ResourcePoolManager | None = None,
+) -> RayPPOTrainer:
     """The trainer with everything that lives on the controller.
 
     Raises:
@@ -27,7 +32,7 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     """
     model = config.actor_rollout_ref.model
     rollout = config.actor_rollout_ref.rollout
-    engine_name = check_rollout(rollout)
+    engine_name = resolve_rollout(config.actor_rollout_ref)
     if engine_name != rollout.name:
         print(f"actor_rollout_ref.rollout.name={rollout.name}: generating with {engine_name}")
     check_loggers(config.trainer.logger)
@@ -40,7 +45,7 @@ def prepare(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
-        trainer = _with_data(config, tokenizer, reward, role_worker_mapping, identity)
+        trainer = _with_data(config, tokenizer, reward, role_worker_mapping, resource_pool_manager, identity)
         trainer.run.look_for_checkpoint()
         return trainer
     except BaseException:
@@ -53,6 +58,7 @@ def _with_data(
     tokenizer: Any,
     reward: RewardManager,
     role_worker_mapping: Mapping[Role, Any] | None,
+    resource_pool_manager: ResourcePoolManager | None,
     identity: Mapping[str, Any],
 ) -> RayPPOTrainer:
     """Read the data while the reward function's processes start."""
@@ -66,6 +72,7 @@ def _with_data(
         config,
         tokenizer,
         role_worker_mapping,
+        resource_pool_manager,
         reward_fn=reward,
         train_dataset=train,
         val_dataset=val,

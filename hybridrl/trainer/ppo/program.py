@@ -24,7 +24,8 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | 
     with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
         from hybridrl.trainer.ppo.prepare import prepare  # takes seconds (transformers, datasets), as Ray's start does
 
-        trainer = prepare(config, role_worker_mapping)
+        trainer = prepare(config, role_worker_mapping, manager)
         with closing(trainer.reward_fn):
             trainer.init_workers(started())
-            trainer.fit()
+            with closing(trainer.rollout):
+                trainer.fit()

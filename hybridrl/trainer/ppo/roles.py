@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import PPOTrainerConfig, names
 from hybridrl.single_controller.ray import (
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -26,6 +26,8 @@ class Role(Enum):
     ActorRolloutRef = 6
 
 
+#: the pool of replicas that have devices of their own
+ROLLOUT_POOL = "rollout_pool"
 _GROUP_NAMES = {Role.ActorRollout: "actor_rollout", Role.Critic: "critic", Role.RefPolicy: "ref"}
 # Keys of `placement.roles`, the first that is given counts: the reference policy lives with the actor unless told
 # otherwise.
@@ -71,6 +73,10 @@ def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
     roles = config.placement.roles
     mapping = {role: next(roles[key] for key in _PLACEMENT_KEYS[role] if key in roles) for role in active_roles(config)}
     used = {name: list(config.placement.pools[name]) for name in dict.fromkeys(mapping.values())}
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.nnodes and rollout.name in names.ENGINES:
+        mapping[Role.Rollout] = ROLLOUT_POOL
+        used[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
     return ResourcePoolManager(resource_pool_spec=used, mapping=mapping, use_gpu=USES_GPU[config.trainer.device])
 
 

@@ -17,7 +17,12 @@ from hybridrl.algorithms import check_group_sizes, get_kl_controller, masked_mea
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.data.loader import object_array
-from hybridrl.observe.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from hybridrl.observe.metrics import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    staleness_metrics,
+)
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
@@ -32,7 +37,7 @@ from hybridrl.trainer.ppo.batching import (
     trim,
 )
 from hybridrl.trainer.ppo.collect import PromptPool, endless
-from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe
+from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe, probe_rows
 from hybridrl.trainer.ppo.health import HealthError, HealthMonitor, health_metrics
 from hybridrl.trainer.ppo.rewards import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
@@ -43,6 +48,7 @@ from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
 from hybridrl.workers.prepare import ROW_IDS
+from hybridrl.workers.rollout import start_rollout
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 
@@ -126,11 +132,22 @@ class RayPPOTrainer:
                 if role is Role.ActorRollout:  # it learns, and its schedule begins, once the critic is warmed up
                     steps = max(steps - self.config.trainer.critic_warmup, 1)
                 self.groups[role].init_model(steps, 1 if settings is None else self._updates_per_step(settings))
+        manager, trainer = self.resource_pool_manager, self.config.trainer
+        own = manager is not None and Role.Rollout in manager.mapping
+        self.rollout = start_rollout(
+            self.config.actor_rollout_ref,
+            self.actor_rollout,
+            manager.get_resource_pool(Role.Rollout) if manager is not None and own else None,
+            start_timeout_s=trainer.ray_wait_register_center_timeout,
+            threads=trainer.threads_per_worker,
+            log_folder=self.run.folder / "logs",
+        )
 
     def fit(self) -> None:
         """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
         with self.run:
             resumed = self.restore()
+            self.reshard()
             if self.config.trainer.val_only or not resumed:  # a checkpoint is written behind its step's validation
                 self.validate_if_due()
             if self.config.trainer.val_only:
@@ -139,11 +156,13 @@ class RayPPOTrainer:
             while not self.run.is_last:
                 with self.step():
                     batch = self.collect(prompts)  # generate and score, until there are enough
+                    self.rollout.release()  # its memory is for training now
                     batch = self.balance(batch)
                     batch = self.evaluate(batch)  # old_log_probs, ref_log_prob, values
                     batch = self.correct(batch)  # for what the sampler did otherwise than the trainer
                     batch = self.estimate_advantages(batch)
                     self.update(batch)  # critic, then actor
+                    self.reshard()  # training weights -> generation weights
                 self.watch()
                 self.validate_if_due()
                 self.save_if_due()
@@ -183,6 +202,7 @@ class RayPPOTrainer:
             merge_metrics({name: m} for part in self._updates for name, found in part.items() for m in found)
         )
         metrics |= health_metrics(batch) | {"health/rollbacks": self.health.rollbacks}
+        metrics |= self.rollout.metrics() | staleness_metrics(batch, self.run.step - 1)
         metrics |= compute_data_metrics(batch, use_critic=self.critic is not None)
         metrics |= compute_timing_metrics(batch, run.timing)
         return metrics | compute_throughout_metrics(batch, run.timing, n_gpus=self.n_devices)
@@ -198,6 +218,8 @@ class RayPPOTrainer:
         batch, metrics = self.pool.take(answered)
         check_group_sizes(batch.non_tensor_batch["uid"], self.pool.samples)
         self.run.metrics |= metrics
+        if self.run.step == 1 and self.config.algorithm.rollout_correction.probe_threshold is not None:
+            self._probed = probe_rows(self, batch)
         return batch
 
     def generate(self, prompts: DataProto) -> DataProto:
@@ -216,7 +238,7 @@ class RayPPOTrainer:
             batch_keys=["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=["uid", "sample"]
         )
         inputs.meta_info = {"global_steps": self.run.step, "validate": validate, **sampling}
-        output = trim(self.actor_rollout.generate_sequences(inputs))
+        output = trim(self.rollout.generate(inputs))
         output.non_tensor_batch = batch.non_tensor_batch
         output.meta_info = {"temperature": self.config.actor_rollout_ref.rollout.temperature}
         return output
@@ -292,7 +314,7 @@ class RayPPOTrainer:
         settings = self.config.algorithm.rollout_correction
         with self.run.phase("rollout_corr"):
             if self.run.step == 1 and settings.probe_threshold is not None:
-                self.run.metrics |= probe(self, batch, settings.probe_threshold)
+                self.run.metrics |= probe(self, batch, self._probed, settings.probe_threshold)
             self.run.metrics |= correct_rollout(batch, settings)
         return batch
 
@@ -333,6 +355,11 @@ class RayPPOTrainer:
                 metrics = future.get().meta_info["metrics"]
             self.run.keep_if_skipped(batch, metrics)
             self._updates.append(metrics)
+
+    def reshard(self) -> None:
+        """The policy generates with its present weights from now on."""
+        with self.run.phase("update_weights"):
+            self.run.metrics |= self.rollout.update_weights(version=self.run.step)
 
     def _updates_per_step(self, settings: Any) -> int:
         """Optimizer steps that a model takes in each training step."""
@@ -381,6 +408,7 @@ class RayPPOTrainer:
             )
         print(f"step {self.run.step}: going on with the models of {folder} and the next prompts", file=sys.stderr)
         self.load_models(folder)
+        self.reshard()
 
     def load_models(self, folder: Path) -> None:
         """Weights, optimizers and schedules of a checkpoint."""

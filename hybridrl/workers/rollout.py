@@ -1,0 +1,161 @@
+"""The rollout of a policy: who generates, where replicas stand, and how they get the policy's weights."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.hybrid_engine.transfer import Target
+from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
+from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, RolloutError, resolve_rollout
+from hybridrl.rollout.engine import EngineSpec
+from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
+from hybridrl.rollout.replicated import ReplicatedRollout
+from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+
+_KEY = "actor_rollout_ref.rollout"
+
+
+def devices_per_replica(config: ActorRolloutRefConfig) -> int:
+    """Devices that one engine spans."""
+    rollout = config.rollout
+    return rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
+
+
+def start_rollout(
+    config: ActorRolloutRefConfig,
+    policy: RayWorkerGroup,
+    own_pool: RayResourcePool | None = None,
+    *,
+    start_timeout_s: float = 600.0,
+    threads: int | None = None,
+    log_folder: Path | None = None,
+) -> Rollout:
+    """What generates for `policy`, started; it has no weights before `update_weights`.
+
+    Args:
+        config: `actor_rollout_ref`.
+        policy: the workers that train, or at least hold the weights.
+        own_pool: devices for replicas alone; without, they stand on the policy's and take turns with it.
+        start_timeout_s: how long an engine may take to start.
+        threads: threads for arithmetic, of each engine process on a CPU; None shares a node's cores.
+        log_folder: where replicas' output goes; None leaves it to Ray.
+
+    Raises:
+        RolloutError: the engine cannot be had, or does not start.
+    """
+    name = resolve_rollout(config)
+    if name == IN_PLACE:
+        return InPlaceRollout(policy)
+    pool = own_pool or policy.resource_pool
+    assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
+    places = replica_places(pool, devices_per_replica(config), shared=own_pool is None)
+
+    def send(targets: list[Target]) -> Any:
+        return policy.send_weights(targets)
+
+    replicas = ReplicaPool(
+        settings=_settings(config, name, places, start_timeout_s, threads, log_folder), places=places, send_weights=send
+    )
+    try:
+        replicas.start()
+    except BaseException:
+        replicas.close()
+        raise
+    return ReplicatedRollout(replicas)
+
+
+def _settings(
+    config: ActorRolloutRefConfig,
+    name: str,
+    places: Sequence[ReplicaPlace],
+    start_timeout_s: float,
+    threads: int | None,
+    log_folder: Path | None,
+) -> PoolSettings:
+    model, rollout = config.model, config.rollout
+    tokenizer = tokenizer_of(model)
+    processes = devices_per_replica(config)
+    together = processes * len(places)
+    spec = EngineSpec(
+        config=rollout,
+        model=model,
+        eos_token_ids=tuple(eos_token_ids(model.path, config_of(model), tokenizer)),
+        pad_token_id=tokenizer.pad_token_id,
+        threads=threads or max(1, (os.cpu_count() or 1) // together),
+    )
+    return PoolSettings(
+        engine_name=name,
+        spec=spec,
+        processes=processes,
+        start_timeout_s=start_timeout_s,
+        stuck_timeout_s=rollout.stuck_timeout_s,
+        max_restarts=rollout.max_restarts,
+        log_folder=log_folder,
+    )
+
+
+def replica_places(pool: RayResourcePool, size: int, shared: bool) -> list[ReplicaPlace]:
+    """Where replicas of `size` devices stand in a pool, slot after slot.
+
+    Args:
+        shared: the slots belong to training ranks, in the same order.
+
+    Raises:
+        RolloutError: they do not come out even, or one would span nodes.
+    """
+    slots = pool.slots()
+    sizes = f"{_KEY}: tensor, pipeline and data parallel sizes make {size} devices a replica"
+    if len(slots) % size:
+        raise RolloutError(f"{sizes}, and the pool has {len(slots)}: choose sizes whose product divides it")
+    nodes = _nodes_of(slots)
+    gpus = _gpus_of(slots) if pool.use_gpu else [""] * len(slots)
+    places = []
+    for first in range(0, len(slots), size):
+        ranks = range(first, first + size)
+        if len({nodes[rank] for rank in ranks}) > 1:
+            raise RolloutError(
+                f"{sizes}, so that one would span nodes; a replica has to fit into a node: choose smaller sizes"
+            )
+        group, bundle = slots[ranks[0]]
+        environment: dict[str, str] = {}
+        devices: tuple[int, ...] = ()
+        if pool.use_gpu:
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks)}
+            devices = tuple(range(size))
+        places.append(
+            ReplicaPlace(
+                placement_group=group,
+                bundle=bundle,
+                node_id=nodes[ranks[0]],
+                ranks=tuple(ranks) if shared else (),
+                environment=environment,
+                devices=devices,
+            )
+        )
+    return places
+
+
+def _nodes_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
+    """Ray's name of each slot's node."""
+    table = ray.util.placement_group_table()
+    return [table[group.id.hex()]["bundles_to_node_id"][bundle] for group, bundle in slots]
+
+
+def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
+    """What CUDA calls each slot's GPU on its node."""
+
+    @ray.remote(num_cpus=0, num_gpus=0.01)
+    def visible() -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    asked = [
+        visible.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+        for group, bundle in slots
+    ]
+    found: list[str] = ray.get(asked)
+    return found
