@@ -12,6 +12,7 @@ from hybridrl.rollout import RolloutError
 from hybridrl.rollout.engine import EngineRegistry, EngineSpec
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang import compat
+from hybridrl.rollout.sglang.weights import joined
 
 
 @pytest.fixture
@@ -152,3 +153,16 @@ def test_stand_in_kernel_writes_cache_locations() -> None:
     assert torch.equal(table, expected)
     with pytest.raises(NotImplementedError, match=r"sgl_kernel\.fused_experts"):
         kernel.fused_experts()
+
+
+def test_projections_that_sglang_joins_are_loaded_in_one_call() -> None:
+    """However the buckets are cut: SGLang forgets the first of the pair when its call ends."""
+    waiting: dict[str, torch.Tensor] = {}
+    bucket = {"l.0.q_a_proj.weight": torch.ones(2), "l.0.mlp.weight": torch.ones(3)}
+    assert [name for name, _ in joined(bucket.items(), waiting)] == ["l.0.mlp.weight"]
+    bucket["l.0.q_a_proj.weight"].zero_()  # the sender writes the next bucket
+    second = {"l.1.kv_a_proj_with_mqa.weight": torch.ones(4), "l.0.kv_a_proj_with_mqa.weight": torch.ones(5)}
+    found = dict(joined(second.items(), waiting))
+    assert list(found) == ["l.0.q_a_proj.weight", "l.0.kv_a_proj_with_mqa.weight"]
+    assert found["l.0.q_a_proj.weight"].tolist() == [1, 1]
+    assert list(waiting) == ["l.1.kv_a_proj_with_mqa.weight"]  # a model without its partner: loaded at the end
