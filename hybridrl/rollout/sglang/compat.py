@@ -216,7 +216,7 @@ class Server:
         self._engine = Engine(**arguments(spec))
         self.loop = self._engine.loop
         self._manager = self._engine.tokenizer_manager
-        self._vocabulary: int = self._manager.model_config.vocab_size
+        self.vocabulary: int = self._manager.model_config.vocab_size
         config = spec.config
         self._tensor_ranks: int = config.tensor_model_parallel_size
 
@@ -239,11 +239,11 @@ class Server:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = dict(sampling)
-        truncated = sampling.get("top_p", 1.0) < 1 or 0 < sampling.get("top_k", -1) < self._vocabulary
+        truncated = sampling.get("top_p", 1.0) < 1 or 0 < sampling.get("top_k", -1) < self.vocabulary
         if truncated:
             # SGLang tells log-probabilities within what was kept only together with that set, and wants a finite top_k.
             top_k = sampling["top_k"]
-            sampling["top_k"] = min(top_k, self._vocabulary) if top_k > 0 else self._vocabulary
+            sampling["top_k"] = min(top_k, self.vocabulary) if top_k > 0 else self.vocabulary
         if stream_interval is not None:
             sampling["stream_interval"] = stream_interval
         wanted = GenerateReqInput(

@@ -89,10 +89,9 @@ class Host:
         from hybridrl.rollout.engine import Completion
         from hybridrl.rollout.sglang import compat
 
-        room = self.spec.max_model_len - len(request.prompt_ids)
-        if room < 1 or not request.prompt_ids:
-            why = f"a prompt of {len(request.prompt_ids)} tokens; it has to be 1 to {self.spec.max_model_len - 1}"
+        if why := self._unfit(request.prompt_ids):
             return Completion(request.id, [], [], "error", error=why)
+        room = self.spec.max_model_len - len(request.prompt_ids)
         params = request.sampling
         seeded = self.spec.config.full_determinism
         wanted = compat.sampling(params, self.spec.eos_token_ids, min(params.max_new_tokens, room), seeded)
@@ -121,6 +120,14 @@ class Host:
             return Completion(request.id, [], [], "abort")
         self._count_tokens(output)
         return _completion(request.id, output, end, aborted)
+
+    def _unfit(self, prompt_ids: Sequence[int]) -> str | None:
+        """What is wrong with a prompt. SGLang's processes die of tokens that the model does not have."""
+        if not 0 < len(prompt_ids) < self.spec.max_model_len:
+            return f"a prompt of {len(prompt_ids)} tokens; it has to be 1 to {self.spec.max_model_len - 1}"
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.server.vocabulary:
+            return f"a prompt with tokens beyond the model's {self.server.vocabulary}"
+        return None
 
     def _stop_strings(self, strings: Sequence[str]) -> "StopStrings":
         """Found here, because SGLang would load a tokenizer by the model's type, which rebuilds some wrongly."""
