@@ -11,6 +11,7 @@ from hybridrl.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, compute_en
 from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import (
     entropy_from_logits,
+    full_kl_from_logits,
     logprobs_from_logits,
     masked_mean,
     masked_sum,
@@ -72,6 +73,7 @@ __all__ = [
     "compute_rewards",
     "compute_value_loss",
     "entropy_from_logits",
+    "full_kl_from_logits",
     "estimate_advantages",
     "explained_variance",
     "get_adv_estimator_fn",

@@ -285,6 +285,69 @@ def token_statistics(
     }
 
 
+class _FullKL(torch.autograd.Function):
+    """sum_v p_v (log p_v - log q_v) of p = softmax(scale * z) and q, a chunk of tokens at a time.
+
+        d KL / d z_j = scale p_j (log p_j - log q_j - KL)
+
+    Both logits are kept for the backward pass, nothing else of their size.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, scale: float, rows: int) -> Tensor:
+        parts = []
+        for start in range(0, logits.shape[0], rows):
+            p, difference = _p_and_log_ratio(logits[start : start + rows], ref_logits[start : start + rows], scale)
+            parts.append(p.mul_(difference).sum(-1))
+        kl = torch.cat(parts)
+        ctx.save_for_backward(logits, ref_logits, kl)
+        ctx.scale, ctx.rows = scale, rows
+        return kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, ref_logits, kl = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for start in range(0, logits.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            p, difference = _p_and_log_ratio(logits[part], ref_logits[part], ctx.scale)
+            weight = (grad[part] * ctx.scale).unsqueeze(-1)
+            found[part] = difference.sub_(kl[part].unsqueeze(-1)).mul_(p).mul_(weight)
+        return found, None, None, None
+
+
+def _p_and_log_ratio(logits: Tensor, ref_logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """p and log p - log q [n, V]; 0 where p is 0, which adds nothing whatever q is."""
+    log_p, log_q = _log_softmax(logits, scale), _log_softmax(ref_logits, scale)
+    return log_p.exp(), torch.where(log_p == -torch.inf, 0.0, log_p - log_q)
+
+
+def full_kl_from_logits(
+    logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+) -> Tensor:
+    """KL(pi || pi_ref) over the vocabulary, sum_v pi_v (log pi_v - log pi_ref_v), exact, with its exact gradient.
+
+    Args:
+        logits, ref_logits: [..., V], any float dtype; the work is float32 (float64 for float64 logits). No gradient
+            goes to ``ref_logits``.
+        temperature: both distributions are softmax(logits / temperature).
+
+    Returns:
+        [...].
+    """
+    if logits.shape != ref_logits.shape:
+        raise AlgorithmError(
+            f"logits have shape {tuple(logits.shape)} and the reference's {tuple(ref_logits.shape)}; the two policies "
+            "need one vocabulary."
+        )
+    flat, other = (x.reshape(-1, x.shape[-1]) for x in (logits, ref_logits))
+    if not len(flat):
+        return flat.sum(-1).to(working_dtype(logits.dtype)).reshape(logits.shape[:-1])
+    kl: Tensor = _FullKL.apply(flat, other, 1.0 / temperature, _chunk_rows(flat, chunk_size))
+    return kl.reshape(logits.shape[:-1])
+
+
 def logprobs_from_logits(
     logits: Tensor,
     labels: Tensor,

@@ -42,9 +42,20 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 
 
 @torch.no_grad()
-def length_reward_correlation(token_level_scores: Tensor, response_mask: Tensor) -> float:
-    """Correlation of a sample's score with its length: near 1 or -1 while both drift, length is being gamed."""
-    return _correlation(outcome_scores(token_level_scores, response_mask), response_mask.bool().sum(-1))
+def length_reward_correlation(
+    token_level_scores: Tensor, response_mask: Tensor, index: np.ndarray | None = None
+) -> float:
+    """Correlation of a sample's score with its length, within [-1, 1]; 0 where one of them does not vary.
+
+    Args:
+        index: the prompts' uid. Score and length are then taken less their group's means: hard prompts have long
+            and badly scored responses, which says nothing about what length earns.
+    """
+    scores, lengths = outcome_scores(token_level_scores, response_mask), response_mask.bool().sum(-1).double()
+    if index is not None:
+        groups = group_samples(index, scores)
+        scores, lengths = scores - groups.mean(scores), lengths - groups.mean(lengths)
+    return _correlation(scores, lengths)
 
 
 @torch.no_grad()

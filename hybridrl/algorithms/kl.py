@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from hybridrl.algorithms.errors import AlgorithmError
-from hybridrl.algorithms.functional import keep, masked_mean, working_dtype
+from hybridrl.algorithms.functional import full_kl_from_logits, keep, masked_mean
 from hybridrl.algorithms.settings import number, setting
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
@@ -54,9 +53,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
                 f"{tuple(logprob.shape)} and {tuple(ref_logprob.shape)}. With the sampled tokens' "
                 "log-probabilities alone use k1, k2 or k3."
             )
-        log_p, log_q = (x.log_softmax(-1, dtype=working_dtype(x.dtype)) for x in (logprob, ref_logprob))
-        # A token the policy rules out (p = 0) adds nothing; 0 * (-inf - x) would be NaN.
-        return torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
+        return full_kl_from_logits(logprob, ref_logprob)
     names = ", ".join(KL_PENALTIES)
     raise AlgorithmError(
         f"KL form is {kl_penalty!r}; known are {names}, and each with a '+' behind it for the "
@@ -86,11 +83,12 @@ def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_pr
 
 def penalise_rewards(
     token_level_scores: Tensor,
-    old_log_prob: Tensor,
-    ref_log_prob: Tensor,
+    old_log_prob: Tensor | None,
+    ref_log_prob: Tensor | None,
     response_mask: Tensor,
     kl_coef: float,
     form: str = "kl",
+    ref_kl: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """KL penalty in the reward: r_t = score_t - beta * kl_t on response tokens.
 
@@ -98,12 +96,16 @@ def penalise_rewards(
         token_level_scores, old_log_prob, ref_log_prob, response_mask: [B, T].
         kl_coef: beta, from the controller.
         form: ``algorithm.kl_penalty``, see `kl_penalty_forward`.
+        ref_kl: [B, T], the divergence itself where a model computed it (``full``); the log-probabilities are not read.
 
     Returns:
         (token_level_rewards [B, T], current_kl scalar): current_kl is the mean over sequences of each one's token mean,
         which the adaptive controller is fed with and ``actor/reward_kl_penalty`` reports.
     """
-    kl = keep(kl_penalty(keep(old_log_prob, response_mask), keep(ref_log_prob, response_mask), form), response_mask)
+    if ref_kl is None:
+        assert old_log_prob is not None and ref_log_prob is not None
+        ref_kl = kl_penalty(keep(old_log_prob, response_mask), keep(ref_log_prob, response_mask), form)
+    kl = keep(ref_kl, response_mask)
     return token_level_scores - kl_coef * kl, masked_mean(kl, response_mask, axis=-1).mean()
 
 

@@ -135,7 +135,7 @@ _PROVIDERS = {
     "values": "a critic (critic.enable=True, or leave it to adv_estimator=gae)",
     "index": "the prompts' uid (non_tensor_batch['uid'])",
     "reward_baselines": "the greedy baseline pass, which the trainer runs for adv_estimator=remax",
-    "old_log_probs": "the old-log-prob pass of the actor",
+    "old_log_probs": "the old-log-prob pass of the actor, actor_rollout_ref.actor.recompute_old_log_prob=always",
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
@@ -145,9 +145,10 @@ _SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 
 def required_inputs(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
-    """Parameters that an estimator cannot do without, besides rewards, mask and settings (``index`` is the uid)."""
+    """Parameters that an estimator cannot do without, besides rewards, mask, settings and the whole batch (``index`` is
+    the uid)."""
     parameters = inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters.values()
-    given = {"token_level_rewards", "response_mask", "config", *_SETTINGS}
+    given = {"token_level_rewards", "response_mask", "config", "batch", "non_tensor_batch", *_SETTINGS}
     return tuple(
         p.name
         for p in parameters
@@ -227,4 +228,14 @@ def estimate_advantages(
         wanted = {*parameters, *common}
     else:
         wanted = set(parameters)
-    return fn(**{name: value for name, value in offered.items() if name in wanted})
+    try:
+        return fn(**{name: value for name, value in offered.items() if name in wanted})
+    except KeyError as error:
+        # An estimator that looks a field up in `batch` or in its keyword arguments does not name what it needs.
+        need = error.args[0] if error.args else None
+        if need not in _PROVIDERS or need in offered:
+            raise
+        raise AlgorithmError(
+            f"algorithm.adv_estimator={_name(adv_estimator)} reads {need}, which the batch lacks; it comes from "
+            f"{_PROVIDERS[need]}. Named as a parameter of the estimator it is provided for."
+        ) from error

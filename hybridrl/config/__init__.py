@@ -31,6 +31,7 @@ from hybridrl.config.root import ActorRolloutRefConfig, PPOTrainerConfig, SFTTra
 from hybridrl.config.trainer import (
     HealthCheckConfig,
     HealthConfig,
+    LengthCheckConfig,
     PlacementConfig,
     RayConfig,
     RunConfig,
@@ -69,6 +70,7 @@ __all__ = [
     "FilterGroupsConfig",
     "HealthCheckConfig",
     "HealthConfig",
+    "LengthCheckConfig",
     "KLControlConfig",
     "ModelConfig",
     "OptimConfig",

@@ -66,7 +66,7 @@ class ActorConfig(ConfigNode):
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0)
-    kl_loss_type: str = key("low_var_kl", "its estimator", choices=names.KL_PENALTIES, later=names.KL_PENALTIES_LATER)
+    kl_loss_type: str = key("low_var_kl", "its estimator", choices=names.KL_PENALTIES)
     recompute_old_log_prob: str = key(
         "auto",
         "auto: skip the extra pass when a batch has one update (old = detached current); always: never skip it",

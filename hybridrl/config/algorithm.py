@@ -80,7 +80,7 @@ class AlgorithmConfig(ConfigNode):
     )
     clip_rewards: float | None = key(None, "then cut a sequence's score to plus or minus this; null: do not", gt=0)
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = key("kl", "estimator of that KL", choices=names.KL_PENALTIES, later=names.KL_PENALTIES_LATER)
+    kl_penalty: str = key("kl", "estimator of that KL", choices=names.KL_PENALTIES)
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

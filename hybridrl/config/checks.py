@@ -11,6 +11,7 @@ from hybridrl.config import names
 from hybridrl.config.actor import MICRO_BATCH_SIZE, ActorConfig
 from hybridrl.config.convert import nearest
 from hybridrl.config.critic import CriticConfig
+from hybridrl.config.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.root import PPOTrainerConfig, SFTTrainerConfig
@@ -42,6 +43,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_prompts(config)
     yield _check_reward(config)
     yield _check_estimator(config)
+    yield _check_full_kl(config)
     yield _check_batches(config, _ACTOR, policy.actor)
     if config.use_critic:
         yield _check_batches(config, "critic", config.critic)
@@ -58,7 +60,8 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
 def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_model("model", config.model, config.trainer.device)
     yield _check_conversations(config)
-    yield _check_contents("checkpoint", config.checkpoint)
+    yield _check_contents("checkpoint", config.checkpoint, config.trainer)
+    yield _check_optimizer("optim", config.optim)
     yield _check_run(config.trainer)
     yield _check_placement(config.placement, config.trainer, {"model": True})
     yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
@@ -251,6 +254,34 @@ def _check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
+def _check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
+    """The KL over the vocabulary is computed where both policies' logits are: in the actor's process."""
+    algorithm, actor, roles = config.algorithm, config.actor_rollout_ref.actor, config.placement.roles
+    in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+    where = "algorithm.kl_penalty" if in_reward else f"{_ACTOR}.kl_loss_type"
+    own = roles.get("actor_rollout_ref")
+    if not in_reward and not (actor.use_kl_loss and actor.kl_loss_type == "full"):
+        return
+    if roles.get("ref", own) != own:
+        yield (
+            f"{where}=full compares the logits of both policies, too large to send between processes, and "
+            f"placement.roles.ref={roles['ref']} is not the actor's pool {own}; remove placement.roles.ref, or use "
+            "low_var_kl"
+        )
+    dtypes = [part.fsdp_config.dtype for part in (actor, config.actor_rollout_ref.ref)]
+    if dtypes[0] != dtypes[1]:
+        yield (
+            f"{where}=full compares both policies on the same micro-batches, and "
+            f"{_ACTOR}.fsdp_config.dtype={dtypes[0]} differs from "
+            f"actor_rollout_ref.ref.fsdp_config.dtype={dtypes[1]}; set them alike"
+        )
+    if in_reward and algorithm.rollout_correction.bypass_mode:
+        yield (
+            "algorithm.kl_penalty=full is computed in the pass over old log-probabilities, which "
+            "algorithm.rollout_correction.bypass_mode=True spares; use kl_penalty=kl, or bypass_mode=False"
+        )
+
+
 def _check_batches(config: PPOTrainerConfig, where: str, part: ActorConfig | CriticConfig) -> Iterator[str]:
     batch, mini, micro = config.data.train_batch_size, part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu
     samples = config.actor_rollout_ref.rollout.n
@@ -367,14 +398,37 @@ def _check_engines(config: PPOTrainerConfig) -> Iterator[str]:
         if engine.forward_only != frozen:
             kind = "frozen" if frozen else "trained"
             yield f"{where}.forward_only={engine.forward_only}: {role} is {kind}; remove it"
-    yield from _check_contents(f"{_ACTOR}.checkpoint", policy.actor.checkpoint)
-    yield from _check_contents("critic.checkpoint", critic.checkpoint)
+    yield from _check_contents(f"{_ACTOR}.checkpoint", policy.actor.checkpoint, config.trainer)
+    yield from _check_optimizer(f"{_ACTOR}.optim", policy.actor.optim)
+    if config.use_critic:
+        yield from _check_contents("critic.checkpoint", critic.checkpoint, config.trainer)
+        yield from _check_optimizer("critic.optim", critic.optim)
 
 
-def _check_contents(where: str, checkpoint: Any) -> Iterator[str]:
+def _check_optimizer(where: str, optim: OptimConfig) -> Iterator[str]:
+    package = optim.optimizer_impl.split(".")[0]
+    if package == "bitsandbytes":
+        yield (
+            f"{where}.optimizer_impl={optim.optimizer_impl}: its optimizers cannot work on sharded weights; use "
+            "optimizer_impl=torchao.optim with optimizer=AdamW8bit"
+        )
+    elif importlib.util.find_spec(package) is None:
+        mend = "; pip install 'hybridrl[torchao]'" if package == "torchao" else "; name a module that is installed"
+        yield f"{where}.optimizer_impl={optim.optimizer_impl}: there is no package {package}{mend}"
+
+
+def _check_contents(where: str, checkpoint: CheckpointConfig, trainer: RunConfig) -> Iterator[str]:
     missing = [name for name in checkpoint.load_contents if name not in checkpoint.save_contents]
+    goes_back = trainer.resume_mode != "disable" or (isinstance(trainer, TrainerConfig) and _rollbacks(trainer))
     if missing:
         yield f"{where}.load_contents has {', '.join(missing)}, which {where}.save_contents does not write"
+    elif "model" not in checkpoint.load_contents and goes_back:
+        key = "save_contents" if "model" not in checkpoint.save_contents else "load_contents"
+        yield (
+            f"{where}.{key}={checkpoint[key]} lacks model (hf_model is for other programs and is never read), so "
+            "no run could be resumed from such a checkpoint and no health check could roll back to it; add model, or "
+            "set trainer.resume_mode=disable if none is to be"
+        )
 
 
 def _check_run(trainer: RunConfig) -> Iterator[str]:
@@ -393,16 +447,26 @@ def _check_run(trainer: RunConfig) -> Iterator[str]:
             f"it is {trainer.resume_mode}"
         )
     if isinstance(trainer, TrainerConfig) and trainer.save_freq <= 0:
-        for name in trainer.health.keys():
-            if getattr(trainer.health[name], "action", None) == "rollback":
-                yield f"trainer.health.{name}.action=rollback needs checkpoints to go back to; set trainer.save_freq"
+        for name in _rollbacks(trainer):
+            yield f"trainer.health.{name}.action=rollback needs checkpoints to go back to; set trainer.save_freq"
     folder = Path(trainer.default_local_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         yield f"trainer.default_local_dir={folder}: is a file; name a folder"
 
 
+def _rollbacks(trainer: TrainerConfig) -> list[str]:
+    """Health checks that go back to a checkpoint."""
+    checks = trainer.health
+    return [name for name in checks.keys() if getattr(checks[name], "action", None) == "rollback"]
+
+
 def _check_keep(config: PPOTrainerConfig) -> Iterator[str]:
     actor, critic = config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
+    if not config.use_critic and critic != actor:
+        yield (
+            f"trainer.max_critic_ckpt_to_keep={critic} without a critic (algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator}): remove it; max_actor_ckpt_to_keep says how many checkpoints are kept"
+        )
     if config.use_critic and actor != critic:
         yield (
             f"trainer.max_actor_ckpt_to_keep={actor} and trainer.max_critic_ckpt_to_keep={critic}: actor and critic "

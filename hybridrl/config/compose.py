@@ -49,7 +49,10 @@ class Overrides:
 def configs_folder() -> Path:
     """The folder of the shipped YAML: beside the package in a source tree, inside it when installed."""
     package = Path(__file__).resolve().parent.parent
-    for folder in (package / "_configs", package.parent / "configs"):
+    candidates = [package / "_configs"]
+    if (package.parent / "pyproject.toml").is_file():  # a source tree; beside an installed package others' files lie
+        candidates.append(package.parent / "configs")
+    for folder in candidates:
         if (folder / "ppo_trainer.yaml").is_file():
             return folder
     raise ConfigError(

@@ -52,8 +52,10 @@ class FSDPConfig(ConfigNode):
 class OptimConfig(ConfigNode):
     """`actor.optim`, `critic.optim`, and `optim` of supervised fine-tuning."""
 
-    optimizer: str = key("AdamW", "class name in `optimizer_impl`")
-    optimizer_impl: str = key("torch.optim", "module that holds the optimizer class")
+    optimizer: str = key("AdamW", "class name in `optimizer_impl`; Muon: with AdamW for what is no hidden matrix")
+    optimizer_impl: str = key(
+        "torch.optim", "module that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
+    )
     lr: float = key(1e-6, "peak learning rate", ge=0)
     betas: list[float] = key([0.9, 0.999], "Adam's decay rates", ge=0, lt=1)
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
@@ -64,7 +66,9 @@ class OptimConfig(ConfigNode):
     min_lr_ratio: float = key(0.0, "learning rate at the end of linear or cosine decay, as a share of lr", ge=0, le=1)
     num_cycles: float = key(0.5, "waves of the cosine; 0.5 goes down once", gt=0)
     total_training_steps: int = key(-1, "length of the schedule in steps; negative: the trainer fills it in")
-    override_optimizer_config: dict[str, Any] | None = key(None, "further arguments of the optimizer class")
+    override_optimizer_config: dict[str, Any] | None = key(
+        None, "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW"
+    )
 
 
 @dataclass

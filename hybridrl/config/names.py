@@ -75,9 +75,8 @@ KL_PENALTIES: tuple[str, ...] = (
     "k2+",
     "low_var_kl+",
     "k3+",
+    "full",
 )
-#: needs the logits of both policies over the whole vocabulary in one place
-KL_PENALTIES_LATER: tuple[str, ...] = ("full", "full+")
 
 #: draws of PF-PPO
 PF_PPO_METHODS: tuple[str, ...] = ("pow", "max_min", "max_random")

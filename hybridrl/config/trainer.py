@@ -61,13 +61,22 @@ class HealthCheckConfig(ConfigNode):
 
 
 @dataclass
+class LengthCheckConfig(HealthCheckConfig):
+    """`trainer.health.length_hacking`."""
+
+    growth: float = key(
+        0.1, "what the mean response must also be longer than over the last 20 steps or so, as a share", ge=0
+    )
+
+
+@dataclass
 class HealthConfig(ConfigNode):
     """`trainer.health`: what shows a run going wrong before its reward does."""
 
     entropy_collapse: HealthCheckConfig = group(HealthCheckConfig, threshold=0.01, patience=3)
     kl_blowup: HealthCheckConfig = group(HealthCheckConfig, threshold=10.0, patience=2)
     uniform_groups: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=5)
-    length_hacking: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=10)
+    length_hacking: LengthCheckConfig = group(LengthCheckConfig, threshold=0.5, patience=10)
     logprob_mismatch: HealthCheckConfig = group(HealthCheckConfig, threshold=0.1, patience=3)
     dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20)
     max_rollbacks: int = key(3, "times a run goes back before it is stopped instead", ge=0)
@@ -78,7 +87,7 @@ class TrainerConfig(RunConfig):
     """`trainer` of `ppo_trainer`."""
 
     balance_batch: bool = key(True, "give every process about the same number of tokens")
-    critic_warmup: int = key(0, "steps in which only the critic learns", ge=0)
+    critic_warmup: int = key(0, "steps in which only the critic learns; the policy joins in the one after", ge=0)
     val_before_train: bool = key(True, "validate before the first step")
     val_only: bool = key(False, "validate and end")
     log_val_generations: int = key(0, "validation samples sent to tracking", ge=0)

@@ -108,7 +108,8 @@ class Engine(ABC):
             temperature: Logits are divided by it, so log-probabilities are those of the distribution that was
                 sampled from.
             outputs: Of a language model ``log_probs`` (of each response token), ``entropy`` and ``sum_pi_squared`` (of
-                the distribution it was drawn from); of a value model ``values`` (of the state before each response
+                the distribution it was drawn from) and ``ref_kl`` (its divergence from the reference's, over the
+                vocabulary, after `compare_with`); of a value model ``values`` (of the state before each response
                 token).
 
         Returns:
@@ -124,6 +125,7 @@ class Engine(ABC):
         temperature: float = 1.0,
         entropy: bool = False,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        ref_kl: bool = False,
     ) -> dict[str, Metric]:
         """One optimizer step: forward and backward over micro-batches, clip, step, schedule.
 
@@ -135,6 +137,7 @@ class Engine(ABC):
                 micro-batch's share of the mini-batch's loss, normalised by global counts, so that shares add up over
                 micro-batches and ranks. Metrics may be plain numbers: they become means weighted by the
                 micro-batch's response tokens.
+            ref_kl: `outputs` also has ``ref_kl``, see `infer`, differentiable.
             on_nonfinite: What happens when loss or gradients are NaN or infinite: ``raise`` or ``skip`` the step.
 
         Returns:
@@ -144,6 +147,16 @@ class Engine(ABC):
         Raises:
             NonFiniteError: on every rank, with parameters and optimizer state untouched.
         """
+
+    def compare_with(self, reference: Engine) -> None:
+        """Name the engine of the reference policy, on the same ranks, that ``ref_kl`` is measured against.
+
+        Its forward pass runs beside this one's on every micro-batch, so it has to be `loaded` when this one computes.
+
+        Raises:
+            ModelError: the two cannot read the same micro-batches, or this engine cannot compare at all.
+        """
+        raise ModelError(f"{type(self).__name__} cannot compute the KL over the vocabulary; use KL form low_var_kl")
 
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:

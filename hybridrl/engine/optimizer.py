@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from hybridrl.engine.low_bit import row_blocks
+from hybridrl.engine.muon import MuonAndAdamW, ShardedMuon
 from hybridrl.models.errors import ModelError
 from hybridrl.utils import device
 
@@ -19,30 +21,67 @@ from hybridrl.utils import device
 STABLE_SHARE = 0.9
 
 
-def build_optimizer(parameters: Iterable[torch.Tensor], optim: Any) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Iterable[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor] = ()
+) -> torch.optim.Optimizer:
     """The optimizer class ``optim.optimizer`` of module ``optim.optimizer_impl`` over `parameters`.
 
     ``betas`` is passed to classes that take it; ``override_optimizer_config`` is passed last and wins. Where the
     class has a fused kernel (one pass over memory) and nothing else is asked for, that is used: it is several times
-    faster, also on a CPU.
+    faster, also on a CPU. ``Muon`` of ``torch.optim`` takes `matrices` and AdamW the rest; ``AdamW8bit`` and
+    ``Adam8bit`` of ``torchao.optim`` keep their moments in 8 bits.
+
+    Args:
+        matrices: those of `parameters` that Muon orthogonalises (`hidden_matrices`).
 
     Raises:
         ModelError: there is no such module or class, or it does not take an argument.
     """
+    kind = _optimizer_class(optim)
+    parameters, overrides = list(parameters), dict(optim.override_optimizer_config or {})
+    if kind is torch.optim.Muon:
+        return _build_muon(parameters, optim, matrices, overrides)
+    if optim.optimizer_impl.split(".")[0] == "torchao":
+        kind = row_blocks(kind)
+    return _make(kind, parameters, optim, overrides)
+
+
+def _optimizer_class(optim: Any) -> Any:
     try:
-        kind: Any = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+        return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
     except (ImportError, AttributeError) as error:
         raise ModelError(
             f"optim.optimizer={optim.optimizer!r} of optim.optimizer_impl={optim.optimizer_impl!r} cannot be "
             f"imported: {error}"
         ) from error
+
+
+def _build_muon(
+    parameters: Sequence[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor], overrides: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Muon with the settings of `overrides`, and AdamW with those that begin with ``adamw_``.
+
+    Muon's update is brought to the size of AdamW's (``adjust_lr_fn=match_rms_adamw``) where nothing else is asked for,
+    so that one learning rate and weight decay, known from AdamW, serve both.
+    """
+    if not matrices:
+        raise ModelError("optim.optimizer=Muon: the model has no hidden matrix that is trained; use AdamW")
+    chosen = {id(matrix) for matrix in matrices}
+    rest = [parameter for parameter in parameters if id(parameter) not in chosen]
+    prefix = "adamw_"
+    for_adamw = {name[len(prefix) :]: overrides.pop(name) for name in list(overrides) if name.startswith(prefix)}
+    muon = _make(ShardedMuon, list(matrices), optim, {"adjust_lr_fn": "match_rms_adamw", **overrides})
+    adamw = _make(torch.optim.AdamW, rest, optim, for_adamw) if rest else None
+    return MuonAndAdamW(muon, adamw)
+
+
+def _make(kind: Any, parameters: Sequence[torch.Tensor], optim: Any, overrides: Mapping[str, Any]) -> Any:
     takes = inspect.signature(kind).parameters
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     arguments: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if "betas" in takes:
         arguments["betas"] = tuple(optim.betas)
-    arguments.update(optim.override_optimizer_config or {})
-    parameters = list(parameters)
+    arguments.update(overrides)
     if "fused" in takes and not {"fused", "foreach", "capturable", "differentiable"} & arguments.keys():
         # Shards (DTensor) know how to split the fused kernels of Adam and AdamW only.
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
@@ -52,11 +91,10 @@ def build_optimizer(parameters: Iterable[torch.Tensor], optim: Any) -> torch.opt
     unknown = [] if anything else sorted(arguments.keys() - takes.keys())
     if unknown:
         raise ModelError(
-            f"optimizer {optim.optimizer_impl}.{optim.optimizer} takes no argument {', '.join(unknown)} "
+            f"optimizer {optim.optimizer_impl}.{kind.__name__} takes no argument {', '.join(unknown)} "
             "(see optim.override_optimizer_config); it takes " + ", ".join(name for name in takes if name != "params")
         )
-    made: torch.optim.Optimizer = kind(parameters, **arguments)
-    return made
+    return kind(parameters, **arguments)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, optim: Any) -> LambdaLR:
@@ -107,6 +145,14 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
         return max(floor, (1 + floor) / 2 + (1 - floor) / 2 * math.cos(2 * math.pi * cycles * progress))
 
     return factor
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set a group's learning rate; torchao's optimizers keep it as a tensor that has to stay the same."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, target: torch.device) -> None:

@@ -16,10 +16,12 @@ class Rollout(ABC):
     Attributes:
         version: of those weights: how many training steps they have seen; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to move and nothing to release.
+        gives_memory_back: `release` frees device memory.
     """
 
     version: int = -1
     in_place: bool = False
+    gives_memory_back: bool = False
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:

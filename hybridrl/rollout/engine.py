@@ -164,13 +164,24 @@ class InferenceEngine(ABC):
         """Counters since the start: `generated_tokens`, `prompt_tokens`, `prefix_cache_queries`, `prefix_cache_hits`
         (tokens), and gauges `running`, `waiting`, `kv_cache_usage` (0 to 1), where the engine tells them."""
 
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the engine's worker processes by name, such as one of a worker extension of the user's.
+
+        Returns:
+            What each process answered.
+        """
+        raise RolloutError(f"{self.name} offers no calls into its worker processes")
+
     @abstractmethod
     async def close(self) -> None:
         """End the engine's processes."""
 
 
 class EngineRegistry:
-    """Engines that run in replicas, by `rollout.name`; their modules are imported when they are used."""
+    """Engines that run in replicas, by `rollout.name`; their modules are imported when they are used.
+
+    `module:Class` names one that is not registered.
+    """
 
     _modules: ClassVar[dict[str, str]] = {
         "vllm": "hybridrl.rollout.vllm.engine",
@@ -193,6 +204,10 @@ class EngineRegistry:
     @classmethod
     def get(cls, name: str) -> type[InferenceEngine]:
         """The class of the engine `name`, imported now."""
+        module, _, attribute = name.partition(":")
+        if attribute:
+            found: type[InferenceEngine] = getattr(importlib.import_module(module), attribute)
+            return found
         if name not in cls._classes:
             importlib.import_module(cls._modules[name])
         return cls._classes[name]

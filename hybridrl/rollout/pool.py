@@ -196,6 +196,11 @@ class ReplicaPool:
         self._fail(RolloutError("the rollout was closed"))
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def places(self) -> list[ReplicaPlace]:
+        """Where the replicas stand."""
+        return [member.place for member in self._members]
+
     # ------------------------------------------------------------------ requests
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:

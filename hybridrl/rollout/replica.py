@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -217,6 +218,10 @@ class Replica:
     async def stats(self) -> dict[str, float]:
         """The engine's counters; see `InferenceEngine.stats`."""
         return self._engine.stats()
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the engine's worker processes; see `InferenceEngine.call`."""
+        return await self._engine.call(method, *args)
 
     async def close(self) -> None:
         """End the engine."""

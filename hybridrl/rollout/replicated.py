@@ -22,6 +22,7 @@ class ReplicatedRollout(Rollout):
     def __init__(self, pool: ReplicaPool) -> None:
         self.pool = pool
         self._config = pool.settings.spec.config
+        self.gives_memory_back = self._config.free_cache_engine and bool(pool.places[0].devices)
         self._generating_s = 0.0
         self._before = dict.fromkeys(_COUNTERS, 0.0)
         self._restarts = 0

@@ -1,5 +1,6 @@
 """What every training program shares around its loop: folder, metrics, timers, checkpoints, and the wish to stop."""
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from hybridrl.trainer.stop import StopRequest
 from hybridrl.utils.metrics import Metric
 
 STATE_FILE = "trainer.json"
+_OUT_OF_MEMORY = re.compile(r"out.of.memory|OutOfMemory|MemoryError|Cannot allocate memory", re.IGNORECASE)
 KEPT_BATCHES = 8  # of updates that failed, in a run's folder: a run that skips on and on must not fill the disk
 
 
@@ -33,6 +35,7 @@ class TrainingRun:
         trainer: its `trainer` part.
         total_steps: the step after which the run is complete.
         identity: what model this is; a checkpoint of another one is refused.
+        short_of_memory: by phase, what to change where it runs out of memory.
 
     Attributes:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
@@ -41,7 +44,14 @@ class TrainingRun:
         metrics: what the step in progress has to report, beside its timing.
     """
 
-    def __init__(self, config: Any, trainer: RunConfig, total_steps: int, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Any,
+        trainer: RunConfig,
+        total_steps: int,
+        identity: Mapping[str, Any],
+        short_of_memory: Mapping[str, str] | None = None,
+    ) -> None:
         self.config = config
         self.trainer = trainer
         self.total_steps = total_steps
@@ -55,6 +65,7 @@ class TrainingRun:
             world={"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node},
             config_digest=digest(as_dict(config)),
         )
+        self.short_of_memory = short_of_memory or {}
         self.step = 0
         self.timing: dict[str, float] = defaultdict(float)
         self.metrics: dict[str, Any] = {}
@@ -147,10 +158,14 @@ class TrainingRun:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the block's wall time to `timing_s/<name>`."""
+        """Add the block's wall time to `timing_s/<name>`; an error for want of memory says what to change."""
         start = perf_counter()
         try:
             yield
+        except Exception as error:
+            if name in self.short_of_memory and _OUT_OF_MEMORY.search(str(error)):
+                error.add_note(f"The phase {name!r} ran out of memory: {self.short_of_memory[name]}.")
+            raise
         finally:
             self.timing[name] += perf_counter() - start
 

@@ -44,6 +44,13 @@ def rng_state() -> dict[str, Any]:
     }
 
 
+def seed_rng(seed: int) -> None:
+    """Begin the global generators of Python, NumPy and torch, on CPU and accelerator, anew from one seed (32 bits)."""
+    random.seed(seed)
+    np.random.seed(seed)
+    device.manual_seed(seed)
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put the generators back into a state taken by `rng_state`: the numbers they give go on from there.
 

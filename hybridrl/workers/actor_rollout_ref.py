@@ -1,18 +1,21 @@
 """The policy's worker: trains it, generates with it, and holds the reference policy where asked to."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import ray
 
 from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.engine.base import Engine
 from hybridrl.hybrid_engine.transfer import Target, TransferReport, lanes_to, stream
 from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridrl.utils.device import memory_stats
 from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
-from hybridrl.workers.losses import PolicyLoss, policy_loss_fn
+from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.prepare import Preparation
 
 ROLES = ("actor", "actor_rollout", "ref")
@@ -50,6 +53,24 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         self.place_in_mesh("actor" if trains else "ref")
 
+    @property
+    def reference(self) -> Engine | None:
+        """The engine of the reference policy, where it lives in the same process."""
+        worker = self.fused_worker_dict.get("ref")
+        return None if worker is None else worker.engine
+
+    @contextmanager
+    def _beside_reference(self, wanted: bool) -> Iterator[None]:
+        """The reference policy on the device within, and this policy compared with it, if that is wanted."""
+        if not wanted:
+            yield
+            return
+        if self.reference is None:
+            raise RuntimeError("KL form full needs a reference policy in the actor's own process; there is none")
+        self.engine.compare_with(self.reference)
+        with self.reference.loaded(optimizer=False):
+            yield
+
     def _build_rollout(self) -> HFRollout:
         model = self.config.model
         tokenizer = tokenizer_of(model)
@@ -86,20 +107,28 @@ class ActorRolloutRefWorker(ModelWorker):
                 bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
             )
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_memory(self) -> dict[str, float]:
+        """Memory of this rank's device; see `hybridrl.utils.device.memory_stats`."""
+        return memory_stats()
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`.
 
-        With `actor.calculate_sum_pi_squared` also `sum_pi_squared` [B, T].
+        With `actor.calculate_sum_pi_squared` also `sum_pi_squared` [B, T], with `ref_kl` in `meta_info` the KL to the
+        reference policy over the vocabulary, `ref_kl` [B, T].
         """
+        compares = bool(batch.meta_info.get("ref_kl", False))
         rollout = self.config.rollout
         micro = micro_batching(
             rollout.log_prob_micro_batch_size_per_gpu,
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_max_token_len_per_gpu,
         )
-        with self.engine.loaded(optimizer=False):
-            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=self._statistics())
+        with self.engine.loaded(optimizer=False), self._beside_reference(compares):
+            wanted = (*self._statistics(), *(["ref_kl"] if compares else []))
+            outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=wanted)
         outputs["old_log_probs"], outputs["entropys"] = outputs.pop("log_probs"), outputs.pop("entropy")
         return DataProto.from_dict(tensors=outputs)
 
@@ -133,14 +162,17 @@ class ActorRolloutRefWorker(ModelWorker):
         # Without a pass for old log-probabilities this is where the run's entropy is seen.
         no_pass = "old_log_probs" not in batch.batch.keys() or loss.mode == "bypass_mode"
         needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or no_pass
-        return self.update(
-            batch,
-            micro,
-            policy_loss_fn(actor, correction),
-            temperature=self._temperature(batch),
-            entropy=needs_entropy,
-            preparation=None if loss.prepare is None else Preparation(loss, micro),
-        )
+        compares = actor.use_kl_loss and actor.kl_loss_type == FULL_KL
+        with self._beside_reference(compares):
+            return self.update(
+                batch,
+                micro,
+                policy_loss_fn(actor, correction),
+                temperature=self._temperature(batch),
+                entropy=needs_entropy,
+                preparation=None if loss.prepare is None else Preparation(loss, micro),
+                ref_kl=compares,
+            )
 
     def _temperature(self, batch: DataProto) -> float:
         return float(batch.meta_info.get("temperature", self.config.rollout.temperature))

@@ -77,6 +77,7 @@ class ModelWorker(Worker):
         temperature: float = 1.0,
         entropy: bool = False,
         preparation: Preparation | None = None,
+        ref_kl: bool = False,
     ) -> DataProto:
         """One optimizer step for each mini-batch of the shard.
 
@@ -86,6 +87,7 @@ class ModelWorker(Worker):
                 the whole step), `response_length` (the limit), `on_nonfinite`; for a `preparation` also
                 `mini_batch_seeds`.
             preparation: run on each mini-batch, over all ranks, before its update.
+            ref_kl: the loss needs the KL to the reference policy over the vocabulary.
 
         Returns:
             A batch without rows whose meta `metrics` holds mergeable metrics.
@@ -103,7 +105,13 @@ class ModelWorker(Worker):
                 if preparation is not None:
                     preparation.add_to(mini_batch, self.engine, meta["mini_batch_seeds"][number], temperature)
                 metrics = self.engine.train_batch(
-                    mini_batch, micro, loss_fn, temperature=temperature, entropy=entropy, on_nonfinite=on_nonfinite
+                    mini_batch,
+                    micro,
+                    loss_fn,
+                    temperature=temperature,
+                    entropy=entropy,
+                    on_nonfinite=on_nonfinite,
+                    ref_kl=ref_kl,
                 )
                 results.append(
                     {self._named(name): _per_update(metric, meta["updates"]) for name, metric in metrics.items()}

@@ -25,6 +25,7 @@ from hybridrl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
 from hybridrl.utils.metrics import Metric
 
+FULL_KL = "full"  # the KL form that the engine computes, from the logits of both policies
 PREPARED = "prepared"  # field with what a loss found out about the whole mini-batch before its update
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, Any]]]
 
@@ -74,7 +75,8 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
 
     The batch holds `advantages`, `response_mask`, and where the setting needs them `old_log_probs`, `ref_log_prob`,
     `rollout_is_weights`, `prepared` (all [B, T]). Without `old_log_probs` the update is on-policy by
-    construction (one update a batch): the detached current log-probabilities stand for them.
+    construction (one update a batch): the detached current log-probabilities stand for them. With
+    `kl_loss_type=full` the outputs hold `ref_kl` in place of the batch's `ref_log_prob`.
 
     Args:
         config: the actor's settings.
@@ -115,9 +117,12 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
                 metrics["actor/entropy_loss"] = Metric(entropy_loss.detach(), kind="sum")
                 loss = loss - config.entropy_coeff * entropy_loss
         if config.use_kl_loss:
-            # Outside the mask stands anything, and the gradient of k3 there would be 0 times infinity.
-            kept = [torch.where(mask.bool(), part, 0.0) for part in (log_prob, tensors["ref_log_prob"])]
-            divergence = kl_penalty(kept[0], kept[1], config.kl_loss_type)
+            if config.kl_loss_type == FULL_KL:
+                divergence = outputs["ref_kl"]
+            else:
+                # Outside the mask stands anything, and the gradient of k3 there would be 0 times infinity.
+                kept = [torch.where(mask.bool(), part, 0.0) for part in (log_prob, tensors["ref_log_prob"])]
+                divergence = kl_penalty(kept[0], kept[1], config.kl_loss_type)
             kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, **counts)
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), kind="sum")
             metrics["actor/ref_kl"] = _token_mean(divergence, mask)

@@ -234,6 +234,36 @@ def test_k3_is_clamped_as_in_verl() -> None:
     assert found.tolist() == [10.0, 10.0]  # exp(20) - 21 and 19, both cut at 10
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_full_kl_from_logits_and_its_gradient(chunk: int | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    z, y = (torch.randn(2, 5, 7, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
+    z[0, 0, 2] = -torch.inf  # ruled out by the policy: adds nothing
+    weights = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+
+    plain = z.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    values = torch.zeros(2, 5, dtype=torch.float64)
+    for b in range(2):
+        for t in range(5):
+            log_p, log_q = (plain[b, t] / 0.7).log_softmax(0), (y[b, t] / 0.7).log_softmax(0)
+            kl = sum(log_p[v].exp() * (log_p[v] - log_q[v]) for v in range(7) if z[b, t, v] > -torch.inf)
+            values[b, t] = kl.detach()
+            total = total + weights[b, t] * kl
+    total.backward()
+
+    logits, ref = z.clone().requires_grad_(), y.clone().requires_grad_()
+    found = algorithms.full_kl_from_logits(logits, ref, temperature=0.7, chunk_size=chunk)
+    torch.testing.assert_close(found, values, atol=1e-12, rtol=1e-12)
+    (found * weights).sum().backward()
+    torch.testing.assert_close(logits.grad, plain.grad.nan_to_num(), atol=1e-12, rtol=1e-10)
+    assert ref.grad is None
+    half = algorithms.full_kl_from_logits(z[:, :, 3:].half(), y[:, :, 3:].half(), temperature=0.7)
+    assert half.dtype == torch.float32 and algorithms.full_kl_from_logits(z[:0], y[:0]).shape == (0, 5)
+    with pytest.raises(algorithms.AlgorithmError, match="one vocabulary"):
+        algorithms.full_kl_from_logits(z, y[..., 1:])
+
+
 def test_full_kl_is_the_sum_over_the_vocabulary_and_the_mean_of_its_estimators() -> None:
     torch.manual_seed(0)
     p, q = (torch.randn(1, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))

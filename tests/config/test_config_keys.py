@@ -99,13 +99,13 @@ def test_settings_of_an_engine_not_selected_pass_with_one_notice():
 def test_server_settings_pass_with_one_notice():
     result = BOOK.rewrite(
         [
-            Assignment("actor_rollout_ref.rollout.gpu_memory_utilization", 0.6),
-            Assignment("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space", 4),
+            Assignment("actor_rollout_ref.rollout.layered_summon", True),
+            Assignment("actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"),
             Assignment("actor_rollout_ref.rollout.tensor_parallel_size", 2),
         ]
     )
     assert result.faults == []
-    assert [notice for notice in result.notices() if "gpu_memory_utilization" in notice and "swap_space" in notice]
+    assert [notice for notice in result.notices() if "layered_summon" in notice and "backend" in notice]
 
 
 @pytest.mark.parametrize("root", ROOTS)

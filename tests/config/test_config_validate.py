@@ -45,6 +45,8 @@ def faults_of(words: list[str], root: str = "ppo_trainer") -> list[str]:
         [*GRPO, f"{POLICY}.model.path=org/name", "critic.model.path=nowhere"],  # no critic in GRPO
         [*GRPO, "reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 64}"],
         [*GRPO, "data.train_files=hdfs://host/file.parquet"],
+        [*GRPO, f"{POLICY}.actor.checkpoint.save_contents=[hf_model]", "trainer.resume_mode=disable"],
+        [*GRPO, "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"],
         [*GRPO, "algorithm.adv_estimator=mine", f"{POLICY}.model.external_lib=json"],
     ],
 )
@@ -117,6 +119,35 @@ def test_sft_that_works_passes(here):
             "actor.ppo_max_token_len_per_gpu=1023",
             "1024 tokens",
         ),
+        # the KL over the vocabulary
+        (
+            [
+                f"{POLICY}.actor.use_kl_loss=true",
+                f"{POLICY}.actor.kl_loss_type=full",
+                "+placement.pools.second=[1]",
+                "+placement.roles.ref=second",
+            ],
+            "actor.kl_loss_type=full",
+            "remove placement.roles.ref",
+        ),
+        (
+            [
+                f"{POLICY}.actor.use_kl_loss=true",
+                f"{POLICY}.actor.kl_loss_type=full",
+                f"{POLICY}.ref.fsdp_config.dtype=bfloat16",
+            ],
+            "ref.fsdp_config.dtype=bfloat16",
+            "set them alike",
+        ),
+        (
+            [
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_penalty=full",
+                "algorithm.rollout_correction.bypass_mode=true",
+            ],
+            "algorithm.kl_penalty=full",
+            "bypass_mode=False",
+        ),
         # sampling
         ([f"{POLICY}.rollout.do_sample=false"], "do_sample=False", "alike"),
         ([f"{POLICY}.rollout.val_kwargs.n=4"], "val_kwargs.n=4", "alike"),
@@ -132,6 +163,21 @@ def test_sft_that_works_passes(here):
             "load_contents",
             "optimizer",
         ),
+        ([f"{POLICY}.actor.checkpoint.save_contents=[hf_model]"], "save_contents=['hf_model']", "lacks model"),
+        ([f"{POLICY}.actor.checkpoint.load_contents=[optimizer]"], "load_contents=['optimizer']", "lacks model"),
+        (
+            [
+                f"{POLICY}.actor.checkpoint.save_contents=[hf_model]",
+                "trainer.resume_mode=disable",
+                "trainer.save_freq=1",
+                "trainer.health.kl_blowup.action=rollback",
+            ],
+            "save_contents=['hf_model']",
+            "no health check could roll back",
+        ),
+        ([f"{POLICY}.actor.optim.optimizer_impl=nowhere.optim"], "optimizer_impl=nowhere.optim", "no package nowhere"),
+        ([f"{POLICY}.actor.optim.optimizer_impl=bitsandbytes.optim"], "bitsandbytes.optim", "torchao.optim"),
+        (["trainer.max_critic_ckpt_to_keep=2"], "max_critic_ckpt_to_keep=2 without a critic", "remove it"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode", "resume_from_path"),
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"],
@@ -186,6 +232,8 @@ def test_faults_of_a_critic(here, change, expected):
             ["checkpoint.save_contents=[model]", "checkpoint.load_contents=[optimizer]"],
             "checkpoint.load_contents",
         ),
+        (["checkpoint.save_contents=[hf_model]"], "lacks model"),
+        (["optim.optimizer_impl=bitsandbytes.optim"], "torchao.optim"),
         (["trainer.test_freq=2"], "trainer.test_freq=2"),
         (["placement.roles.modl=global"], "there are model"),
     ],

@@ -13,6 +13,7 @@ from hybridrl.data import DataError
 from hybridrl.data.preprocess.common import write_rows
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
 from hybridrl.data.preprocess.math import write_math
+from hybridrl.data.preprocess.sort import write_sort_data
 from hybridrl.reward import default_compute_score
 
 
@@ -100,4 +101,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_rows(file, [{"x": 2}])
     assert pyarrow.parquet.read_table(file).to_pylist() == [{"x": 1}]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+    with pytest.raises(OSError, match="No space"):  # so does every script, the sorting task's too
+        write_sort_data(tmp_path, train_size=4, test_size=2)
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]

@@ -65,6 +65,13 @@ def policy_loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[tor
     return loss, {"loss": Metric(loss.detach(), kind="sum"), "log_prob": mean.detach()}
 
 
+def full_kl_loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The policy loss and half the KL to the reference over the vocabulary."""
+    loss, metrics = policy_loss(outputs, micro)
+    kl = (outputs["ref_kl"] * micro.batch["response_mask"]).sum() / micro.meta_info["batch_num_tokens"]
+    return loss + 0.5 * kl, {**metrics, "ref_kl": Metric(kl.detach(), kind="sum")}
+
+
 def value_loss(outputs: dict[str, torch.Tensor], micro: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
     mask = micro.batch["response_mask"]
     loss = ((outputs["values"] - micro.batch["returns"]) ** 2 * mask).sum() / micro.meta_info["batch_num_tokens"]

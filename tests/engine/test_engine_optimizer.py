@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from hybridrl.config.engine import OptimConfig
+from hybridrl.engine.muon import hidden_matrices
 from hybridrl.engine.optimizer import build_optimizer, build_schedule, lr_factor
 from hybridrl.models.errors import ModelError
+from hybridrl.models.loading import load_model_config
+from hybridrl.models.value import load_value_model
 
 
 def settings(kind: str, **others):  # type: ignore[no-untyped-def]
@@ -77,3 +81,89 @@ def test_optimizers_by_name() -> None:
         build_optimizer(parameters, OptimConfig(optimizer="Adm"))
     with pytest.raises(ModelError, match="takes no argument betta"):
         build_optimizer(parameters, OptimConfig(override_optimizer_config={"betta": 1}))
+
+
+MUON = {"optimizer": "Muon", "lr": 2e-2, "weight_decay": 0.1, "betas": [0.8, 0.95]}
+
+
+def gradients(module: torch.nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest(micro_model: Path) -> None:
+    module, plain = (AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32) for _ in range(2))
+    ends = {"model.embed_tokens.weight", "lm_head.weight"}
+    hidden = {n for n, p in plain.named_parameters() if p.ndim == 2 and n not in ends}
+    assert len(hidden) == 7 * module.config.num_hidden_layers
+    overrides = {"ns_steps": 4, "adamw_lr": 5e-3, "adamw_eps": 1e-4}
+    parameters = dict(module.named_parameters())
+    optimizer = build_optimizer(
+        parameters.values(),
+        OptimConfig(**MUON, override_optimizer_config=overrides),
+        hidden_matrices(module, parameters),
+    )
+    schedule = build_schedule(optimizer, settings("linear"))
+    muon = torch.optim.Muon(
+        [p for n, p in plain.named_parameters() if n in hidden],
+        lr=2e-2, weight_decay=0.1, ns_steps=4, adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    adamw = torch.optim.AdamW(
+        [p for n, p in plain.named_parameters() if n not in hidden],
+        lr=5e-3, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-4, fused=True,
+    )  # fmt: skip
+    for step in range(6):
+        for made, peak in ((muon, 2e-2), (adamw, 5e-3)):
+            made.param_groups[0]["lr"] = peak * lr_factor(settings("linear"))(step)
+        gradients(module, step)
+        gradients(plain, step)
+        for one in (optimizer, schedule, muon, adamw):
+            one.step()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameters[name], parameter), name
+    assert "momentum_buffer" in optimizer.state[parameters["model.layers.0.mlp.up_proj.weight"]]
+    assert "exp_avg" in optimizer.state[parameters["lm_head.weight"]]
+
+
+def test_muon_leaves_out_the_head_of_a_value_model_and_tied_weights(micro_model: Path) -> None:
+    value = load_value_model(str(micro_model), load_model_config(str(micro_model), False), torch.float32, False)
+    named = dict(value.named_parameters())
+    chosen = {id(p) for p in hidden_matrices(value, named)}
+    apart = {name for name, p in named.items() if id(p) not in chosen and p.ndim == 2}
+    assert apart == {"model.embed_tokens.weight", "score.weight"}
+    with pytest.raises(ModelError, match="Muon: the model has no hidden matrix"):
+        build_optimizer(value.parameters(), OptimConfig(**MUON), [])
+    for wrong in ("betas", "adamw_momentum"):
+        with pytest.raises(ModelError, match=f"takes no argument {wrong.removeprefix('adamw_')}"):
+            build_optimizer(
+                named.values(),
+                OptimConfig(**MUON, override_optimizer_config={wrong: 1}),
+                hidden_matrices(value, named),
+            )
+
+
+def test_eight_bit_adam_follows_the_full_one() -> None:
+    pytest.importorskip("torchao", reason="the extra torchao is not installed")
+    low = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}
+    target = torch.randn(64, 192, generator=torch.Generator().manual_seed(0))
+    distances = []
+    for kind in ({}, low):
+        weights = torch.nn.ParameterDict({"w": torch.zeros(64, 192), "b": torch.zeros(192)})
+        optimizer = build_optimizer(weights.values(), OptimConfig(lr=0.03, weight_decay=0.0, **kind))
+        inputs = torch.Generator().manual_seed(1)
+        for _ in range(60):
+            x = torch.randn(32, 64, generator=inputs)
+            loss = (x @ (weights["w"] - target) + weights["b"]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        distances.append(((weights["w"] - target).norm() / target.norm()).item())
+        if kind:
+            moment = optimizer.state[weights["w"]]["exp_avg"]
+            assert (moment.codes.dtype, moment.block_size, len(moment.scale)) == (torch.uint8, 64, 192)
+            assert optimizer.state[weights["b"]]["exp_avg"].dtype == torch.float32
+    assert distances[0] < 0.4  # it learns, and in 8 bits nearly as fast
+    assert distances[1] == pytest.approx(distances[0], rel=0.05)
+    with pytest.raises(ModelError, match=r"AdamW4bit of torchao\.optim has a state that no checkpoint"):
+        build_optimizer(weights.values(), OptimConfig(**{**low, "optimizer": "AdamW4bit"}))

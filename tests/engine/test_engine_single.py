@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from engine_helpers import (
     PROMPT,
     RESPONSE,
     TEMPERATURE,
+    full_kl_loss,
     make_batch,
     make_engine,
     make_fields,
+    plain_logits,
     plain_outputs,
     policy_loss,
     value_loss,
@@ -85,6 +88,50 @@ def test_three_steps_equal_a_plain_loop(micro_model: Path, checkpointing: bool) 
     trained = dict(plain.named_parameters())
     for name, tensor in weights(engine).items():
         torch.testing.assert_close(tensor, trained[name].detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("micro", [MicroBatching(size=1), MicroBatching(size=5)])
+def test_full_kl_equals_a_float64_loop(micro_model: Path, tmp_path: Path, micro: MicroBatching) -> None:
+    torch.manual_seed(11)
+    other = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
+    for parameter in other.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    shutil.copytree(micro_model, tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+
+    sgd = {"optimizer": "SGD", "lr": 0.1, "lr_warmup_steps": 0, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
+    engine = make_engine(micro_model, optim=sgd)
+    engine.compare_with(make_engine(tmp_path / "other", forward_only=True))
+    batch, mask = make_batch(FIELDS), FIELDS["response_mask"]
+    found = engine.infer(batch, micro, TEMPERATURE, ("log_probs", "ref_kl"))
+
+    plain = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float64)
+    reference = other.double()
+    log_probs, _ = plain_outputs(plain, FIELDS)
+    rows = []
+    for row in range(len(mask)):
+        ids, attention = FIELDS["input_ids"][row], FIELDS["attention_mask"][row]
+        log_p = (plain_logits(plain, ids, attention) / TEMPERATURE).log_softmax(-1)
+        with torch.no_grad():
+            log_q = (plain_logits(reference, ids, attention) / TEMPERATURE).log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        start = int(attention[:PROMPT].sum()) - 1
+        line = [kl[start + t] if mask[row, t] else torch.zeros((), dtype=torch.float64) for t in range(RESPONSE)]
+        rows.append(torch.stack(line))
+    kl = torch.stack(rows)
+    assert kl[mask.bool()].mean() > 0.01
+    torch.testing.assert_close(found["ref_kl"], kl.detach().float(), atol=2e-6, rtol=1e-4)
+
+    loss = (-(log_probs * FIELDS["advantages"] * mask).sum() + 0.5 * (kl * mask).sum()) / mask.sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    for parameter in plain.parameters():
+        parameter.data -= 0.1 * parameter.grad
+    metrics = merge_metrics([engine.train_batch(batch, micro, full_kl_loss, TEMPERATURE, ref_kl=True)])
+    assert metrics["ref_kl"].value == pytest.approx(((kl * mask).sum() / mask.sum()).item(), rel=1e-5)
+    trained = dict(plain.named_parameters())
+    for name, tensor in weights(engine).items():
+        torch.testing.assert_close(tensor, trained[name].detach().float(), atol=1e-6, rtol=1e-5)
 
 
 def test_padding_of_the_batch_changes_nothing(micro_model: Path) -> None:

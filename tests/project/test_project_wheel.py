@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -55,6 +56,23 @@ def test_wheel_holds_package_and_configs_but_no_tests(wheel: Path, repository: P
         f"hybridrl/_configs/{file.relative_to(configs)}" for file in configs.rglob("*") if file.is_file()
     }
     assert not [name for name in names if not name.startswith(("hybridrl/", "hybridrl-"))]
+
+
+def test_installed_package_takes_no_configs_of_others(installed_python: Path, tmp_path: Path) -> None:
+    """Neither beside its own YAML nor in place of it, should that be gone."""
+    (site,) = installed_python.parents[1].glob("lib/python*/site-packages")
+    foreign, own, away = site / "configs", site / "hybridrl" / "_configs", site / "hybridrl" / "_away"
+    foreign.mkdir()
+    try:
+        (foreign / "ppo_trainer.yaml").write_text("trainer: {total_epochs: 99}\n")
+        ask = [installed_python, "-c", "from hybridrl.config.compose import configs_folder; print(configs_folder())"]
+        assert run(*ask, cwd=tmp_path).stdout.strip() == str(own)
+        own.rename(away)
+        assert "the YAML files of hybridrl are missing" in run(*ask, cwd=tmp_path).stderr
+    finally:
+        if away.exists():
+            away.rename(own)
+        shutil.rmtree(foreign)
 
 
 @pytest.mark.parametrize(("program", "root"), [("main_ppo", "actor_rollout_ref"), ("main_sft", "optim")])

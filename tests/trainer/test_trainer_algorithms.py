@@ -1,5 +1,6 @@
 """Algorithms on real workers: choices over a mini-batch, dynamic sampling across a resume, the first step's probe."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import AlgorithmError
 from hybridrl.config import load_config, validate
@@ -94,6 +96,33 @@ def test_tokens_are_chosen_over_the_mini_batch_whatever_the_ranks(base, tmp_path
     assert share[0] == pytest.approx(share[1], abs=1e-6) and 0.1 < share[0] < 0.21
 
 
+def test_full_kl_in_loss_and_reward_whatever_the_ranks(base, tmp_path) -> None:
+    overrides = [
+        *base,
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.actor.kl_loss_coef=0.3",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_penalty=full",
+        "algorithm.kl_ctrl.kl_coef=0.3",
+        "actor_rollout_ref.actor.optim.optimizer=SGD",
+        "actor_rollout_ref.actor.optim.lr=0.3",
+        "trainer.total_training_steps=2",
+    ]
+    for ranks in (1, 2):
+        with trained(tmp_path / str(ranks), *overrides, f"trainer.n_gpus_per_node={ranks}") as trainer:
+            fields = trainer._trained.batch
+            assert "ref_log_prob" not in fields.keys()  # no pass of its own for the reference
+            penalty = fields["token_level_scores"] - fields["token_level_rewards"]
+            torch.testing.assert_close(penalty, 0.3 * fields["ref_kl"])
+    one, two = (records(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert one[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-7)  # the policy begins as its own reference
+    for name in ("actor/reward_kl_penalty", "actor/ref_kl", "actor/kl_loss"):
+        assert one[1][name] == pytest.approx(two[1][name], rel=1e-3) and one[1][name] > 1e-5
+    first, second = (weights(tmp_path / str(ranks), 2) for ranks in (1, 2))
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+
+
 def test_dynamic_sampling_goes_on_after_a_resume_as_if_never_stopped(base, tmp_path) -> None:
     coarse = tmp_path / "coarse.py"
     coarse.write_text(
@@ -120,6 +149,59 @@ def test_dynamic_sampling_goes_on_after_a_resume_as_if_never_stopped(base, tmp_p
     assert whole[1]["filter_groups/surplus"] == whole[2]["filter_groups/carried_over"] > 0
     first, second = weights(tmp_path / "whole", 4), weights(tmp_path / "torn", 4)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def parts(folder: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights and optimizer state of the actor in a checkpoint."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for part in ("model", "optimizer"):
+        files = (folder / f"global_step_{step}" / "actor" / part).rglob("*.safetensors")
+        found[part] = {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
+    return found
+
+
+def test_a_rollback_goes_on_from_the_last_good_checkpoint(base, tmp_path, capsys) -> None:
+    """Entropy is always below 100, so the third step in a row goes back, with step 2 as the last one saved."""
+    health = [f"trainer.health.entropy_collapse.{word}" for word in ("threshold=100", "patience=3", "action=rollback")]
+    with trained(tmp_path, *base, *health, "trainer.total_training_steps=4", "trainer.n_gpus_per_node=2"):
+        pass
+    assert f"going on with the models of {tmp_path / 'global_step_2'}" in capsys.readouterr().err
+    first, second, third, fourth = (parts(tmp_path, step) for step in (1, 2, 3, 4))
+    assert len(second["model"]) > 10 and len(second["optimizer"]) > 20
+    for part, tensors in second.items():
+        assert all(torch.equal(third[part][name], tensor) for name, tensor in tensors.items()), part
+        for other in (first, fourth):  # every step moves the weights, and so does the one after going back
+            assert any(not torch.equal(other[part][name], tensor) for name, tensor in tensors.items()), part
+    found = records(tmp_path)
+    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    assert [record["health/rollbacks"] for record in found] == [0, 0, 0, 1]
+    losses = [record["actor/pg_loss"] for record in found]
+    assert len(set(losses)) == 4  # and the prompts go on: no batch is trained on again
+
+
+def test_remax_takes_what_a_greedy_generation_scores_as_baseline(base, micro_model, tmp_path) -> None:
+    words = [word for word in base if not word.startswith(("algorithm.", "actor_rollout_ref.rollout.n="))]
+    overrides = ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1"]
+    with trained(tmp_path, *words, *overrides) as trainer:
+        batch, tokenizer = trainer._trained, trainer.tokenizer
+    model = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
+    spec = importlib.util.spec_from_file_location("smoke_reward", REWARD)
+    rewards = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rewards)
+    fields, baselines = batch.batch, {}
+    width = fields["prompts"].shape[1]
+    for row, uid in enumerate(batch.non_tensor_batch["uid"]):
+        prompt = fields["prompts"][row][fields["attention_mask"][row, :width].bool()]
+        answer = model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False, max_new_tokens=6
+        )[0, len(prompt) :]
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        baselines[uid] = rewards.compute_score("", text, "", None)["score"]
+        assert fields["reward_baselines"][row].item() == pytest.approx(baselines[uid], abs=1e-6)
+        advantages = fields["advantages"][row][fields["response_mask"][row].bool()]
+        expected = fields["token_level_scores"][row].sum().item() - baselines[uid]
+        assert advantages[0].item() == pytest.approx(expected, abs=1e-6)
+    assert len(baselines) == 6 and len(set(baselines.values())) > 1
 
 
 def test_the_probe_stops_a_run_and_truncated_sampling_does_not(base, tmp_path) -> None:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.algorithms import AlgorithmError
+from hybridrl.algorithms import AlgorithmError, estimate_advantages
+from hybridrl.algorithms.registry import ADV_ESTIMATOR_REGISTRY
 from hybridrl.config import (
     AlgorithmConfig,
     FilterGroupsConfig,
@@ -279,12 +280,90 @@ def test_old_log_probs_are_computed_where_something_needs_them(words, needed) ->
     assert needs_old_log_prob(load_config("ppo_trainer", [*base, *words])) is needed
 
 
+@pytest.fixture
+def estimators_of_ones_own(monkeypatch) -> None:
+    """Three ways of a user's estimator to ask for old log-probabilities."""
+
+    def named(token_level_rewards, response_mask, old_log_probs=None, **kwargs):
+        return old_log_probs * response_mask, old_log_probs * response_mask
+
+    def from_batch(token_level_rewards, response_mask, batch, **kwargs):
+        return batch["old_log_probs"], batch["old_log_probs"]
+
+    def from_keywords(token_level_rewards, response_mask, **kwargs):
+        return kwargs["old_log_probs"], kwargs["old_log_probs"]
+
+    def of_its_own(token_level_rewards, response_mask, batch, **kwargs):
+        return batch["mine"], batch["mine"]
+
+    for function in (named, from_batch, from_keywords, of_its_own):
+        monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY, function.__name__, function)
+
+
+def test_an_estimator_of_ones_own_gets_old_log_probs_or_is_told_how(estimators_of_ones_own) -> None:
+    one_update = ["actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
+
+    def needed(name: str) -> bool:
+        return needs_old_log_prob(load_config("ppo_trainer", [f"algorithm.adv_estimator={name}", *one_update]))
+
+    assert needed("named") and not needed("from_batch")
+    ones = torch.ones(2, 3)
+    tensors = {"token_level_rewards": ones, "response_mask": ones}
+    for name in ("from_batch", "from_keywords"):
+        with pytest.raises(AlgorithmError, match=rf"{name} reads old_log_probs.*recompute_old_log_prob=always"):
+            estimate_advantages(name, tensors, {"uid": np.array(["a", "a"])}, None)
+        found, _ = estimate_advantages(name, {**tensors, "old_log_probs": -ones}, {"uid": np.array(["a", "a"])}, None)
+        assert torch.equal(found, -ones)
+    with pytest.raises(KeyError, match="mine"):  # a fault of another kind keeps its own words
+        estimate_advantages("of_its_own", tensors, {"uid": np.array(["a", "a"])}, None)
+
+
 # ---------------------------------------------------------------- health
 
 
 def monitor(name: str, **settings) -> HealthMonitor:
     off = {check: HealthCheckConfig(action="off") for check in HealthConfig().keys() if check != "max_rollbacks"}
-    return HealthMonitor(replace(HealthConfig(**off), **{name: HealthCheckConfig(**settings)}, max_rollbacks=1))
+    kind = type(getattr(HealthConfig(), name))
+    return HealthMonitor(replace(HealthConfig(**off), **{name: kind(**settings)}, max_rollbacks=1))
+
+
+def scored(lengths: list[int], scores: list[float], uids: str) -> DataProto:
+    mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
+    rewards = torch.zeros(mask.shape).scatter(1, torch.tensor(lengths)[:, None] - 1, torch.tensor(scores)[:, None])
+    return DataProto.from_dict(
+        tensors={"token_level_scores": rewards, "response_mask": mask}, non_tensors={"uid": np.array(list(uids))}
+    )
+
+
+def test_length_hacking_is_length_that_pays_and_grows(capsys) -> None:
+    health = monitor("length_hacking", threshold=0.5, growth=0.1, patience=3, action="warn")
+
+    def step(length: int, pays: bool) -> dict[str, float]:
+        # Prompt b is the harder one: long and badly scored; only within a prompt does length tell something.
+        lengths = [length, length + 4, 3 * length, 3 * length + 4]
+        scores = [1.0, 2.0, -9.0, -8.0] if pays else [1.0, 1.0, -9.0, -9.0]
+        metrics = health.measure(scored(lengths, scores, "aabb"))
+        health.act(1, metrics)
+        return metrics
+
+    for _ in range(5):  # it pays to be long, and nobody gets longer
+        found = step(20, pays=True)
+    assert found["health/length_reward_correlation"] == pytest.approx(1.0)
+    assert found["health/length_growth"] == pytest.approx(0.0)
+    for grown in range(5):  # longer and longer, as reasoning does, and it earns nothing by itself
+        found = step(24 + 4 * grown, pays=False)
+    assert found["health/length_growth"] > 0.2 and found["health/length_reward_correlation"] == 0.0
+    assert capsys.readouterr().err == ""
+    usual = health.usual_length
+    for grown in range(3):
+        usual, found = health.usual_length, step(44 + 4 * grown, pays=True)
+    mean = 2 * (44 + 8) + 2
+    assert found["health/length_growth"] == pytest.approx(mean / usual - 1)
+    assert "trainer.health.length_hacking" in (said := capsys.readouterr().err) and "for 3 steps" in said
+    resumed = monitor("length_hacking", threshold=0.5, growth=0.1, patience=3, action="warn")
+    resumed.load_state_dict(health.state_dict())
+    batch = scored([60, 64], [1.0, 2.0], "aa")
+    assert resumed.measure(batch) == health.measure(batch)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +373,6 @@ def monitor(name: str, **settings) -> HealthMonitor:
         ("kl_blowup", "actor/ref_kl", 1.0, 2.0, 0.5),
         ("kl_blowup", "actor/ppo_kl", 1.0, 2.0, 0.5),
         ("uniform_groups", "health/groups_uniform", 0.9, 1.0, 0.5),
-        ("length_hacking", "health/length_reward_correlation", 0.9, 0.95, 0.1),
         ("logprob_mismatch", "rollout_corr/k3_kl", 0.1, 0.2, 0.0),
         ("dead_critic", "critic/vf_explained_var", 0.0, -0.3, 0.4),
     ],

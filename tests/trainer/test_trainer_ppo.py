@@ -1,7 +1,5 @@
 """The PPO program on real Ray workers: what it does to the weights, against plain loops and other placements."""
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +7,11 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_tools import trained
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config import load_config, validate
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
-from hybridrl.trainer.ppo.prepare import prepare
-from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
-from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.start import workers_starting
+from hybridrl.trainer.ppo.roles import Role
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -24,24 +19,6 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 @pytest.fixture(scope="module", autouse=True)
 def _ray(ray_session: None) -> None:
     """All runs of this file share one Ray."""
-
-
-@contextmanager
-def trained(*overrides: str) -> Iterator[RayPPOTrainer]:
-    """Run the program to its end; its worker groups live until the block is left."""
-    config = load_config("ppo_trainer", ["trainer.report=False", "trainer.logger=[]", *overrides])
-    validate(config)
-    manager = resource_pools(config)
-
-    def spawn() -> dict:
-        return spawn_worker_groups(config, None, manager)
-
-    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
-        trainer = prepare(config)
-        with closing(trainer.reward_fn):
-            trainer.init_workers(started())
-            trainer.fit()
-            yield trainer
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +138,26 @@ def test_ranks_and_placement_do_not_change_the_training(base, tmp_path) -> None:
         assert torch.equal(found[name][0], found["one"][0])
         assert_same_weights(weights(tmp_path / name), weights(tmp_path / "one"), 2e-6)
         assert_same_weights(weights(tmp_path / name, "critic"), weights(tmp_path / "one", "critic"), 2e-6)
+
+
+def test_critic_warmup_is_so_many_steps_without_the_policy(base, micro_model, tmp_path) -> None:
+    overrides = [*base, "algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "trainer.total_training_steps=2"]
+    keep = [word for word in overrides if "ckpt_to_keep" not in word]
+    with trained(*keep, "critic.checkpoint.save_contents=[model,hf_model]", f"trainer.default_local_dir={tmp_path}"):
+        pass
+
+    def exported(step: int, role: str) -> dict[str, torch.Tensor]:
+        (file,) = (tmp_path / f"global_step_{step}" / role / "hf_model").glob("*.safetensors")
+        return load_file(file)
+
+    first, second = (exported(step, "actor") for step in (1, 2))
+    start = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32).state_dict()
+    assert all(torch.equal(first[name], start[name]) for name in first)
+    assert any((second[name] - start[name]).abs().max() > 5e-4 for name in second)
+    assert exported(1, "critic")["score.weight"].abs().max() > 0
+    records = pd.read_json(tmp_path / "metrics.jsonl", lines=True)
+    assert records["actor/pg_loss"].isna().tolist() == [True, False]
+    assert records["critic/vf_loss"].notna().all()
 
 
 def test_sparing_the_old_log_prob_pass_changes_nothing(base, tmp_path) -> None:

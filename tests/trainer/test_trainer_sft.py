@@ -119,7 +119,12 @@ class PlainLoop:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_equals_a_plain_loop(micro_model: Path, conversations: Path, tmp_path: Path, ranks: int) -> None:
-    settings = ["trainer.test_freq=1", f"trainer.save_freq={STEPS}", "checkpoint.save_contents=[hf_model]"]
+    settings = [
+        "trainer.test_freq=1",
+        f"trainer.save_freq={STEPS}",
+        "checkpoint.save_contents=[hf_model]",
+        "trainer.resume_mode=disable",
+    ]
     config = configured(micro_model, conversations, tmp_path / "run", ranks, *settings)
     run_sft(config)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from hybridrl.data.errors import DataError
 from hybridrl.data.files import SUFFIXES, Table, read_table
 from hybridrl.utils.errors import UserError
+from hybridrl.utils.files import replacing
 
 SPLITS = ("train", "test")
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ def read_hub(name: str, configuration: str | None, split: str) -> list[Row]:
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> int:
-    """Write rows as parquet beside the final name and rename, so that a half-written file is never found.
+    """Write rows as parquet, atomically: a half-written file is never found.
 
     Returns:
         The number of rows.
@@ -61,12 +61,8 @@ def write_rows(file: Path, rows: Iterable[Row]) -> int:
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist(list(rows))
-    beside = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
+    with replacing(file) as beside:
         pyarrow.parquet.write_table(table, beside)
-        os.replace(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)
     return table.num_rows
 
 

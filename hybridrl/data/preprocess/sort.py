@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hybridrl.data.preprocess.common import write_rows
 from hybridrl.utils.errors import UserError
 
 DATA_SOURCE = "hybridrl/sort"
@@ -76,18 +76,11 @@ def write_sort_data(
     train, test = make_prompts(train_size, test_size, length, seed)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "train.parquet", (rl_row(digits, "train", index) for index, digits in enumerate(train)))
-    _write(folder / "test.parquet", (rl_row(digits, "test", index) for index, digits in enumerate(test)))
-    _write(folder / "sft_train.parquet", map(sft_row, train))
-    _write(folder / "sft_val.parquet", map(sft_row, test))
+    write_rows(folder / "train.parquet", (rl_row(digits, "train", index) for index, digits in enumerate(train)))
+    write_rows(folder / "test.parquet", (rl_row(digits, "test", index) for index, digits in enumerate(test)))
+    write_rows(folder / "sft_train.parquet", map(sft_row, train))
+    write_rows(folder / "sft_val.parquet", map(sft_row, test))
     return folder
-
-
-def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(list(rows)), file)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,29 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from hybridrl.engine import low_bit
 from hybridrl.engine.base import SAVE_CONTENTS
+from hybridrl.engine.optimizer import set_rate
 from hybridrl.models import loading, value
 from hybridrl.models.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.utils import distributed
-from hybridrl.utils.rng import rng_state, set_rng_state
+from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
 
 if TYPE_CHECKING:
     from hybridrl.engine.fsdp.engine import FSDPEngine
 
 SEPARATOR = "/"
+logger = logging.getLogger(__name__)
 
 
 def save(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
@@ -138,11 +143,20 @@ def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: P
 
 def _optimizer_tensors(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     assert engine.optimizer is not None
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in engine._trainable.items():
         for key, item in engine.optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}{SEPARATOR}{key}"] = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+            item = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+            tensors |= _stored_state(engine, name, key, item)
     return tensors
+
+
+def _stored_state(engine: FSDPEngine, name: str, key: str, item: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor of the optimizer's state by the names it has on disk; 8-bit moments are two."""
+    parameter, full_name = engine._trainable[name], f"{name}{SEPARATOR}{key}"
+    if item.ndim and low_bit.keeps(engine.optimizer):
+        return dict(low_bit.stored_parts(parameter, full_name, item))
+    return {full_name: item}
 
 
 def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
@@ -157,14 +171,19 @@ def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
                 f"checkpoint {folder} is of another model: it holds optimizer state of {name!r}, which this "
                 "model does not train"
             )
-        if tuple(entry.size) == tuple(parameter.shape) and entry.size:
+        if entry.size and low_bit.keeps(engine.optimizer):
+            key = key.removesuffix(low_bit.CODES)
+            if key.endswith(low_bit.SCALE):
+                continue  # comes with its codes
+            state = engine.optimizer.new_moment(parameter, signed=key in low_bit.SIGNED)
+        elif tuple(entry.size) == tuple(parameter.shape) and entry.size:
             state = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
         else:
             on_device = any(group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups)
             where = _local_device(parameter) if on_device else torch.device("cpu")
             state = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device=where)
         engine.optimizer.state[parameter][key] = state
-        wanted[full_name] = state
+        wanted |= _stored_state(engine, name, key, state)
     _read(wanted, folder)
 
 
@@ -191,11 +210,25 @@ def _load_extra(engine: FSDPEngine, folder: Path) -> None:
         for group, base, factor in zip(
             engine.schedule.optimizer.param_groups, engine.schedule.base_lrs, engine.schedule.lr_lambdas, strict=True
         ):
-            group["lr"] = base * factor(step)
+            set_rate(group, base * factor(step))
         engine.schedule._last_lr = [group["lr"] for group in engine.schedule.optimizer.param_groups]
     rng_file = folder / f"rng_{distributed.get_rank()}.json"
     if rng_file.is_file():
         set_rng_state(json.loads(rng_file.read_text(encoding="utf-8")))
+        return
+    saved, step = len(list(folder.glob("rng_*.json"))), 0 if engine.schedule is None else engine.schedule.last_epoch
+    seed = _seed_of(engine.engine_config.seed, distributed.get_rank(), step)
+    seed_rng(seed)
+    logger.warning(
+        "%s was saved by %d ranks and holds no random state of rank %d; its generators begin anew from %d, which the "
+        "run's seed %d, the rank and the step %d give",
+        *(folder, saved, distributed.get_rank(), seed, engine.engine_config.seed, step),
+    )
+
+
+def _seed_of(*numbers: int) -> int:
+    """A seed, 32 bits, that any of the numbers changes: new ranks share no stream with each other or with old ones."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def _save_hf(engine: FSDPEngine, folder: Path) -> None:

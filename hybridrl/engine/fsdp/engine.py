@@ -17,10 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.base import Engine, EngineRegistry, LossFn, MicroBatching, NonFiniteError
 from hybridrl.engine.fsdp import checkpoint
-from hybridrl.engine.fsdp.forward import LANGUAGE_OUTPUTS, VALUE_OUTPUTS, SelectingHead, compute_outputs
+from hybridrl.engine.fsdp.forward import (
+    LANGUAGE_OUTPUTS,
+    VALUE_OUTPUTS,
+    SelectingHead,
+    compute_outputs,
+    response_logits,
+)
 from hybridrl.engine.fsdp.masters import MasterWeights
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.muon import hidden_matrices
 from hybridrl.engine.optimizer import build_optimizer, build_schedule, move_optimizer
 from hybridrl.models import loading, value
 from hybridrl.models.errors import ModelError
@@ -60,6 +67,7 @@ class FSDPEngine(Engine):
         self.schedule: Any = None
         self._sharded: ShardedModule | None = None
         self._masters: MasterWeights | None = None
+        self.reference: FSDPEngine | None = None
 
     # ------------------------------------------------------------------ building
 
@@ -96,7 +104,9 @@ class FSDPEngine(Engine):
         self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if self.optim_config is not None:
-            self.optimizer = build_optimizer(self._trainable.values(), self.optim_config)
+            self.optimizer = build_optimizer(
+                self._trainable.values(), self.optim_config, hidden_matrices(self.module, self._trainable)
+            )
             self.schedule = build_schedule(self.optimizer, self.optim_config)
         self.module.eval()
         self._offload()
@@ -178,17 +188,16 @@ class FSDPEngine(Engine):
         temperature: float = 1.0,
         entropy: bool = False,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        ref_kl: bool = False,
     ) -> dict[str, Metric]:
         if self.optimizer is None:
             raise RuntimeError(
                 "this engine was made without an optimizer (optim=None or forward_only), so it cannot train"
             )
         plan = BatchPlan(fields(batch), micro, self.packed)
-        outputs = (
-            (("log_probs", "entropy") if entropy else ("log_probs",))
-            if self.model_type == "language_model"
-            else ("values",)
-        )
+        outputs: tuple[str, ...] = ("values",)
+        if self.model_type == "language_model":
+            outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
         losses: list[torch.Tensor] = []
         metrics: list[dict[str, Metric]] = []
         self.module.train()
@@ -208,7 +217,7 @@ class FSDPEngine(Engine):
             metrics.append(as_metrics(values, sum(plan.token_counts[row] for row in rows)))
         self.module.eval()
         norm, problem = self._check_step(losses, plan.groups)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = float(self.optimizer.param_groups[0]["lr"])
         if problem is not None:
             self.optimizer.zero_grad(set_to_none=True)
             if on_nonfinite == "raise":
@@ -249,7 +258,28 @@ class FSDPEngine(Engine):
 
     def _forward(self, layout: Layout, temperature: float, outputs: Collection[str]) -> dict[str, torch.Tensor]:
         layout = layout.to(device.current_device())
-        return compute_outputs(self.module, self._head, layout, temperature, outputs, self.flash_attention)
+        reference = None
+        if "ref_kl" in outputs:
+            assert self.reference is not None
+            reference = self.reference.response_logits(layout)
+        logits = response_logits(self.module, self._head, layout, self.flash_attention)
+        return compute_outputs(logits, layout, temperature, outputs, reference)
+
+    def compare_with(self, reference: Engine) -> None:
+        if not isinstance(reference, FSDPEngine) or reference.packed != self.packed:
+            raise ModelError(
+                "KL form full compares both policies on the same micro-batches, so both need the same strategy and "
+                "attention: give actor_rollout_ref.ref.fsdp_config the dtype of actor_rollout_ref.actor.fsdp_config"
+            )
+        self.reference = reference
+
+    @torch.no_grad()
+    def response_logits(self, layout: Layout) -> torch.Tensor:
+        """``[N, V]`` without gradient: what this engine's model says of another engine's micro-batch."""
+        logits = response_logits(self.module, self._head, layout, self.flash_attention)
+        if self._sharded:
+            self._sharded.reshard()
+        return logits
 
     def _in_step(self, groups: list[list[int]]) -> Iterator[list[int]]:
         """The micro-batches, then empty ones until this rank has as many as the one with the most; at least one."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.algorithms.functional import token_statistics
+from hybridrl.algorithms.functional import full_kl_from_logits, token_statistics
 from hybridrl.engine.microbatch import Layout
 from hybridrl.models.errors import ModelError
 
-LANGUAGE_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
+LANGUAGE_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "ref_kl")
 VALUE_OUTPUTS = ("values",)
 
 
@@ -58,15 +58,8 @@ class SelectingHead:
         return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._selected), *arguments[1:])
 
 
-def compute_outputs(
-    module: nn.Module,
-    head: SelectingHead,
-    layout: Layout,
-    temperature: float,
-    outputs: Collection[str],
-    flash_attention: bool,
-) -> dict[str, torch.Tensor]:
-    """``log_probs``, ``entropy``, ``sum_pi_squared`` or ``values`` of the N response tokens, each float32 ``[N]``."""
+def response_logits(module: nn.Module, head: SelectingHead, layout: Layout, flash_attention: bool) -> torch.Tensor:
+    """What the output layer says at the positions that predict the N response tokens: ``[N, V]``, or ``[N, 1]``."""
     options: dict[str, Any] = {}
     if layout.lengths is not None and flash_attention:
         # Told to the kernel, these need not be found again in every layer by waiting for the device.
@@ -78,23 +71,41 @@ def compute_outputs(
         )
         options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     with head.selecting(layout.selected):
-        logits = module(
+        logits: torch.Tensor = module(
             input_ids=layout.input_ids,
             position_ids=layout.position_ids,
             attention_mask=None,
             use_cache=False,
             **options,
         ).logits
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def compute_outputs(
+    logits: torch.Tensor,
+    layout: Layout,
+    temperature: float,
+    outputs: Collection[str],
+    reference_logits: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """``log_probs``, ``entropy``, ``sum_pi_squared``, ``ref_kl`` or ``values`` of N response tokens, float32 ``[N]``.
+
+    Args:
+        logits: ``[N, V]``; the backward pass may overwrite them.
+        reference_logits: those of the reference policy, for ``ref_kl``.
+    """
     if "values" in outputs:
         return {"values": logits.reshape(-1).float()}
-    logits = logits.reshape(-1, logits.shape[-1])
     labels = layout.labels if "log_probs" in outputs else None
-    # The logits are read by nothing else, so their gradient may take their place.
-    return token_statistics(
+    found = token_statistics(
         logits,
         labels,
         temperature,
         entropy="entropy" in outputs,
         sum_pi_squared="sum_pi_squared" in outputs,
-        inplace_backward=True,
+        # Where nothing else reads the logits, their gradient may take their place.
+        inplace_backward=reference_logits is None,
     )
+    if reference_logits is not None:
+        found["ref_kl"] = full_kl_from_logits(logits, reference_logits, temperature=temperature)
+    return found

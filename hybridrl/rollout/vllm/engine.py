@@ -200,6 +200,10 @@ class VLLMEngine(InferenceEngine):
     def stats(self) -> dict[str, float]:
         return dict(self._meter.values)
 
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = await self._engine.collective_rpc(method, args=args)
+        return answers
+
     async def close(self) -> None:
         engine = getattr(self, "_engine", None)
         if engine is not None:

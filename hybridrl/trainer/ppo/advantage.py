@@ -1,5 +1,6 @@
 """From scores to advantages: what the estimator needs, the KL penalty in the reward, the estimator, PF-PPO's draw."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,13 @@ from hybridrl.algorithms import (
     check_adv_inputs,
     compute_pf_ppo_reweight_data,
     estimate_advantages,
+    get_adv_estimator_fn,
     penalise_rewards,
-    required_inputs,
 )
 from hybridrl.algorithms.settings import ConfigView
 from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
 from hybridrl.protocol import DataProto
+from hybridrl.workers.losses import FULL_KL
 
 SLOT = "slot"  # column that cuts a drawn batch into mini-batches: the uid of the row whose place a drawn row takes
 
@@ -36,16 +38,18 @@ def check_estimator(config: PPOTrainerConfig) -> None:
 
 
 def needs(config: PPOTrainerConfig, *inputs: str) -> bool:
-    """Whether the estimator needs one of these inputs."""
-    return not set(inputs).isdisjoint(required_inputs(config.algorithm.adv_estimator))
+    """Whether the estimator names one of these inputs as a parameter, with or without a default."""
+    return not set(inputs).isdisjoint(
+        inspect.signature(get_adv_estimator_fn(config.algorithm.adv_estimator)).parameters
+    )
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl") -> tuple[DataProto, dict[str, float]]:
     """token_level_rewards - beta * KL(pi_old || pi_ref), token by token; the controller sees the batch's mean KL.
 
     Args:
-        data: `token_level_rewards` or, where there are none yet, `token_level_scores`; `old_log_probs`,
-            `ref_log_prob`, `response_mask`, all [B, T].
+        data: `token_level_rewards` or, where there are none yet, `token_level_scores`; `response_mask`; for the KL form
+            `full` `ref_kl`, for others `old_log_probs` and `ref_log_prob`; all [B, T].
         kl_ctrl: has `value` (beta) and `update(current_kl, n_steps)`.
 
     Returns:
@@ -56,11 +60,12 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl")
     beta = kl_ctrl.value
     fields["token_level_rewards"], kl = penalise_rewards(
         fields["token_level_rewards" if "token_level_rewards" in fields.keys() else "token_level_scores"],
-        fields["old_log_probs"],
-        fields["ref_log_prob"],
+        fields.get("old_log_probs", None),
+        fields.get("ref_log_prob", None),
         fields["response_mask"],
         beta,
         kl_penalty_type,
+        ref_kl=fields["ref_kl"] if kl_penalty_type == FULL_KL else None,
     )
     kl_ctrl.update(current_kl=float(kl), n_steps=len(data))
     return data, {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": beta}

@@ -5,7 +5,7 @@
 | entropy_collapse | `actor/entropy` | below the threshold |
 | kl_blowup | the largest of `actor/ref_kl`, `actor/reward_kl_penalty`, `actor/ppo_kl` | above |
 | uniform_groups | `health/groups_uniform`: prompts whose samples all score the same | above |
-| length_hacking | `health/length_reward_correlation` | above |
+| length_hacking | `health/length_reward_correlation` | above, while `health/length_growth` is above `growth` |
 | logprob_mismatch | `rollout_corr/k3_kl`: sampler against trainer | above |
 | dead_critic | `critic/vf_explained_var` | below |
 
@@ -22,6 +22,8 @@ from hybridrl.config import HealthConfig
 from hybridrl.protocol import DataProto
 from hybridrl.utils.errors import UserError
 
+USUAL_STEPS = 20  # steps that the usual length is a mean over, by their exponential weights
+
 
 class HealthError(UserError):
     """A check with the action `stop` failed, or there is no going back."""
@@ -29,11 +31,15 @@ class HealthError(UserError):
 
 @dataclass(frozen=True)
 class Check:
-    """Where a check finds its value, which side of the threshold is wrong, and what may be done."""
+    """Where a check finds its value, which side of the threshold is wrong, and what may be done.
+
+    With `while_growing` it is wrong only while responses also get longer.
+    """
 
     metrics: tuple[str, ...]
     above: bool
     advice: str
+    while_growing: bool = False
 
 
 CHECKS: dict[str, Check] = {
@@ -57,8 +63,9 @@ CHECKS: dict[str, Check] = {
     "length_hacking": Check(
         ("health/length_reward_correlation",),
         True,
-        "a response's reward is hardly more than its length: look at samples (trainer.dump_freq), and penalise length, "
-        "for example with reward.reward_manager.name=dapo",
+        "longer responses to a prompt earn more, and responses get longer: look at samples (trainer.dump_freq), and "
+        "penalise length, for example with reward.reward_manager.name=dapo",
+        while_growing=True,
     ),
     "logprob_mismatch": Check(
         ("rollout_corr/k3_kl",),
@@ -82,16 +89,8 @@ class Finding:
     text: str
 
 
-def health_metrics(batch: DataProto) -> dict[str, float]:
-    """`health/*` of a trained batch: uniform groups, and the correlation of length and reward."""
-    scores, mask = batch.batch["token_level_scores"], batch.batch["response_mask"]
-    metrics = {"health/length_reward_correlation": length_reward_correlation(scores, mask)}
-    uids = batch.non_tensor_batch["uid"]
-    return metrics | (group_health(scores, mask, uids) if len(set(uids)) < len(uids) else {})
-
-
 class HealthMonitor:
-    """Counts for how many steps each check has failed.
+    """Measures a step's batch, and counts for how many steps each check has failed.
 
     Its state belongs in the checkpoint, so that a resumed run does what the whole one would have done.
     """
@@ -100,6 +99,28 @@ class HealthMonitor:
         self.settings = settings
         self.streaks = dict.fromkeys(CHECKS, 0)
         self.rollbacks = 0
+        self.usual_length: float | None = None
+
+    def measure(self, batch: DataProto) -> dict[str, float]:
+        """`health/*` of a trained batch: uniform groups, what length earns, and how much longer than usual it is.
+
+        `health/length_growth` is L / U - 1, L the batch's mean response length and U the exponential mean of the steps
+        before, U <- U + (L - U) / 20; where length grows by a share g each step it goes towards 20 g.
+        """
+        scores, mask, uids = (
+            batch.batch["token_level_scores"],
+            batch.batch["response_mask"],
+            batch.non_tensor_batch["uid"],
+        )
+        length = float(mask.bool().sum(-1).double().mean())
+        usual = length if self.usual_length is None else self.usual_length
+        self.usual_length = usual + (length - usual) / USUAL_STEPS
+        several = len(set(uids)) < len(uids)
+        metrics = {
+            "health/length_reward_correlation": length_reward_correlation(scores, mask, uids if several else None),
+            "health/length_growth": length / usual - 1.0 if usual > 0 else 0.0,
+        }
+        return metrics | (group_health(scores, mask, uids) if several else {})
 
     def check(self, metrics: Mapping[str, Any]) -> list[Finding]:
         """The checks that have failed `patience` steps in a row (and each time as many again) after this step."""
@@ -111,6 +132,8 @@ class HealthMonitor:
                 continue
             value = max(values) if check.above else min(values)
             wrong = value > settings.threshold if check.above else value < settings.threshold
+            if check.while_growing:
+                wrong = wrong and float(metrics.get("health/length_growth", 0.0)) > settings.growth
             self.streaks[name] = self.streaks[name] + 1 if wrong else 0
             if wrong and self.streaks[name] % settings.patience == 0:
                 side = "above" if check.above else "below"
@@ -145,8 +168,9 @@ class HealthMonitor:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"streaks": dict(self.streaks), "rollbacks": self.rollbacks}
+        return {"streaks": dict(self.streaks), "rollbacks": self.rollbacks, "usual_length": self.usual_length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.streaks = {name: int(state["streaks"].get(name, 0)) for name in CHECKS}
         self.rollbacks = int(state["rollbacks"])
+        self.usual_length = state.get("usual_length")  # older checkpoints have none

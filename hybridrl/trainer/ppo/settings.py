@@ -8,7 +8,7 @@ from hybridrl.algorithms import compute_rollout_correction_and_rejection_mask, g
 from hybridrl.algorithms.rollout_correction.apply import correction_settings
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.trainer.ppo.advantage import check_estimator, needs
-from hybridrl.workers.losses import PolicyLoss
+from hybridrl.workers.losses import FULL_KL, PolicyLoss
 
 
 def check_algorithm(config: PPOTrainerConfig) -> None:
@@ -50,6 +50,18 @@ def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     corrects = correction.rollout_is is not None or correction.rollout_rs is not None
     return not one_update or config.algorithm.use_kl_in_reward or corrects
+
+
+def needs_ref_log_prob(config: PPOTrainerConfig) -> bool:
+    """Whether the reference's log-probabilities of the sampled tokens are read: a KL form other than `full` is."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty != FULL_KL
+    return in_reward or (actor.use_kl_loss and actor.kl_loss_type != FULL_KL)
+
+
+def needs_ref_kl(config: PPOTrainerConfig) -> bool:
+    """Whether the reward needs the KL over the vocabulary, which the actor computes with its old log-probabilities."""
+    return config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == FULL_KL
 
 
 def total_training_steps(config: PPOTrainerConfig, prompts_per_epoch: int) -> int:

@@ -38,11 +38,12 @@ from hybridrl.trainer.ppo.batching import (
 )
 from hybridrl.trainer.ppo.collect import PromptPool, endless
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe, probe_rows
-from hybridrl.trainer.ppo.health import HealthError, HealthMonitor, health_metrics
+from hybridrl.trainer.ppo.health import HealthError, HealthMonitor
+from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY, MemoryReport
 from hybridrl.trainer.ppo.rewards import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
 from hybridrl.trainer.ppo.samples import Samples
-from hybridrl.trainer.ppo.settings import needs_old_log_prob, total_training_steps
+from hybridrl.trainer.ppo.settings import needs_old_log_prob, needs_ref_kl, needs_ref_log_prob, total_training_steps
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
@@ -107,7 +108,7 @@ class RayPPOTrainer:
         )
         self._reward_columns: list[str] = []
         steps = total_training_steps(config, prompts_per_epoch)
-        self.run = TrainingRun(config, config.trainer, steps, identity=identity or {})
+        self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=SHORT_OF_MEMORY)
 
     def init_workers(self, groups: Mapping[Role, RayWorkerGroup] | None = None) -> None:
         """Start the worker processes, unless `groups` brings them started, and have each load its model."""
@@ -132,8 +133,14 @@ class RayPPOTrainer:
                 if role is Role.ActorRollout:  # it learns, and its schedule begins, once the critic is warmed up
                     steps = max(steps - self.config.trainer.critic_warmup, 1)
                 self.groups[role].init_model(steps, 1 if settings is None else self._updates_per_step(settings))
+        self._start_rollout()
+
+    def _start_rollout(self) -> None:
+        """Start what generates, and tell how much memory each phase has."""
         manager, trainer = self.resource_pool_manager, self.config.trainer
         own = manager is not None and Role.Rollout in manager.mapping
+        memory = MemoryReport(self)
+        loaded = memory.note("models loaded")
         self.rollout = start_rollout(
             self.config.actor_rollout_ref,
             self.actor_rollout,
@@ -142,6 +149,13 @@ class RayPPOTrainer:
             threads=trainer.threads_per_worker,
             log_folder=self.run.folder / "logs",
         )
+        if not self.rollout.in_place:
+            awake = memory.note("with engines")
+            self.rollout.release()
+            released = memory.note("while they sleep")
+            if self.rollout.gives_memory_back:
+                memory.check_released(loaded, awake, released)
+        memory.tell()
 
     def fit(self) -> None:
         """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
@@ -201,7 +215,7 @@ class RayPPOTrainer:
         metrics |= reduce_to_floats(
             merge_metrics({name: m} for part in self._updates for name, found in part.items() for m in found)
         )
-        metrics |= health_metrics(batch) | {"health/rollbacks": self.health.rollbacks}
+        metrics |= self.health.measure(batch) | {"health/rollbacks": self.health.rollbacks}
         metrics |= self.rollout.metrics() | staleness_metrics(batch, self.run.step - 1)
         metrics |= compute_data_metrics(batch, use_critic=self.critic is not None)
         metrics |= compute_timing_metrics(batch, run.timing)
@@ -286,8 +300,9 @@ class RayPPOTrainer:
         inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
         pending = {}
         if self.recompute_old_log_prob:
+            inputs.meta_info["ref_kl"] = needs_ref_kl(self.config)
             pending["old_log_prob"] = self.actor_rollout.compute_log_prob(inputs)
-        if self.reference is not None:
+        if self.reference is not None and needs_ref_log_prob(self.config):
             pending["ref"] = self.reference.compute_ref_log_prob(inputs)
         if self.critic is not None:
             pending["values"] = self.critic.compute_values(inputs)

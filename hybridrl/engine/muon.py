@@ -1,0 +1,137 @@
+"""Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer, also on shards.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; for language models arXiv 2502.16982): with the
+momentum B <- mu B + (1 - mu) G and U = (1 - mu) G + mu B (Nesterov), a matrix W [m, n] moves by
+
+    W <- (1 - lr wd) W - lr s(m, n) NS(U),      s = 0.2 sqrt(max(m, n)) ("match_rms_adamw")
+
+where NS is the Newton-Schulz iteration that brings all singular values of U near 1. NS needs the whole matrix: on a
+shard it would orthogonalise something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import AdamW, Muon, Optimizer
+
+from hybridrl.utils import device
+
+#: settings of `torch.optim.Muon` that shape the orthogonalised matrix
+NEWTON_SCHULZ = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+
+
+def hidden_matrices(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `parameters`, by the names they have in `module`, that Muon is for: the 2-D ones that are neither an
+    embedding nor the output layer (a language model's head, a value head)."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    ends = {id(part.weight) for part in [*module.modules(), head] if isinstance(part, nn.Embedding) or part is head}
+    apart = {name for name, parameter in module.named_parameters() if id(parameter) in ends}
+    return [parameter for name, parameter in parameters.items() if parameter.ndim == 2 and name not in apart]
+
+
+class MuonAndAdamW(Optimizer):
+    """A `ShardedMuon` and an AdamW behind one list of groups and one state, so that schedule, gradient clipping,
+    checkpoint and offload treat them as one optimizer.
+
+    Args:
+        muon: over the hidden matrices; its group comes first.
+        adamw: over all other parameters; None where there are none.
+    """
+
+    def __init__(self, muon: ShardedMuon, adamw: AdamW | None):
+        self.parts: list[Optimizer] = [muon] if adamw is None else [muon, adamw]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class ShardedMuon(Muon):
+    """`torch.optim.Muon` on whole matrices, and the same update where parameters are shards of FSDP2.
+
+    The matrices go round the ranks of a replica, as many at a time as there are ranks: each rank gets one of them
+    whole from all, orthogonalises it and sends the shards back. So the work is shared and no matrix is computed
+    twice within a replica.
+    """
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if not any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"]):
+            super().step()
+            return
+        with torch.no_grad():
+            for group in self.param_groups:
+                self._step_on_shards(group)
+
+    def _step_on_shards(self, group: Mapping[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        # Matrices of like size side by side: the ranks of a round finish together.
+        parameters.sort(key=lambda parameter: -parameter.numel())
+        ranks = _shard_group(parameters[0]).size() if parameters else 1
+        for start in range(0, len(parameters), ranks):
+            some = parameters[start : start + ranks]
+            changes = _orthogonalised(some, [self._momentum(parameter, group) for parameter in some], group)
+            for parameter, change in zip(some, changes, strict=True):
+                local = parameter.to_local()
+                local.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=group["lr"])
+
+    def _momentum(self, parameter: DTensor, group: Mapping[str, Any]) -> torch.Tensor:
+        """U of this rank's shard, after the momentum took in the gradient."""
+        assert isinstance(parameter.grad, DTensor)
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        gradient, momentum = parameter.grad.to_local(), state["momentum_buffer"].to_local()
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
+    """The ranks that hold the shards of one copy of the parameter: the dimension of its mesh that splits rows."""
+    for dimension, placement in enumerate(parameter.placements):
+        if placement == Shard(0):
+            return parameter.device_mesh.get_group(dimension)
+    raise ValueError(f"Muon needs matrices split by rows (FSDP2); this one is {parameter.placements}")
+
+
+def _orthogonalised(
+    parameters: Sequence[DTensor], updates: Sequence[torch.Tensor], group: Mapping[str, Any]
+) -> Iterator[torch.Tensor]:
+    """-s NS(U) of each, this rank's rows; rank i of the shard group computes the i-th. At most one for each rank."""
+    process_group = _shard_group(parameters[0])
+    ranks, own = process_group.size(), process_group.rank()
+    home, where = updates[0].device, device.current_device()
+    sent = [update.numel() for update in updates] + [0] * (ranks - len(updates))
+    mine = parameters[own].shape if own < len(parameters) else torch.Size([0, 0])
+    received = [rows * mine[1] for rows in _rows(mine[0], ranks)]
+    shards = torch.cat([update.reshape(-1) for update in updates]).to(where)
+    whole = shards.new_empty(mine.numel())
+    dist.all_to_all_single(whole, shards, received, sent, group=process_group)
+    if whole.numel():
+        whole = _newton_schulz(whole.view(mine), group).reshape(-1)
+    dist.all_to_all_single(shards, whole, sent, received, group=process_group)
+    for change, update in zip(shards.to(home).split(sent[: len(updates)]), updates, strict=True):
+        yield change.view_as(update)
+
+
+def _rows(rows: int, ranks: int) -> list[int]:
+    """How FSDP2 splits rows over ranks: as `torch.chunk` does, the last ones get less or none."""
+    chunk = -(-rows // ranks)
+    return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
+
+
+def _newton_schulz(update: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """-s NS(U): the step that `torch.optim.Muon` takes from 0 at lr 1 without momentum and decay."""
+    step = nn.Parameter(torch.zeros_like(update))
+    step.grad = update
+    settings = {name: group[name] for name in NEWTON_SCHULZ}
+    Muon([step], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0, **settings).step()
+    return step.detach()

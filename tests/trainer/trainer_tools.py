@@ -1,0 +1,29 @@
+"""The PPO program inside a test's process, on the session's Ray."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from hybridrl.config import load_config, validate
+from hybridrl.trainer.ppo.prepare import prepare
+from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.start import workers_starting
+
+
+@contextmanager
+def trained(*overrides: str) -> Iterator[RayPPOTrainer]:
+    """Run the program to its end; its worker groups and its rollout live until the block is left."""
+    config = load_config("ppo_trainer", ["trainer.report=False", "trainer.logger=[]", *overrides])
+    validate(config)
+    manager = resource_pools(config)
+
+    def spawn() -> dict:
+        return spawn_worker_groups(config, None, manager)
+
+    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
+        trainer = prepare(config, resource_pool_manager=manager)
+        with closing(trainer.reward_fn):
+            trainer.init_workers(started())
+            with closing(trainer.rollout):
+                trainer.fit()
+                yield trainer
