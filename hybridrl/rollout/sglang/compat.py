@@ -48,7 +48,7 @@ def installed() -> Version:
     except importlib.metadata.PackageNotFoundError:
         raise RolloutError(
             "actor_rollout_ref.rollout.name=sglang needs SGLang, which is not installed here: bash scripts/install.sh "
-            "sglang builds an environment with it"
+            "cuda sglang (cpu sglang on a machine without a GPU)"
         ) from None
 
 
