@@ -16,7 +16,7 @@ if [ "${1:-}" = --skip-sglang ]; then
     shift
 fi
 [ $# -eq 0 ] || skip_sglang=1
-sglang_tests=tests/rollout/test_rollout_sglang.py
+sglang_tests="tests/rollout/test_rollout_sglang.py tests/trainer/test_trainer_rollouts.py"
 
 bash scripts/install.sh auto dev || exit 1
 bin=${HYBRIDRL_VENV:-.venv}/bin
@@ -38,11 +38,12 @@ check "pytest" "$bin/python" -m pytest "$@"
 # An environment that has SGLang itself, as one on a GPU may, has just run its tests.
 sglang_note=""
 if [ -n "$skip_sglang" ]; then
-    sglang_note="not run: $sglang_tests, which takes the SGLang environment (bash scripts/test.sh, without --skip-sglang)"
+    sglang_note="not run in the SGLang environment: $sglang_tests (bash scripts/test.sh, without --skip-sglang)"
 elif ! "$bin/python" -c "import importlib.metadata; importlib.metadata.version('sglang')" 2>/dev/null; then
     sglang_venv=.venv-sglang
     if HYBRIDRL_VENV=$sglang_venv bash scripts/install.sh auto dev sglang; then
-        check "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "$sglang_tests"
+        # shellcheck disable=SC2086
+        check "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest $sglang_tests
     else
         failed="$failed 'SGLang environment'"
     fi

@@ -186,14 +186,13 @@ class Output:
         log_probs: of each.
         finish: why it ended: "stop", "length", "abort"; None while it goes on.
         message: SGLang's, of an abort.
-        prompt_tokens, cached_tokens: of the prompt, and those of them that came from the prefix cache.
+        cached_tokens: of the prompt, from the prefix cache.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish: str | None
     message: str
-    prompt_tokens: int
     cached_tokens: int
 
 
@@ -339,7 +338,6 @@ def _output(said: Mapping[str, Any], truncated: bool) -> Output:
         log_probs=log_probs[:count],
         finish=finish.get("type"),
         message=str(finish.get("message") or ""),
-        prompt_tokens=meta.get("prompt_tokens", 0),
         cached_tokens=meta.get("cached_tokens", 0),
     )
 

@@ -30,6 +30,7 @@ from hybridrl.rollout.engine import (
 from hybridrl.rollout.sglang import compat, wire
 from hybridrl.utils.device import is_gpu
 
+_COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _LOG_LINES = 30
 _CLOSE_S = 60
 _SWEEP_S = 10
@@ -43,6 +44,7 @@ class SGLangEngine(InferenceEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._host = _HostProcess(spec)
+        self._totals = dict.fromkeys(_COUNTERS, 0.0)
 
     @classmethod
     def check(cls, config: RolloutConfig, model: ModelConfig) -> None:
@@ -67,6 +69,10 @@ class SGLangEngine(InferenceEngine):
 
     async def generate(self, request: Request) -> Completion:
         completion: Completion = await self._host.call("generate", request)
+        if completion.finish_reason != "error":
+            counts = (len(completion.token_ids), *[len(request.prompt_ids)] * 2, completion.cached_tokens)
+            for name, count in zip(_COUNTERS, counts, strict=True):
+                self._totals[name] += count
         return completion
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -96,7 +102,7 @@ class SGLangEngine(InferenceEngine):
         return self._host.news.heard
 
     def stats(self) -> dict[str, float]:
-        return dict(self._host.news.stats)
+        return self._totals | self._host.news.gauges
 
     async def close(self) -> None:
         await self._host.close()

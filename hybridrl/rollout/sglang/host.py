@@ -44,9 +44,6 @@ class Host:
         self._released: set[str] = set()
         self._count = 0
         self._tokenizer: Any = None
-        self._totals = dict.fromkeys(
-            ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits"), 0.0
-        )
 
     async def serve(self, connection: socket.socket) -> None:
         """Until the replica says `close` or is gone."""
@@ -79,7 +76,7 @@ class Host:
         while True:
             if self.server.last_word() != word:
                 word, heard = self.server.last_word(), time.monotonic()
-            wire.send(writer, ("news", wire.News(heard, self._totals | await self.server.gauges())))
+            wire.send(writer, ("news", wire.News(heard, await self.server.gauges())))
             await asyncio.sleep(_NEWS_S)
 
     # ------------------------------------------------------------------ requests
@@ -118,7 +115,6 @@ class Host:
             self._aborted.discard(request.id)
         if output is None:
             return Completion(request.id, [], [], "abort")
-        self._count_tokens(output)
         return _completion(request.id, output, end, aborted)
 
     def _unfit(self, prompt_ids: Sequence[int]) -> str | None:
@@ -137,12 +133,6 @@ class Host:
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self.spec.model)
         return StopStrings(self._tokenizer, strings)
-
-    def _count_tokens(self, output: "Output") -> None:
-        self._totals["generated_tokens"] += len(output.token_ids)
-        self._totals["prompt_tokens"] += output.prompt_tokens
-        self._totals["prefix_cache_queries"] += output.prompt_tokens
-        self._totals["prefix_cache_hits"] += output.cached_tokens
 
     async def abort(self, ids: Sequence[str]) -> None:
         """See `InferenceEngine.abort`. Returns when they have ended."""

@@ -15,11 +15,11 @@ class News:
 
     Attributes:
         heard: when (`time.monotonic`, one clock for a machine) SGLang last said something.
-        stats: see `InferenceEngine.stats`.
+        gauges: `running`, `waiting`, `kv_cache_usage` of `InferenceEngine.stats`.
     """
 
     heard: float
-    stats: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
 
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:
