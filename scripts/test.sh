@@ -40,7 +40,7 @@ sglang_note=""
 if [ -n "$skip_sglang" ]; then
     sglang_note="not run in the SGLang environment: $sglang_tests (bash scripts/test.sh, without --skip-sglang)"
 elif ! "$bin/python" -c "import importlib.metadata; importlib.metadata.version('sglang')" 2>/dev/null; then
-    sglang_venv=.venv-sglang
+    sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
     if HYBRIDRL_VENV=$sglang_venv bash scripts/install.sh auto dev sglang; then
         # shellcheck disable=SC2086
         check "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest $sglang_tests
