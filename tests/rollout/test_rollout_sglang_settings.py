@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.rollout import RolloutError
 from hybridrl.rollout.engine import EngineRegistry, EngineSpec
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang import compat
 from hybridrl.rollout.sglang.weights import joined
+from hybridrl.rollout.stop import StopStrings
 
 
 @pytest.fixture
@@ -166,3 +168,17 @@ def test_projections_that_sglang_joins_are_loaded_in_one_call() -> None:
     assert list(found) == ["l.0.q_a_proj.weight", "l.0.kv_a_proj_with_mqa.weight"]
     assert found["l.0.q_a_proj.weight"].tolist() == [1, 1]
     assert list(waiting) == ["l.1.kv_a_proj_with_mqa.weight"]  # a model without its partner: loaded at the end
+
+
+@pytest.mark.parametrize("strings", [("ä",), ("####",), (" b", "12"), ("\n\n", "zz"), ("absent",)], ids=str)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_model, strings, chunk) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    ids = tokenizer.encode("a bä\n#### 12\n\nzz", add_special_tokens=False)
+    wholes = [tokenizer.decode(ids[:count]) for count in range(1, len(ids) + 1)]
+    expected = next((n for n, text in enumerate(wholes, 1) if any(string in text for string in strings)), None)
+    stop, found, seen = StopStrings(tokenizer, strings), None, 0
+    for count in [*range(chunk, len(ids), chunk), len(ids)]:
+        found = found or stop.first_end(ids[:count], seen)
+        seen = count
+    assert found == expected

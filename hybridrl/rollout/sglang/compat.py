@@ -183,7 +183,7 @@ class Output:
 
     Attributes:
         token_ids: all of them.
-        log_probs: of each.
+        log_probs: of each; none before the end.
         finish: why it ended: "stop", "length", "abort"; None while it goes on.
         message: SGLang's, of an abort.
         cached_tokens: of the prompt, from the prefix cache.
@@ -326,16 +326,18 @@ class Server:
 
 
 def _output(said: Mapping[str, Any], truncated: bool) -> Output:
-    meta, tokens = said["meta_info"], list(said["output_ids"])
-    if truncated:
-        log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs", [])]
-    else:
-        log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
-    count = min(len(tokens), len(log_probs))
+    meta, tokens = said["meta_info"], said["output_ids"]
     finish = meta.get("finish_reason") or {}
+    log_probs: list[float] = []
+    if finish:  # before the end only the tokens are looked at
+        if truncated:
+            log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs", [])]
+        else:
+            log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
+        tokens = tokens[: len(log_probs)]
     return Output(
-        token_ids=tokens[:count],
-        log_probs=log_probs[:count],
+        token_ids=list(tokens),
+        log_probs=log_probs[: len(tokens)],
         finish=finish.get("type"),
         message=str(finish.get("message") or ""),
         cached_tokens=meta.get("cached_tokens", 0),

@@ -102,8 +102,7 @@ class Host:
             async for output in self.server.generate(name, request.prompt_ids, wanted, interval):
                 if stop is None or end is not None:
                     continue
-                counts = range(seen + 1, len(output.token_ids) + 1)
-                end = next((count for count in counts if stop.ends(output.token_ids[:count])), None)
+                end = stop.first_end(output.token_ids, seen)
                 seen = len(output.token_ids)
                 if end is not None and output.finish is None:
                     self.server.abort(name)
