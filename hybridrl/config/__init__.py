@@ -21,16 +21,38 @@ from hybridrl.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from hybridrl.config.critic import CriticConfig
-from hybridrl.config.data import CustomClassConfig, DataConfig, SamplerConfig, SFTDataConfig
+from hybridrl.config.data import (
+    CustomClassConfig,
+    DataConfig,
+    EvaluationDataConfig,
+    GenerationDataConfig,
+    PromptConfig,
+    SamplerConfig,
+    SFTDataConfig,
+)
 from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.model import ModelConfig
-from hybridrl.config.reward import CustomRewardConfig, RewardConfig, RewardManagerConfig, RewardModuleConfig
-from hybridrl.config.rollout import RolloutConfig, SamplingConfig
-from hybridrl.config.root import ActorRolloutRefConfig, PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.reward import (
+    CustomRewardConfig,
+    RewardConfig,
+    RewardManagerConfig,
+    RewardModuleConfig,
+    ScoringConfig,
+)
+from hybridrl.config.rollout import OpenAIConfig, PrometheusConfig, RolloutConfig, SamplingConfig, ServerConfig
+from hybridrl.config.root import (
+    ActorRolloutRefConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    PPOTrainerConfig,
+    RootConfig,
+    SFTTrainerConfig,
+)
 from hybridrl.config.trainer import (
     HealthCheckConfig,
     HealthConfig,
+    JobConfig,
     LengthCheckConfig,
     PlacementConfig,
     RayConfig,
@@ -66,18 +88,26 @@ __all__ = [
     "CustomClassConfig",
     "CustomRewardConfig",
     "DataConfig",
+    "EvaluationConfig",
+    "EvaluationDataConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
+    "GenerationConfig",
+    "GenerationDataConfig",
     "HealthCheckConfig",
     "HealthConfig",
+    "JobConfig",
     "LengthCheckConfig",
     "KLControlConfig",
     "ModelConfig",
+    "OpenAIConfig",
     "OptimConfig",
     "PFPPOConfig",
     "PPOTrainerConfig",
     "PlacementConfig",
     "PolicyLossConfig",
+    "PrometheusConfig",
+    "PromptConfig",
     "RayConfig",
     "RefConfig",
     "RewardConfig",
@@ -85,11 +115,14 @@ __all__ = [
     "RewardModuleConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RootConfig",
     "RunConfig",
     "SFTDataConfig",
     "SFTTrainerConfig",
     "SamplerConfig",
     "SamplingConfig",
+    "ScoringConfig",
+    "ServerConfig",
     "TrainerConfig",
     "WrapPolicyConfig",
     "as_dict",

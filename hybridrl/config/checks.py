@@ -11,35 +11,45 @@ from hybridrl.config import names
 from hybridrl.config.actor import MICRO_BATCH_SIZE, ActorConfig
 from hybridrl.config.convert import nearest
 from hybridrl.config.critic import CriticConfig
+from hybridrl.config.data import PromptConfig
 from hybridrl.config.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.errors import ConfigError
-from hybridrl.config.model import ModelConfig
-from hybridrl.config.root import PPOTrainerConfig, SFTTrainerConfig
-from hybridrl.config.trainer import PlacementConfig, RunConfig, TrainerConfig
+from hybridrl.config.paths import check_class, check_files, check_function, check_model
+from hybridrl.config.rollout import RolloutConfig
+from hybridrl.config.root import EvaluationConfig, GenerationConfig, PPOTrainerConfig, RootConfig, SFTTrainerConfig
+from hybridrl.config.trainer import JobConfig, PlacementConfig, RunConfig, TrainerConfig
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _OVERLONG = {"enable": bool, "len": int, "penalty_factor": (int, float), "log": bool}
 
 
-def validate(config: PPOTrainerConfig | SFTTrainerConfig) -> None:
+def validate(config: RootConfig) -> None:
     """Check a whole configuration against itself, the files it names and the devices of this machine.
 
     Raises:
         ConfigError: with every fault that was found. Each names its keys, their values and what to change.
     """
-    checks = _sft_checks(config) if isinstance(config, SFTTrainerConfig) else _ppo_checks(config)
-    faults = [fault for check in checks for fault in check]
+    faults = [fault for check in _checks(config) for fault in check]
     if faults:
         raise ConfigError(faults)
 
 
+def _checks(config: RootConfig) -> Iterator[Iterable[str]]:
+    if isinstance(config, SFTTrainerConfig):
+        return _sft_checks(config)
+    if isinstance(config, GenerationConfig):
+        return _generation_checks(config)
+    if isinstance(config, EvaluationConfig):
+        return _evaluation_checks(config)
+    return _ppo_checks(config)
+
+
 def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     policy, trainer = config.actor_rollout_ref, config.trainer
-    yield _check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
+    yield check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
     if config.use_critic and config.critic.model.path != policy.model.path:
-        yield _check_model("critic.model", config.critic.model, config.trainer.device)
+        yield check_model("critic.model", config.critic.model, config.trainer.device)
     yield _check_prompts(config)
     yield _check_reward(config)
     yield _check_estimator(config)
@@ -48,7 +58,8 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     if config.use_critic:
         yield _check_batches(config, "critic", config.critic)
     yield _check_lengths(config)
-    yield _check_sampling(config)
+    yield _check_sampling(policy.rollout)
+    yield _check_trainable(policy.rollout)
     yield _check_engines(config)
     yield _check_run(trainer)
     yield _check_keep(config)
@@ -58,7 +69,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
 
 
 def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
-    yield _check_model("model", config.model, config.trainer.device)
+    yield check_model("model", config.model, config.trainer.device)
     yield _check_conversations(config)
     yield _check_contents("checkpoint", config.checkpoint, config.trainer)
     yield _check_optimizer("optim", config.optim)
@@ -67,63 +78,39 @@ def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
 
 
-# ---------------------------------------------------------------- models and files
-
-
-def _check_model(where: str, model: ModelConfig, device: str) -> Iterator[str]:
-    if not model.path:
-        yield f"{where}.path is not set; give a directory in Hugging Face format or a hub id org/name"
+def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
+    policy = config.actor_rollout_ref
+    if policy.rollout.name == "openai":
+        yield _check_endpoint(policy.rollout)
     else:
-        yield from _check_source(f"{where}.path", model.path)
-    for name in ("tokenizer_path", "hf_config_path"):
-        if value := getattr(model, name):
-            yield from _check_source(f"{where}.{name}", value)
-    for module in (model.external_lib or "").split(","):
-        if module.strip() and importlib.util.find_spec(module.strip().split(".")[0]) is None:
-            yield f"{where}.external_lib={module.strip()}: no such module on the Python path"
-    attention = str(model.override_config.get("attn_implementation", ""))
-    if attention.startswith("flash_attention") and device == "cpu":
-        yield f"{where}.override_config.attn_implementation={attention} needs a GPU, and trainer.device=cpu; use sdpa"
+        yield check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
+    yield _check_answers(config)
+    yield _check_same_lengths(policy.rollout, config.data)
+    yield _check_greedy(policy.rollout, config.data.n_samples)
+    if policy.rollout.nnodes:
+        yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
+    yield _check_placement(config.placement, config.trainer, {"actor_rollout_ref": True})
+    yield _check_devices(config.trainer, config.ray_kwargs.ray_init)
 
 
-def _check_source(name: str, value: str) -> Iterator[str]:
-    """A directory that is there, or a hub id."""
-    path = Path(value).expanduser()
-    if path.is_dir():
-        return
-    if path.exists():
-        yield f"{name}={value}: is a file; give the directory that holds config.json and the weights"
-    elif not _HUB_ID.fullmatch(value):
-        yield f"{name}={value}: no such directory (from {Path.cwd()}), and a hub id has the form org/name"
+def _evaluation_checks(config: EvaluationConfig) -> Iterator[Iterable[str]]:
+    if not config.data.path:
+        yield ["data.path is not set; give the parquet, json or jsonl files that hold responses"]
+    yield check_files("data.path", config.data.path)
+    yield check_function(config.reward.custom_reward_function)
 
 
-def _check_files(name: str, files: list[str]) -> Iterator[str]:
-    for file in files:
-        path = Path(file).expanduser()
-        if "://" not in file and not path.exists():
-            yield f"{name}={file}: no such file (from {Path.cwd()})"
-        elif path.is_dir():
-            yield f"{name}={file}: is a folder; name the files in it (parquet, json or jsonl)"
-
-
-def _check_class(where: str, path: str | None, name: str | None, path_key: str, name_key: str) -> Iterator[str]:
-    """A class of the user: both file and name, and the file is there."""
-    if path is None and name is not None:
-        yield f"{where}.{name_key}={name} without {where}.{path_key}; name the Python file that holds it"
-    if path is not None and name is None:
-        yield f"{where}.{path_key}={path} without {where}.{name_key}; name the class in it"
-    if path is not None and path.endswith(".py") and not Path(path).expanduser().is_file():
-        yield f"{where}.{path_key}={path}: no such file (from {Path.cwd()})"
+# ---------------------------------------------------------------- data and rewards
 
 
 def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
     data, trainer = config.data, config.trainer
-    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     sampler = data.sampler
-    yield from _check_class("data.sampler", sampler.class_path, sampler.class_name, "class_path", "class_name")
+    yield from check_class("data.sampler", sampler.class_path, sampler.class_name, "class_path", "class_name")
     if data.custom_cls.path is None:
-        yield from _check_files("data.train_files", data.train_files)
-        yield from _check_files("data.val_files", data.val_files)
+        yield from check_files("data.train_files", data.train_files)
+        yield from check_files("data.val_files", data.val_files)
     if not data.train_files:
         yield "data.train_files is not set; give parquet, json or jsonl files with prompts"
     if not data.val_files and trainer.val_only:
@@ -137,12 +124,42 @@ def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
+def _check_answers(config: GenerationConfig) -> Iterator[str]:
+    """`data` of generation: what is read, what is written."""
+    data, samples = config.data, config.actor_rollout_ref.rollout.n
+    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    if not data.path:
+        yield "data.path is not set; give parquet, json or jsonl files with prompts"
+    if data.custom_cls.path is None:
+        yield from check_files("data.path", data.path)
+    output = Path(data.output_path).expanduser()
+    if not data.output_path:
+        yield "data.output_path is not set; name the parquet file that the responses go to"
+    elif output.suffix != ".parquet" or output.is_dir():
+        yield f"data.output_path={data.output_path}: must name a file that ends in .parquet"
+    elif output.resolve() in [Path(file).expanduser().resolve() for file in data.path]:
+        yield f"data.output_path={data.output_path} is an input file (data.path) too; name another"
+    if samples not in (1, data.n_samples):
+        yield f"data.n_samples={data.n_samples} and {_ROLLOUT}.n={samples} are the same thing; set one of them"
+
+
+def _check_endpoint(rollout: RolloutConfig) -> Iterator[str]:
+    """`rollout.openai`."""
+    where, settings = f"{_ROLLOUT}.openai", rollout.openai
+    if not settings.base_url:
+        yield f"{_ROLLOUT}.name=openai without {where}.base_url; set it, e.g. to http://localhost:8000/v1"
+    elif not settings.base_url.startswith(("http://", "https://")):
+        yield f"{where}.base_url={settings.base_url}: must begin with http:// or https://"
+    if settings.api_key_env and not os.environ.get(settings.api_key_env, "").strip():
+        yield f"{where}.api_key_env={settings.api_key_env}: the environment variable is not set"
+
+
 def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
     data = config.data
-    yield from _check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     if data.custom_cls.path is None:
-        yield from _check_files("data.train_files", data.train_files)
-        yield from _check_files("data.val_files", data.val_files)
+        yield from check_files("data.train_files", data.train_files)
+        yield from check_files("data.val_files", data.val_files)
     if not data.train_files:
         yield "data.train_files is not set; give parquet, json or jsonl files with conversations"
     if not data.val_files and config.trainer.test_freq > 0:
@@ -168,15 +185,11 @@ def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
 
 
 def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
-    custom, manager = config.reward.custom_reward_function, config.reward.reward_manager
-    where = "reward.custom_reward_function"
-    if custom.path is not None and custom.path.endswith(".py") and not Path(custom.path).expanduser().is_file():
-        yield f"{where}.path={custom.path}: no such file (from {Path.cwd()})"
-    if custom.path is None and custom.name not in (None, "compute_score"):
-        yield f"{where}.name={custom.name} without {where}.path; name the Python file that holds the function"
+    manager = config.reward.reward_manager
+    yield from check_function(config.reward.custom_reward_function)
     if manager.source == "importlib":
         module = manager.module
-        yield from _check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
+        yield from check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
         if manager.module.path is None:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
     elif manager.name not in names.REWARD_MANAGERS and not _own_code(config):
@@ -310,17 +323,9 @@ def _divisors(number: int, near: int) -> str:
 
 
 def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
-    data, policy = config.data, config.actor_rollout_ref
+    policy = config.actor_rollout_ref
     rollout, actor, ref = policy.rollout, policy.actor, policy.ref
-    for name, length, limit in (
-        ("prompt", rollout.prompt_length, data.max_prompt_length),
-        ("response", rollout.response_length, data.max_response_length),
-    ):
-        if length != limit:
-            yield (
-                f"{_ROLLOUT}.{name}_length={length} and data.max_{name}_length={limit} are the same thing; set the one "
-                "of data, the other follows"
-            )
+    yield from _check_same_lengths(rollout, config.data)
     for name, count in (
         (f"{_ACTOR}.rollout_n", actor.rollout_n),
         ("actor_rollout_ref.ref.rollout_n", ref.rollout_n),
@@ -329,11 +334,6 @@ def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
         if count != rollout.n:
             yield f"{name}={count} and {_ROLLOUT}.n={rollout.n} are the same thing; set the latter, the former follows"
     total = rollout.prompt_length + rollout.response_length
-    if rollout.max_model_len is not None and total > rollout.max_model_len:
-        yield (
-            f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} "
-            f"are {total} tokens together, more than {_ROLLOUT}.max_model_len={rollout.max_model_len}"
-        )
     budgets = [
         (actor.use_dynamic_bsz, f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
         (
@@ -356,10 +356,40 @@ def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"{where}={tokens} is less than one sequence of {total} tokens (prompt and response); raise it"
 
 
-def _check_sampling(config: PPOTrainerConfig) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    if not rollout.do_sample and rollout.n > 1:
-        yield f"{_ROLLOUT}.do_sample=False with n={rollout.n}: greedy samples are all alike; set do_sample=True"
+def _check_same_lengths(rollout: RolloutConfig, data: PromptConfig) -> Iterator[str]:
+    for name, length, limit in (
+        ("prompt", rollout.prompt_length, data.max_prompt_length),
+        ("response", rollout.response_length, data.max_response_length),
+    ):
+        if length != limit:
+            yield (
+                f"{_ROLLOUT}.{name}_length={length} and data.max_{name}_length={limit} are the same thing; set the one "
+                "of data, the other follows"
+            )
+    total = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and total > rollout.max_model_len:
+        yield (
+            f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} "
+            f"are {total} tokens together, more than {_ROLLOUT}.max_model_len={rollout.max_model_len}"
+        )
+
+
+def _check_greedy(rollout: RolloutConfig, samples: int) -> Iterator[str]:
+    if not rollout.do_sample and samples > 1:
+        yield f"{_ROLLOUT}.do_sample=False with n={samples}: greedy samples are all alike; set do_sample=True"
+
+
+def _check_trainable(rollout: RolloutConfig) -> Iterator[str]:
+    """Training needs an engine that takes weights."""
+    if rollout.name == "openai":
+        yield (
+            f"{_ROLLOUT}.name=openai cannot train: the endpoint takes no weights from this run, and its tokens and "
+            "log-probabilities are not ours. Use auto or hf here; openai is for main_generation"
+        )
+
+
+def _check_sampling(rollout: RolloutConfig) -> Iterator[str]:
+    yield from _check_greedy(rollout, rollout.n)
     check = rollout.val_kwargs
     if check.do_sample and check.temperature == 0:
         yield f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0; set a temperature, 1.0 is usual"
@@ -474,7 +504,7 @@ def _check_keep(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
-def _check_placement(placement: PlacementConfig, trainer: RunConfig, roles: dict[str, bool]) -> Iterator[str]:
+def _check_placement(placement: PlacementConfig, trainer: JobConfig, roles: dict[str, bool]) -> Iterator[str]:
     """`roles` maps the names that may be given to whether the run cannot do without one."""
     pools, given = placement.pools, placement.roles
     shape = [trainer.n_gpus_per_node] * trainer.nnodes
@@ -498,7 +528,7 @@ def _check_placement(placement: PlacementConfig, trainer: RunConfig, roles: dict
             yield f"placement.roles.{role} is missing; name the pool it lives in"
 
 
-def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str]:
+def _check_devices(trainer: JobConfig, ray_init: dict[str, Any]) -> Iterator[str]:
     """Devices of this machine, looked up without torch; a cluster's are checked when Ray is there."""
     address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"  # "local" asks for a Ray of its own
     if address != "local" or trainer.nnodes > 1 or trainer.device == "cpu":
@@ -506,7 +536,7 @@ def _check_devices(trainer: RunConfig, ray_init: dict[str, Any]) -> Iterator[str
     yield from check_gpus(trainer, visible_gpus())
 
 
-def check_gpus(trainer: RunConfig, count: int | None) -> Iterator[str]:
+def check_gpus(trainer: JobConfig, count: int | None) -> Iterator[str]:
     """Whether `count` GPUs of this machine (None: unknown) are enough for the processes asked for."""
     if count is None:
         return

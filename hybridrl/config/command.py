@@ -1,4 +1,4 @@
-"""The command line of a trainer: overrides, `--cfg`, `--config-path`, `--config-name`, `--help`, `--info`.
+"""The command line of a program: overrides, `--cfg`, `--config-path`, `--config-name`, `--help`, `--info`.
 
 It writes no `outputs/` folder and does not change the working directory, as `@hydra.main` would: the run's folder is
 `trainer.default_local_dir`.
@@ -25,6 +25,12 @@ _EXAMPLES = {
         "      actor_rollout_ref.model.path=MODEL algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8",
     ),
     "sft_trainer": ("main_sft", "data.train_files=train.parquet model.path=MODEL optim.lr=1e-5"),
+    "generation": (
+        "main_generation",
+        "data.path=test.parquet data.output_path=answers.parquet data.n_samples=8 \\\n"
+        "      actor_rollout_ref.model.path=MODEL",
+    ),
+    "evaluation": ("main_eval", "data.path=answers.parquet"),
 }
 _REFUSED = {
     "multirun": "sweeps are not supported; start one run after the other in a shell loop",
@@ -38,7 +44,7 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
     """Be the whole command line of a program: compose, check, print notices, call `run(config)`.
 
     Args:
-        name: `ppo_trainer` or `sft_trainer`.
+        name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
         run: the program; called with the typed configuration.
         argv: words after the program's name; those of the process by default.
 

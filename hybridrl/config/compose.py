@@ -21,7 +21,7 @@ from hybridrl.config.convert import build, nearest
 from hybridrl.config.errors import ConfigError
 from hybridrl.config.keys import Assignment, KeyBook, Outcome
 from hybridrl.config.node import ConfigNode, default_tree
-from hybridrl.config.root import ROOTS, PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.userfile import UserFile, read_user_file
 
 _USER_CONFIG = "hybridrl_user_config"
@@ -310,6 +310,20 @@ def load_config(
     config_dir: str | os.PathLike[str] | None = ...,
     config_name: str | None = ...,
 ) -> SFTTrainerConfig: ...
+@overload
+def load_config(
+    name: Literal["generation"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> GenerationConfig: ...
+@overload
+def load_config(
+    name: Literal["evaluation"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> EvaluationConfig: ...
 def load_config(
     name: str,
     overrides: Sequence[str] = (),
@@ -319,7 +333,7 @@ def load_config(
     """Compose a configuration and return it typed, with interpolations resolved.
 
     Args:
-        name: `ppo_trainer` or `sft_trainer`.
+        name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
         overrides: words as on the command line, e.g. `["data.train_batch_size=64", "+trainer.report=false"]`.
         config_dir: folder with a YAML file of the user, relative to the working directory.
         config_name: that file's name without `.yaml`; by default `name`. It may be partial and needs no defaults list.

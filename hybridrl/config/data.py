@@ -1,4 +1,4 @@
-"""Settings of the data: `data` of RL and of supervised fine-tuning."""
+"""Settings of the data: `data` of RL, of supervised fine-tuning, of generation and of evaluation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,31 +25,38 @@ class SamplerConfig(ConfigNode):
 
 
 @dataclass
-class DataConfig(ConfigNode):
+class PromptConfig(ConfigNode):
+    """How rows become prompts, for training and for generation."""
+
+    prompt_key: str = key("prompt", "column of the chat messages")
+    max_prompt_length: int = key(512, "most tokens a prompt", gt=0)
+    max_response_length: int = key(512, "most tokens a response", gt=0)
+    filter_overlong_prompts: bool = key(False, "drop prompts over max_prompt_length")
+    filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
+    truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=_TRUNCATION)
+    shuffle: bool = key(False, "where the number of rows is limited: draw them at random; false: the first ones")
+    seed: int | None = key(None, "seed of what is shuffled or drawn; null: 1", ge=0)
+    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
+    custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
+
+
+@dataclass
+class DataConfig(PromptConfig):
     """`data` of `ppo_trainer`."""
 
     train_files: list[str] = key([], "training files (parquet, json, jsonl), one or several; must be set")
     val_files: list[str] = key([], "validation files; none: no validation")
     train_max_samples: int = key(-1, "use so many training rows; -1: all", ge=-1)
     val_max_samples: int = key(-1, "use so many validation rows; -1: all", ge=-1)
-    prompt_key: str = key("prompt", "column of the chat messages")
     reward_fn_key: str = key("data_source", "column that chooses the reward function")
     train_batch_size: int = key(1024, "prompts a step", gt=0)
     gen_batch_size: int | None = key(
         None, "prompts generated for at once, until a step has its prompts; null: train_batch_size", gt=0
     )
     val_batch_size: int | None = key(None, "prompts a validation batch; null: all at once", gt=0)
-    max_prompt_length: int = key(512, "most tokens a prompt", gt=0)
-    max_response_length: int = key(512, "most tokens a response", gt=0)
-    filter_overlong_prompts: bool = key(False, "drop prompts over max_prompt_length")
-    filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
-    truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=_TRUNCATION)
     shuffle: bool = key(True, "shuffle training prompts each epoch")
-    seed: int | None = key(None, "seed of that shuffle; null: 1", ge=0)
     validation_shuffle: bool = key(False, "shuffle validation prompts")
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads", ge=0)
-    apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
-    custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
     sampler: SamplerConfig = group(SamplerConfig)
 
 
@@ -75,3 +82,30 @@ class SFTDataConfig(ConfigNode):
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
+
+
+@dataclass
+class GenerationDataConfig(PromptConfig):
+    """`data` of `generation`."""
+
+    path: list[str] = key([], "files with prompts (parquet, json, jsonl), one or several; must be set")
+    max_samples: int = key(-1, "use so many rows; -1: all", ge=-1)
+    n_samples: int = key(1, "responses a prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
+    batch_size: int = key(128, "prompts a part: what is kept at once, and generated again at most after a kill", gt=0)
+    output_path: str = key("", "parquet file to write: the rows with their responses; must be set")
+    response_key: str = key("responses", "column of the responses")
+    log_probs: bool = key(False, "keep the log-probability of each token, and the tokens")
+    overwrite: bool = key(False, "replace an output_path, or parts of it, made with other settings")
+
+
+@dataclass
+class EvaluationDataConfig(ConfigNode):
+    """`data` of `evaluation`."""
+
+    path: list[str] = key([], "files with responses (parquet, json, jsonl), one or several; must be set")
+    max_samples: int = key(-1, "score so many rows, the first; -1: all", ge=-1)
+    response_key: str = key("responses", "column of the responses, a list of texts")
+    data_source_key: str = key("data_source", "column that chooses the reward function")
+    reward_model_key: str = key("reward_model", "column with {style, ground_truth}")
+    extra_info_key: str = key("extra_info", "column of further information for the reward function")
+    output_path: str | None = key(None, "JSON file to write; null: that of the first file, ending in .eval.json")

@@ -13,7 +13,7 @@ from hybridrl.config.convert import nearest, show
 from hybridrl.config.legacy import ALIASES
 from hybridrl.config.node import declared, default_of, is_free
 from hybridrl.config.pending import PENDING, Pending
-from hybridrl.config.root import ROOTS
+from hybridrl.config.root import ROOTS, SHARED_GROUPS
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,26 @@ class KeyBook:
     """The keys of one tree.
 
     Args:
-        root: `ppo_trainer` or `sft_trainer`.
+        root: a name of `ROOTS`.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.fields = declared(ROOTS[root])
         self.free = {name for name, item in self.fields.items() if is_free(item)}
-        self._aliases = {alias.old: alias for alias in ALIASES if root in alias.roots}
+        self._aliases = {alias.old: alias for alias in ALIASES if self._has(alias.roots, alias.old, alias.new)}
         self._pending = {
-            key: (entry, value) for entry in PENDING if root in entry.roots for key, value in entry.items()
+            key: (entry, value) for entry in PENDING for key, value in entry.items() if self._has(entry.roots, key)
         }
-        self._branches = {key: branch for branch in BRANCHES if root in branch.roots for key in branch.items()}
+        self._branches = {key: branch for branch in BRANCHES for key in branch.items() if self._has(branch.roots, key)}
         every = (*self.fields, *self._pending, *self._branches, *self._aliases)
         self.groups = {name[:i] for name in every for i, letter in enumerate(name) if letter == "."}
+
+    def _has(self, roots: tuple[str, ...], *keys: str | None) -> bool:
+        """Whether keys of these trees are keys of this one: it is among them, or shares the groups that hold them."""
+        other, groups = SHARED_GROUPS.get(self.root, ("", ()))
+        shared = all(key is None or key.startswith(tuple(f"{name}." for name in groups)) for key in keys)
+        return self.root in roots or (other in roots and shared)
 
     def known(self) -> list[str]:
         """Every key that may be written, for suggestions."""

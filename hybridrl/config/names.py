@@ -90,7 +90,7 @@ HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 STRATEGIES: tuple[str, ...] = ("fsdp2",)
 STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
 
-ROLLOUTS: tuple[str, ...] = ("auto", "hf", "vllm", "sglang")
+ROLLOUTS: tuple[str, ...] = ("auto", "hf", "vllm", "sglang", "openai")
 ROLLOUTS_LATER: tuple[str, ...] = ("trtllm",)
 #: engines that have weights of their own, in processes of their own
 ENGINES: tuple[str, ...] = ("vllm", "sglang")

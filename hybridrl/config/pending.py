@@ -250,17 +250,13 @@ PENDING: tuple[Pending, ...] = (
         (f"{_ARR}.rollout",),
         {
             **_DISAGGREGATION,
-            "prometheus.enable": False,
-            "prometheus.file": "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
-            "prometheus.port": 9090,
-            "prometheus.served_model_name": None,
             "trace.backend": None,
             "trace.experiment_name": None,
             "trace.max_samples_per_step_per_worker": None,
             "trace.project_name": None,
             "trace.token2text": False,
         },
-        "generation servers, their metrics and traces are not built",
+        "prefill on machines of its own and traces are not built",
         "Rollouts are written as JSONL with trainer.dump_freq.",
     ),
     # ---- algorithm

@@ -40,13 +40,19 @@ class RewardManagerConfig(ConfigNode):
 
 
 @dataclass
-class RewardConfig(ConfigNode):
-    """`reward`."""
+class ScoringConfig(ConfigNode):
+    """`reward` of `evaluation`: which function scores, and its processes."""
 
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
+    num_workers: int | None = key(None, "processes that score; null: as many as the machine has room for", gt=0)
+    timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
+
+
+@dataclass
+class RewardConfig(ScoringConfig):
+    """`reward` of `ppo_trainer`."""
+
     reward_manager: RewardManagerConfig = group(RewardManagerConfig)
     reward_kwargs: dict[str, Any] = key(
         {}, "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}"
     )
-    num_workers: int | None = key(None, "processes that score; null: as many as the machine has room for", gt=0)
-    timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)

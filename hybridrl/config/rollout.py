@@ -37,6 +37,55 @@ class WeightTransferConfig(ConfigNode):
 
 
 @dataclass
+class ServerConfig(ConfigNode):
+    """`rollout.server`: the OpenAI API over the replicas, for agents written elsewhere."""
+
+    enable: bool = key(False, "serve it while the run lasts")
+    host: str | None = key(None, "address to listen on; null: the node's, 0.0.0.0: all")
+    port: int = key(0, "port to listen on; 0: a free one", ge=0, le=65535)
+    api_key_env: str | None = key(
+        None, "environment variable with the bearer token that clients send; null: a random token a run"
+    )
+
+
+@dataclass
+class PrometheusConfig(ConfigNode):
+    """`rollout.prometheus`: telling Prometheus where the servers of this run give their metrics."""
+
+    enable: bool = key(False, "write them into Prometheus' configuration")
+    port: int = key(9090, "port of Prometheus on this machine, asked to read its configuration again", gt=0, le=65535)
+    file: str = key(
+        "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
+        "Prometheus' configuration; jobs of others in it stay",
+    )
+    served_model_name: str | None = key(
+        None,
+        "what clients and metrics call the model; null: its path",
+        follows="${oc.select:actor_rollout_ref.model.path,null}",
+    )
+
+
+@dataclass
+class OpenAIConfig(ConfigNode):
+    """`rollout.openai`: an endpoint that speaks the OpenAI API, for `rollout.name=openai`."""
+
+    base_url: str | None = key(None, "its address, e.g. http://localhost:8000/v1; must be set")
+    model: str | None = key(None, "the model's name there; null: the only one that it lists")
+    api_key_env: str | None = key(None, "environment variable with the API key; null: it wants none")
+    max_concurrency: int = key(64, "requests in flight", gt=0)
+    timeout_s: float = key(600.0, "seconds a request may take before it is sent again", gt=0)
+    max_retries: int = key(
+        6, "times a request is sent again, after 429, 5xx, a time-out or a broken connection; waits grow", ge=0
+    )
+    max_tokens_name: str = key(
+        "max_tokens",
+        "what the endpoint calls the length limit",
+        choices=("max_tokens", "max_completion_tokens"),
+    )
+    extra_body: dict[str, Any] = key({}, "further entries of each request's body")
+
+
+@dataclass
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout`: how the policy generates and how its log-probabilities are computed again."""
 
@@ -115,3 +164,6 @@ class RolloutConfig(ConfigNode):
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
     )
+    server: ServerConfig = group(ServerConfig)
+    prometheus: PrometheusConfig = group(PrometheusConfig)
+    openai: OpenAIConfig = group(OpenAIConfig)

@@ -1,17 +1,17 @@
-"""The whole trees: `ppo_trainer` and `sft_trainer`."""
+"""The whole trees: `ppo_trainer`, `sft_trainer`, `generation` and `evaluation`."""
 
 from dataclasses import dataclass
 
 from hybridrl.config.actor import ActorConfig, RefConfig
 from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.config.critic import CriticConfig
-from hybridrl.config.data import DataConfig, SFTDataConfig
+from hybridrl.config.data import DataConfig, EvaluationDataConfig, GenerationDataConfig, SFTDataConfig
 from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 from hybridrl.config.model import ModelConfig
 from hybridrl.config.node import ConfigNode, group, key
-from hybridrl.config.reward import RewardConfig
+from hybridrl.config.reward import RewardConfig, ScoringConfig
 from hybridrl.config.rollout import RolloutConfig
-from hybridrl.config.trainer import PlacementConfig, RayConfig, RunConfig, TrainerConfig
+from hybridrl.config.trainer import JobConfig, PlacementConfig, RayConfig, RunConfig, TrainerConfig
 
 
 @dataclass
@@ -64,7 +64,38 @@ class SFTTrainerConfig(ConfigNode):
     ray_kwargs: RayConfig = group(RayConfig)
 
 
-ROOTS: dict[str, type[PPOTrainerConfig] | type[SFTTrainerConfig]] = {
+@dataclass
+class GenerationConfig(ConfigNode):
+    """`generation`: everything that `python -m hybridrl.trainer.main_generation` can be told.
+
+    `actor_rollout_ref` is that of `ppo_trainer`: the words of a training run are taken as they are, and what only
+    trains (actor, ref) has no effect but for `actor.fsdp_config`, by which the hf rollout loads its model.
+    """
+
+    actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
+    data: GenerationDataConfig = group(GenerationDataConfig)
+    trainer: JobConfig = group(JobConfig)
+    placement: PlacementConfig = group(PlacementConfig, roles={"actor_rollout_ref": "global"})
+    ray_kwargs: RayConfig = group(RayConfig)
+
+
+@dataclass
+class EvaluationConfig(ConfigNode):
+    """`evaluation`: everything that `python -m hybridrl.trainer.main_eval` can be told."""
+
+    data: EvaluationDataConfig = group(EvaluationDataConfig)
+    reward: ScoringConfig = group(ScoringConfig)
+
+
+RootConfig = PPOTrainerConfig | SFTTrainerConfig | GenerationConfig | EvaluationConfig
+
+ROOTS: dict[str, type[RootConfig]] = {
     "ppo_trainer": PPOTrainerConfig,
     "sft_trainer": SFTTrainerConfig,
+    "generation": GenerationConfig,
+    "evaluation": EvaluationConfig,
+}
+#: trees that hold groups of another one under the same names: tree -> (the other, the groups)
+SHARED_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "generation": ("ppo_trainer", ("actor_rollout_ref", "data")),
 }

@@ -8,7 +8,22 @@ from hybridrl.config.node import ConfigNode, group, key
 
 
 @dataclass
-class RunConfig(ConfigNode):
+class JobConfig(ConfigNode):
+    """`trainer` of `generation`, and what every program with worker processes shares: devices and processes."""
+
+    device: str = key(
+        "auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
+    )
+    nnodes: int = key(1, "machines", gt=0)
+    n_gpus_per_node: int = key(1, "processes a machine: one a GPU, or so many on a CPU", gt=0)
+    threads_per_worker: int | None = key(None, "CPU threads a worker computes with; null: cores shared evenly", gt=0)
+    phase_timeout_s: float = key(7200.0, "seconds a phase of a step may take before the run is ended", gt=0)
+    ray_wait_register_center_timeout: int = key(300, "seconds a worker group may take to start", gt=0)
+    progress_bar: bool = key(True, "show a progress bar")
+
+
+@dataclass
+class RunConfig(JobConfig):
     """What the trainers of `ppo_trainer` and `sft_trainer` share."""
 
     project_name: str = key("hybridrl", "name of the project in tracking and in default_local_dir")
@@ -21,12 +36,6 @@ class RunConfig(ConfigNode):
     logger: list[str] = key(
         ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
     )
-    device: str = key(
-        "auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
-    )
-    nnodes: int = key(1, "machines", gt=0)
-    n_gpus_per_node: int = key(1, "processes a machine: one a GPU, or so many on a CPU", gt=0)
-    threads_per_worker: int | None = key(None, "CPU threads a worker computes with; null: cores shared evenly", gt=0)
     total_epochs: int = key(30, "passes over the training data", gt=0)
     total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", gt=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", ge=-1)
@@ -41,9 +50,6 @@ class RunConfig(ConfigNode):
     on_nonfinite: str = key(
         "stop", "NaN or infinity in loss or gradient: stop the run, or skip the step", choices=("stop", "skip")
     )
-    phase_timeout_s: float = key(7200.0, "seconds a phase of a step may take before the run is ended", gt=0)
-    ray_wait_register_center_timeout: int = key(300, "seconds a worker group may take to start", gt=0)
-    progress_bar: bool = key(True, "show a progress bar")
     report: bool = key(True, "write report.html at the end")
 
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
     from transformers import PreTrainedTokenizerBase
 
-    from hybridrl.config import DataConfig, SFTDataConfig
+    from hybridrl.config import DataConfig, PromptConfig, SFTDataConfig
 
 Files = str | Path | Sequence[str | Path]
 
 
 def create_rl_dataset(
     files: Files,
-    config: DataConfig,
+    config: PromptConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     key: str = "data.train_files",
@@ -37,7 +37,7 @@ def create_rl_dataset(
 
     Args:
         files: a path or several.
-        config: ``DataConfig``.
+        config: ``DataConfig`` or ``GenerationDataConfig``.
         tokenizer: with a chat template.
         max_samples: use only so many rows; -1: all.
         key: the configuration key that named the files, for messages.

@@ -37,6 +37,9 @@ class _ParquetPart:
     def column(self, name: str) -> list[Any]:
         return self.table.column(name).to_pylist()
 
+    def arrow(self) -> pyarrow.Table:
+        return self.table
+
     def locate(self, index: int) -> str:
         return f"{self.path}, row {index} (counted from 0)"
 
@@ -59,6 +62,11 @@ class _JsonPart:
 
     def column(self, name: str) -> list[Any]:
         return [row.get(name) for row in self.rows]
+
+    def arrow(self) -> pyarrow.Table:
+        import pyarrow
+
+        return pyarrow.Table.from_pydict({name: self.column(name) for name in self.columns})
 
     def locate(self, index: int) -> str:
         if self.lines is None:
@@ -96,6 +104,26 @@ class Table:
         part, inner = self._find(index)
         row = part.row(inner)
         return {name: row.get(name) for name in self.columns}
+
+    def arrow(self) -> pyarrow.Table:
+        """All rows in Arrow memory; parquet columns keep their types, and those of JSON are inferred.
+
+        Raises:
+            DataError: the values of a column are of kinds that no one type holds; the file is named.
+        """
+        import pyarrow
+
+        tables = []
+        for part in self.parts:
+            try:
+                tables.append(part.arrow())
+            except pyarrow.ArrowException as error:
+                raise DataError(f"{part.path}: cannot be kept as parquet: {error}.") from error
+        try:
+            return pyarrow.concat_tables(tables, promote_options="permissive")
+        except pyarrow.ArrowException as error:
+            files = ", ".join(str(part.path) for part in self.parts)
+            raise DataError(f"{files}: their columns do not fit into one parquet file: {error}.") from error
 
     def column(self, name: str) -> list[Any]:
         """All values of one column as Python objects, None where a file lacks it."""

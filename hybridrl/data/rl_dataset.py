@@ -13,22 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hybridrl.data.chat import (
-    Message,
-    check_chat_template,
-    clean_messages,
-    encode,
-    fault_in_messages,
-    render,
-    truncate,
-)
+from hybridrl.data.chat import check_chat_template, render, truncate
 from hybridrl.data.errors import DataError
 from hybridrl.data.files import Table, read_table
+from hybridrl.models.chat import Message, clean_messages, encode, fault_in_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hybridrl.config import DataConfig, SFTDataConfig
+    from hybridrl.config import PromptConfig, SFTDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +81,7 @@ class RLHFDataset(Dataset):
     Args:
         data_files: one path or several.
         tokenizer: with a chat template.
-        config: ``DataConfig``.
+        config: ``DataConfig`` or ``GenerationDataConfig``.
         processor: accepted for the sake of subclasses written for verl; must be None.
         max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``. -1:
         all.
@@ -102,7 +95,7 @@ class RLHFDataset(Dataset):
         self,
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
+        config: PromptConfig,
         processor: None = None,
         max_samples: int = -1,
         key: str = "data.train_files",
@@ -179,6 +172,11 @@ class RLHFDataset(Dataset):
     def pad_token_id(self) -> int:
         """What shorter prompts are padded with; the mask, not this id, says what is padding."""
         return pad_token_id(self.tokenizer)
+
+    @property
+    def indices(self) -> list[int]:
+        """The row number of each item, as in its `index`."""
+        return [int(index) for index in self._rows]
 
     def locate(self, item: int) -> str:
         """File and row of an item, for messages."""
@@ -269,7 +267,7 @@ class RLHFDataset(Dataset):
             yield from executor.map(encode_chunk, starts)
 
 
-def seed_of(config: DataConfig | SFTDataConfig) -> int:
+def seed_of(config: PromptConfig | SFTDataConfig) -> int:
     """``data.seed``; null means 1, never a random one: a resumed run must see the same order."""
     return 1 if config.seed is None else config.seed
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hybridrl.data.chat import Message, check_chat_template, clean_messages, fault_in_messages, render
+from hybridrl.data.chat import check_chat_template, render
 from hybridrl.data.errors import DataError
 from hybridrl.data.files import Table, read_table
 from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
+from hybridrl.models.chat import Message, clean_messages, fault_in_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

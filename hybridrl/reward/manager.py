@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
+from hybridrl.reward.columns import extra_columns, extra_of
 from hybridrl.reward.errors import RewardError
 from hybridrl.reward.function import Form, Sample
 from hybridrl.reward.pool import Outcome, RewardPool
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from hybridrl.config import PPOTrainerConfig
     from hybridrl.protocol import DataProto
-
-logger = logging.getLogger(__name__)
 
 RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # columns that a score's dict must not replace
 REGISTRY: dict[str, type[RewardManager]] = {}
@@ -150,8 +148,7 @@ class RewardManager:
         outcomes = self.score_batch(samples, lambda number: describe(batch, samples, number))
         scores, extras = [], []
         for sample, outcome, length in zip(samples, outcomes, lengths.tolist(), strict=True):
-            extra = dict(outcome.extra) if outcome.extra is not None else {"acc": outcome.score}
-            score, extra = self.adjust(outcome.score, extra, sample, length)
+            score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
             scores.append(score)
             extras.append(extra)
         self.metrics = _metrics(outcomes)
@@ -195,27 +192,14 @@ class RewardManager:
         return score, extra
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
-        names = dict.fromkeys(name for extra in extras for name in extra)
-        for name in {*RESERVED, self.config.data.reward_fn_key} & names.keys():
+        found = extra_columns(extras, outcomes, self._reported)
+        for name in {*RESERVED, self.config.data.reward_fn_key} & found.keys():
             raise RewardError(
                 f"the reward function ({self.pool.function.label}) returned a dict with the key {name!r}, which is a "
                 "column of the "
                 "batch already. Use another name for it."
             )
-        for extra, outcome in zip(extras, outcomes, strict=True):
-            if outcome.timed_out:  # it returned nothing; what says how well it did is 0, too
-                extra.update({name: 0.0 for name in ("score", "acc") if name in names})
-        for name in names:
-            lacking = sum(name not in extra for extra in extras)
-            if lacking and name not in self._reported:
-                self._reported.add(name)
-                logger.warning(
-                    "the reward function returned %r for %d of %d responses only; the others have None there",
-                    name,
-                    len(extras) - lacking,
-                    len(extras),
-                )
-        return {name: [extra.get(name) for extra in extras] for name in names}
+        return found
 
 
 @register("batch")

@@ -30,6 +30,7 @@ class Rollout(ABC):
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
                 prompt) and, where a prompt has several rows, `sample` (which of them); meta `global_steps`, `validate`,
+                `seeded` (every request draws from a seed of its own, so that what else is generated does not matter),
                 and any field of `SamplingParams` to override.
 
         Returns:

@@ -32,7 +32,7 @@ def requests_of(prompts: DataProto, config: RolloutConfig, next_id: Callable[[],
     step = int(meta.get("global_steps", 0))
     purpose = "validate" if meta.get("validate", False) else "train"
     seeds: list[int | None] = [None] * rows
-    if config.full_determinism and params.do_sample:
+    if (config.full_determinism or meta.get("seeded", False)) and params.do_sample:
         seeds = [int(key) % 2**63 for key in stream_keys(config.seed, step, purpose, uids, samples)]
     ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"].bool()
     return [

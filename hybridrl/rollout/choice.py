@@ -5,6 +5,7 @@ import sys
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.rollout.engine import EngineRegistry, RolloutError
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.server import check_installed
 from hybridrl.utils import device
 
 #: generates with the training weights
@@ -49,7 +50,19 @@ def resolve_rollout(config: ActorRolloutRefConfig) -> str:
         EngineRegistry.get(name).check(rollout, config.model)
     else:
         _tell_unused(rollout)
+    if is_served(rollout):
+        if name == IN_PLACE:
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.server and .prometheus serve engines, and rollout.name={rollout.name} "
+                "generates with the training weights in place; set rollout.name to vllm or sglang, or leave them off"
+            )
+        check_installed()
     return name
+
+
+def is_served(rollout: RolloutConfig) -> bool:
+    """Whether replicas are reached over HTTP: their API, or their metrics."""
+    return rollout.server.enable or rollout.prometheus.enable
 
 
 def _fastest(config: ActorRolloutRefConfig) -> str:

@@ -90,6 +90,7 @@ class _Member:
     collecting: Any = None
     health: Any = None
     health_asked: float = 0.0
+    port: int = 0  # of its HTTP server
 
 
 class ReplicaPool:
@@ -124,6 +125,8 @@ class ReplicaPool:
         self._error: RolloutError | None = None
         self._closed = threading.Event()
         self._memory: set[str] = set(MEMORY_TAGS)
+        self._update_seconds = 0.0
+        self._token: str | None = None
         self._threads = ThreadPoolExecutor(max_workers=len(self._members) + 1, thread_name_prefix="replica-restart")
         self._pump = threading.Thread(target=self._run, name="replica-pool", daemon=True)
 
@@ -195,6 +198,20 @@ class ReplicaPool:
                 ray.kill(member.handle)
         self._fail(RolloutError("the rollout was closed"))
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def serve(self, token: str) -> list[str]:
+        """Have each replica speak the OpenAI API by itself, beside the router over all; their addresses, `host:port`.
+
+        A replica that is started again has its address again. What is asked of it over HTTP is not run elsewhere when
+        it is lost: that is the router's part.
+        """
+        self._token = token
+        return [self._serve(member) for member in self._ready()]
+
+    def _serve(self, member: _Member) -> str:
+        address: str = ray.get(member.handle.serve.remote(self._token, member.port))
+        member.port = int(address.rpartition(":")[2])
+        return address
 
     @property
     def places(self) -> list[ReplicaPlace]:
@@ -330,6 +347,8 @@ class ReplicaPool:
             ray.kill(member.handle)
             self._create(member)
             member.info = self._started(member, member.handle.start.remote(), self.settings.start_timeout_s)
+            if self._token is not None:
+                self._serve(member)
             with self._weights_lock:
                 if self._send_weights is not None and self.version >= 0:
                     self._update([member])
@@ -379,9 +398,12 @@ class ReplicaPool:
             Target(member.handle, member.incarnation, member.place.node_id, member.place.ranks, self.settings.processes)
             for member in members
         ]
+        started = time.perf_counter()
         report = self._send_weights(targets) if targets else None
+        self._update_seconds = time.perf_counter() - started
         members = self._ask(members, "end_update", self.version)
-        self._ask(members, "unpause")
+        if self._memory.issuperset(MEMORY_TAGS):
+            self._ask(members, "unpause")
         return report
 
     def _ready(self) -> list[_Member]:
@@ -405,7 +427,8 @@ class ReplicaPool:
         return answered
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Give device memory back between generations."""
+        """Give device memory back between generations; requests wait, with their tokens, until all is there again."""
+        self._ask(self._ready(), "pause")
         self._ask(self._ready(), "release", [tag for tag in tags if tag in self._memory])
         self._memory -= set(tags)
 
@@ -413,6 +436,8 @@ class ReplicaPool:
         """Take device memory again."""
         self._ask(self._ready(), "resume", [tag for tag in tags if tag not in self._memory])
         self._memory |= set(tags)
+        if self._memory.issuperset(MEMORY_TAGS):
+            self._ask(self._ready(), "unpause")
 
     def pause(self) -> None:
         """Stop generating; requests keep their tokens."""
@@ -454,6 +479,22 @@ class ReplicaPool:
                 found.append(ray.get(member.handle.stats.remote()) | {"in_flight": float(len(member.in_flight))})
             except RayError:  # lost just now; the thread sees to it
                 continue
+        return found
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """What is known of each replica by its number: `InferenceEngine.stats` while it is up, `restarts` always, and
+        the version of its weights and the seconds of their last update."""
+        found: dict[str, dict[str, float]] = {}
+        asked = {member.index: member.handle.stats.remote() for member in self._ready()}
+        for member in self._members:
+            found[str(member.index)] = {"restarts": float(member.restarts)}
+            if member.index in asked:
+                try:
+                    found[str(member.index)] |= ray.get(asked[member.index])
+                except RayError:  # lost just now; the thread sees to it
+                    continue
+                found[str(member.index)] |= {"weights_version": float(self.version)}
+                found[str(member.index)] |= {"weight_update_seconds": self._update_seconds}
         return found
 
 

@@ -66,6 +66,7 @@ class Replica:
         self._engine: InferenceEngine
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._inside: set[str] = set()  # requests that the engine has
+        self._direct: set[str] = set()  # requests that came over HTTP and not from the pool
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
         self._news = asyncio.Event()
@@ -112,6 +113,8 @@ class Replica:
         try:
             while await self._may_generate(request.id):
                 version = self.version
+                if not self._inside:
+                    self._busy_since = time.monotonic()
                 self._inside.add(request.id)
                 try:
                     part = await self._engine.generate(_rest_of(request, answer))
@@ -152,9 +155,27 @@ class Replica:
         self._done.append(completion)
         self._news.set()
 
+    async def serve(self, token: str, port: int = 0) -> str:
+        """Speak the OpenAI API on this node's address, until the process ends; returns `host:port`.
+
+        Args:
+            token: that clients have to send.
+            port: 0 takes a free one.
+        """
+        from hybridrl.rollout.server import make_server
+
+        direct = _Direct(self)
+        spec = self.spec
+        server, _ = make_server(
+            spec.config, spec.model, direct, direct.stats, direct.health, token=token, host=None, port=port
+        )
+        await server.start()
+        return server.address
+
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests (all, where None) now; they are handed out with the tokens there are."""
-        chosen = list(self._tasks) if ids is None else [name for name in ids if name in self._tasks]
+        here = self._tasks.keys() | self._direct
+        chosen = list(here) if ids is None else [name for name in ids if name in here]
         self._aborted.update(chosen)
         inside = [name for name in chosen if name in self._inside]
         if inside:
@@ -229,6 +250,30 @@ class Replica:
             task.cancel()
         if hasattr(self, "_engine"):
             await self._engine.close()
+
+
+class _Direct:
+    """A replica as its own HTTP server sees it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def generate(self, request: Request) -> Completion:
+        self._replica._direct.add(request.id)
+        try:
+            return await self._replica.generate(request)
+        finally:
+            self._replica._direct.discard(request.id)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._replica.abort(ids)
+
+    async def stats(self) -> dict[str, dict[str, float]]:
+        own = {"weights_version": float(self._replica.version)}
+        return {str(self._replica.spec.index): await self._replica.stats() | own}
+
+    async def health(self) -> str | None:
+        return None
 
 
 def _rest_of(request: Request, so_far: Completion) -> Request:

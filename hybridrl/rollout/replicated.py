@@ -1,7 +1,7 @@
 """Generation by engines with weights of their own: `rollout.name=vllm` or `sglang` as a trainer sees it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.base import Rollout
@@ -26,6 +26,8 @@ class ReplicatedRollout(Rollout):
         self._generating_s = 0.0
         self._before = dict.fromkeys(_COUNTERS, 0.0)
         self._restarts = 0
+        #: called before the pool is closed
+        self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto) -> DataProto:
         started = time.perf_counter()
@@ -85,4 +87,6 @@ class ReplicatedRollout(Rollout):
         return found
 
     def close(self) -> None:
+        for call in self.on_close:
+            call()
         self.pool.close()

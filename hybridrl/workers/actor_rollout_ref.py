@@ -1,4 +1,4 @@
-"""The policy's worker: trains it, generates with it, and holds the reference policy where asked to."""
+"""The policy's worker: trains it, generates with it, or both, and holds the reference policy where asked to."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,15 +18,16 @@ from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batch
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.prepare import Preparation
 
-ROLES = ("actor", "actor_rollout", "ref")
+ROLES = ("actor", "actor_rollout", "rollout", "ref")
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """One rank of the policy ("actor", "actor_rollout") or of the frozen reference policy ("ref").
+    """One rank of the policy ("actor", "actor_rollout", "rollout") or of the frozen reference policy ("ref").
 
     Args:
         config: the `actor_rollout_ref` part of the configuration.
-        role: which of `ROLES` this group plays. A reference policy in the same pool is a second worker in the same
+        role: which of `ROLES` this group plays. "rollout" generates with the model's own weights and has no
+            optimizer; it is built by `actor`. A reference policy in the same pool is a second worker in the same
             process.
         timeout_s: how long a collective may wait for its peers.
     """
@@ -45,13 +46,12 @@ class ActorRolloutRefWorker(ModelWorker):
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
         """Build and shard the model; see `ModelWorker.build_engine`."""
         config = self.config
-        trains = self.role != "ref"
-        part = config.actor if trains else config.ref
-        optim = config.actor.optim if trains else None
+        part = config.ref if self.role == "ref" else config.actor
+        optim = config.actor.optim if self.role in ("actor", "actor_rollout") else None
         self.build_engine(
             "language_model", part.strategy, config.model, part.fsdp_config, optim, steps, updates_per_step
         )
-        self.place_in_mesh("actor" if trains else "ref")
+        self.place_in_mesh("ref" if self.role == "ref" else "actor")
 
     @property
     def reference(self) -> Engine | None:
@@ -85,7 +85,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses by the training weights in place, and the sampler's log-probabilities; see `Rollout.generate`."""
-        if self.role != "actor_rollout":
+        if self.role not in ("actor_rollout", "rollout"):
             raise RuntimeError(
                 f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate"
             )

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config import ActorRolloutRefConfig
-from hybridrl.hybrid_engine.transfer import Target
 from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, RolloutError, resolve_rollout
+from hybridrl.rollout.choice import is_served
 from hybridrl.rollout.engine import EngineSpec
 from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.replicated import ReplicatedRollout
@@ -28,7 +29,7 @@ def devices_per_replica(config: ActorRolloutRefConfig) -> int:
 
 def start_rollout(
     config: ActorRolloutRefConfig,
-    policy: RayWorkerGroup,
+    policy: RayWorkerGroup | None,
     own_pool: RayResourcePool | None = None,
     *,
     start_timeout_s: float = 600.0,
@@ -37,9 +38,11 @@ def start_rollout(
 ) -> Rollout:
     """What generates for `policy`, started; it has no weights before `update_weights`.
 
+    With `rollout.server.enable` or `rollout.prometheus.enable` it is served over HTTP as long as it lives.
+
     Args:
         config: `actor_rollout_ref`.
-        policy: the workers that train, or at least hold the weights.
+        policy: the workers that train, or at least hold the weights; None: engines read the checkpoint, in `own_pool`.
         own_pool: devices for replicas alone; without, they stand on the policy's and take turns with it.
         start_timeout_s: how long an engine may take to start.
         threads: threads for arithmetic, of each engine process on a CPU; None shares a node's cores.
@@ -51,22 +54,37 @@ def start_rollout(
     name = resolve_rollout(config)
     if name == IN_PLACE:
         return InPlaceRollout(policy)
-    pool = own_pool or policy.resource_pool
+    pool = own_pool or (policy.resource_pool if policy is not None else None)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     places = replica_places(pool, devices_per_replica(config), shared=own_pool is None)
 
-    def send(targets: list[Target]) -> Any:
-        return policy.send_weights(targets)
-
-    replicas = ReplicaPool(
-        settings=_settings(config, name, places, start_timeout_s, threads, log_folder), places=places, send_weights=send
-    )
+    settings = _settings(config, name, places, start_timeout_s, threads, log_folder)
+    if policy is None:
+        settings.spec = replace(settings.spec, load_weights=True)
+    replicas = ReplicaPool(settings, places, None if policy is None else policy.send_weights)
+    rollout = ReplicatedRollout(replicas)
     try:
         replicas.start()
+        if is_served(config.rollout):
+            _serve(config, rollout, log_folder)
     except BaseException:
-        replicas.close()
+        rollout.close()
         raise
-    return ReplicatedRollout(replicas)
+    return rollout
+
+
+def _serve(config: ActorRolloutRefConfig, rollout: ReplicatedRollout, log_folder: Path | None) -> None:
+    """A router over the replicas, in a thread of this process; what clients need goes into the run's folder."""
+    from hybridrl.rollout.server import Router, make_server, write_scrape_config
+
+    router = Router(rollout.pool)
+    server, access = make_server(config.rollout, config.model, router, router.stats, router.health)
+    rollout.on_close.append(server.stop_thread)
+    server.start_thread()
+    replicas = rollout.pool.serve(access.token) if config.rollout.server.enable else []
+    where = "" if log_folder is None else f"; address and key in {access.write(log_folder.parent, replicas)}"
+    print(f"{access.model} is served at {access.url}{where}", flush=True)
+    write_scrape_config(config.rollout.prometheus, [server.address])
 
 
 def _settings(

@@ -119,7 +119,7 @@ def generated() -> dict[str, dict[str, str]]:
     own = "\n".join(f"| {key} | {default} | {meaning} |" for key, (default, meaning) in own_keys().items())
     done: set[type] = set()
     return {
-        "config.md": {root: key_tables(root, done) for root in ("ppo_trainer", "sft_trainer")},
+        "config.md": {root: key_tables(root, done) for root in ROOTS},
         "defaults.md": {"own": f"| key | default | meaning |\n|---|---|---|\n{own}"},
     }
 

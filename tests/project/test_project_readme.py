@@ -21,7 +21,12 @@ import pytest
 from hybridrl.config import load_config
 
 FENCE = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ROOTS = {"hybridrl.trainer.main_ppo": "ppo_trainer", "hybridrl.trainer.main_sft": "sft_trainer"}
+ROOTS = {
+    "hybridrl.trainer.main_ppo": "ppo_trainer",
+    "hybridrl.trainer.main_sft": "sft_trainer",
+    "hybridrl.trainer.main_generation": "generation",
+    "hybridrl.trainer.main_eval": "evaluation",
+}
 
 
 @dataclass

@@ -75,20 +75,26 @@ def test_installed_package_takes_no_configs_of_others(installed_python: Path, tm
         shutil.rmtree(foreign)
 
 
-@pytest.mark.parametrize(("program", "root"), [("main_ppo", "actor_rollout_ref"), ("main_sft", "optim")])
+@pytest.mark.parametrize(
+    ("program", "root", "word", "line"),
+    [
+        ("main_ppo", "actor_rollout_ref", "trainer.total_epochs=7", "  total_epochs: 7"),
+        ("main_sft", "optim", "trainer.total_epochs=7", "  total_epochs: 7"),
+        ("main_generation", "actor_rollout_ref", "data.n_samples=7", "  n_samples: 7"),
+        ("main_eval", "reward", "data.response_key=answers", "  response_key: answers"),
+    ],
+)
 def test_installed_program_composes_its_configuration_anywhere(
-    installed_python: Path, tmp_path: Path, program: str, root: str
+    installed_python: Path, tmp_path: Path, program: str, root: str, word: str, line: str
 ) -> None:
     where = run(installed_python, "-c", "import hybridrl; print(hybridrl.__file__)", cwd=tmp_path)
     assert Path(where.stdout.strip()).is_relative_to(installed_python.parents[1]), where.stdout + where.stderr
 
-    printed = run(
-        installed_python, "-m", f"hybridrl.trainer.{program}", "--cfg", "job", "trainer.total_epochs=7", cwd=tmp_path
-    )
+    printed = run(installed_python, "-m", f"hybridrl.trainer.{program}", "--cfg", "job", word, cwd=tmp_path)
     assert printed.returncode == 0, printed.stdout + printed.stderr
     lines = printed.stdout.splitlines()
     assert f"{root}:" in lines
-    assert "  total_epochs: 7" in lines
+    assert line in lines
     assert not list(tmp_path.iterdir()), "printing the configuration leaves files behind"
 
 

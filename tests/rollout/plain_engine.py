@@ -1,16 +1,20 @@
-"""A small real engine for tests of what stands around engines: one forward pass a token, one request after another."""
+"""A small real engine for tests of what stands around engines: one forward pass for each token of each request."""
 
 import asyncio
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.hybrid_engine.messages import Bucket
 from hybridrl.hybrid_engine.receive import WeightReceiver
-from hybridrl.rollout.engine import Completion, InferenceEngine, Request
+from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
+from hybridrl.rollout.engine import Completion, EngineSpec, InferenceEngine, Request
 from hybridrl.rollout.sampling import draw
 
 #: a prompt that begins with this token ends the process; one that begins with the next hangs the engine
@@ -23,6 +27,14 @@ class PlainEngine(InferenceEngine):
     name = "plain"
 
     @classmethod
+    def of(cls, model: Path, **rollout: Any) -> "PlainEngine":
+        """One by itself, with the model's own weights."""
+        config = ModelConfig(path=str(model))
+        tokenizer = tokenizer_of(config)
+        eos = tuple(eos_token_ids(model, config_of(config), tokenizer))
+        return cls(EngineSpec(RolloutConfig(**rollout), config, eos, tokenizer.pad_token_id))
+
+    @classmethod
     def check(cls, config, model) -> None:
         """Takes everything."""
 
@@ -33,9 +45,12 @@ class PlainEngine(InferenceEngine):
         self.progress = time.monotonic()
         self.ended: set[str] = set()
         self.released: set[str] = set()
-        self.tokens = 0
+        self.running: dict[str, list[int]] = {}  # tokens of what is in flight, by request
+        self.most_running = 0
+        self.aborted: list[str] = []
+        self.counted = {"generated_tokens": 0.0, "prompt_tokens": 0.0}
+        self.tokenizer = tokenizer_of(self.spec.model)
 
-    @torch.no_grad()
     async def generate(self, request: Request) -> Completion:
         if len(request.prompt_ids) >= self.spec.max_model_len:
             return Completion(request.id, [], [], "error", error="the prompt is too long")
@@ -43,27 +58,43 @@ class PlainEngine(InferenceEngine):
             os._exit(1)
         if request.prompt_ids[0] == HANGING:
             await asyncio.sleep(3600)
-        tokens: list[int] = []
+        self.counted["prompt_tokens"] += len(request.prompt_ids)
+        tokens = self.running[request.id] = []
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            return await self._decode(request, tokens)
+        finally:
+            del self.running[request.id]
+
+    async def _decode(self, request: Request, tokens: list[int]) -> Completion:
         log_probs: list[float] = []
+        sampling, generator = request.sampling, self.generator
+        if sampling.seed is not None:
+            generator = torch.Generator().manual_seed(sampling.seed)
         limit = min(request.sampling.max_new_tokens, self.spec.max_model_len - len(request.prompt_ids))
         for _ in range(limit):
             await asyncio.sleep(0.001)
             if request.id in self.ended:
                 self.ended.discard(request.id)
                 return Completion(request.id, tokens, log_probs, "abort")
-            logits = self.model(torch.tensor([request.prompt_ids + tokens])).logits[:, -1]
-            uniform = torch.rand(1, dtype=torch.float64, generator=self.generator)
+            assert not self.released, "generates without its memory"
+            with torch.no_grad():
+                logits = self.model(torch.tensor([request.prompt_ids + tokens])).logits[:, -1]
+            uniform = torch.rand(1, dtype=torch.float64, generator=generator)
             token, log_prob = draw(logits, request.sampling, uniform)
             tokens.append(int(token))
             log_probs.append(float(log_prob))
-            self.tokens += 1
+            self.counted["generated_tokens"] += 1
             self.progress = time.monotonic()
-            if tokens[-1] in self.spec.eos_token_ids and not request.sampling.ignore_eos:
+            ended = tokens[-1] in self.spec.eos_token_ids and not sampling.ignore_eos
+            if ended or any(stop in self.tokenizer.decode(tokens) for stop in sampling.stop):
                 return Completion(request.id, tokens, log_probs, "stop")
         return Completion(request.id, tokens, log_probs, "length")
 
     async def abort(self, ids: Sequence[str]) -> None:
-        self.ended.update(ids)
+        known = [name for name in ids if name in self.running]
+        self.aborted += known
+        self.ended.update(known)
 
     async def begin_update(self) -> None:
         self.loaded: set[str] = set()
@@ -90,7 +121,8 @@ class PlainEngine(InferenceEngine):
         return self.progress
 
     def stats(self) -> dict[str, float]:
-        return {"generated_tokens": float(self.tokens)}
+        queries = {"prefix_cache_queries": self.counted["prompt_tokens"], "prefix_cache_hits": 0.0}
+        return self.counted | queries | {"running": float(len(self.running)), "waiting": 0.0, "kv_cache_usage": 0.0}
 
     async def close(self) -> None:
         """Nothing was started."""

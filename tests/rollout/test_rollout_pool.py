@@ -4,9 +4,12 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import openai
 import pytest
 import ray
 import torch
@@ -20,6 +23,7 @@ from hybridrl.rollout.balancer import Balancer
 from hybridrl.rollout.engine import EngineSpec, Request, RolloutError
 from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.server import Router, make_server
 from hybridrl.single_controller import RayResourcePool
 
 ENGINE = "plain_engine:PlainEngine"
@@ -263,3 +267,52 @@ def test_shared_memory_is_gone_after_a_transfer(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     stream([("a", torch.ones(3)), ("b", torch.ones(2**20))], [SharedMemoryLane([])], 2**22 + 12, 2**20)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> None:
+    """The trainer's order: release, resume weights, new weights, resume the cache; requests keep their tokens."""
+    router, spec, restarts = Router(pool), pool.settings.spec, pool.restarts
+    server, access = make_server(spec.config, spec.model, router, router.stats, router.health)
+    server.start_thread()
+    root = access.url.removesuffix("/v1")
+    client = openai.OpenAI(base_url=access.url, api_key=access.token, max_retries=0)
+
+    def ask(number: int):
+        return client.completions.create(
+            model=access.model,
+            prompt=[6, 7 + number, 8],
+            max_tokens=100,
+            extra_body={"ignore_eos": True, "session_id": f"episode {number // 2}"},
+        )
+
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            early = [threads.submit(ask, number) for number in range(4)]
+            while sum(replica["running"] for replica in pool.statistics().values()) < 4:
+                assert not any(future.done() and future.exception() for future in early)
+            pool.release()
+            late = [threads.submit(ask, number) for number in range(4, 8)]
+            pool.resume(["weights"])
+            pool.update_weights(pool.version + 1)
+            pool.resume(["kv_cache"])
+            answers = [future.result(120) for future in (*early, *late)]
+        for answer in answers:
+            (choice,) = answer.choices
+            assert choice.finish_reason == "length" and len(choice.token_ids) == 100
+            assert sum(tokens for _, tokens in choice.weights_versions) == 100
+            assert choice.weights_versions[-1][0] == answer.weights_version == pool.version
+        assert pool.restarts == restarts, "no replica generated without its memory"
+        with urllib.request.urlopen(f"{root}/metrics") as page:
+            text = page.read().decode()
+        for replica in ("0", "1"):
+            assert f'hybridrl_weights_version{{replica="{replica}"}} {float(pool.version)}' in text
+            assert f'hybridrl_replica_restarts_total{{replica="{replica}"}}' in text
+        assert urllib.request.urlopen(f"{root}/health").status == 200
+        for address in pool.serve(access.token):
+            alone = openai.OpenAI(base_url=f"http://{address}/v1", api_key=access.token, max_retries=0)
+            answer = alone.completions.create(model=access.model, prompt=[6, 7, 8], max_tokens=5)
+            assert answer.weights_version == pool.version
+            with pytest.raises(openai.AuthenticationError):
+                alone.with_options(api_key="another").models.list()
+    finally:
+        server.stop_thread()

@@ -102,7 +102,7 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
     options: dict[str, Any] = {"logging_level": logging.WARNING, "ignore_reinit_error": False, **given}
     job_config = options.setdefault("job_config", JobConfig())
     # Workers find what this process can import: the package run with -m, and the user's own modules.
-    job_config._py_driver_sys_path.extend(_own_import_path())
+    job_config._py_driver_sys_path.extend(reversed(_own_import_path()))  # Ray puts each before those it has
     if address is not None and address != "local":
         for name in ("num_cpus", "num_gpus"):
             if name in given:

@@ -1,0 +1,69 @@
+"""The OpenAI chat and completion API over anything that generates: a replica's engine, or a pool of replicas.
+
+The names below are looked up on first use: they need the packages of the extra `server`, which a run without a server
+does not have to have.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.rollout.engine import RolloutError
+
+if TYPE_CHECKING:
+    from hybridrl.rollout.server.app import Generates, Served, create_app
+    from hybridrl.rollout.server.listen import OpenAIServer, new_token, node_address
+    from hybridrl.rollout.server.metrics import metrics_text
+    from hybridrl.rollout.server.router import Router
+    from hybridrl.rollout.server.scrape import write_scrape_config
+    from hybridrl.rollout.server.start import Access, make_server
+
+_HOMES = {
+    "Access": "start",
+    "Generates": "app",
+    "OpenAIServer": "listen",
+    "Router": "router",
+    "Served": "app",
+    "create_app": "app",
+    "metrics_text": "metrics",
+    "new_token": "listen",
+    "node_address": "listen",
+    "make_server": "start",
+    "write_scrape_config": "scrape",
+}
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+__all__ = [
+    "Access",
+    "Generates",
+    "OpenAIServer",
+    "Router",
+    "Served",
+    "check_installed",
+    "create_app",
+    "make_server",
+    "metrics_text",
+    "new_token",
+    "node_address",
+    "write_scrape_config",
+]
+
+
+def check_installed() -> None:
+    """Refuse to serve where the packages for it are missing.
+
+    Raises:
+        RolloutError: names them and the extra.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.server and .prometheus need {', '.join(missing)}, which the engines bring and "
+            "this environment lacks: pip install 'hybridrl[server]'"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

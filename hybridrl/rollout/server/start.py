@@ -1,0 +1,77 @@
+"""From the configuration to a running server: `rollout.server` and `rollout.prometheus`."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.models.facts import config_of, tokenizer_of
+from hybridrl.rollout.server.app import Generates, Health, Served, Stats, create_app
+from hybridrl.rollout.server.listen import OpenAIServer, new_token
+
+ACCESS_FILE = "server.json"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a client needs, as the run's folder keeps it in `server.json` (readable by its owner alone)."""
+
+    url: str
+    token: str
+    model: str
+
+    def write(self, folder: Path, replicas: Sequence[str] = ()) -> Path:
+        """Write the file; `replicas` are the addresses of single ones, for clients that choose themselves."""
+        urls = [f"http://{address}/v1" for address in replicas]
+        path = Path(folder) / ACCESS_FILE
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            known = {"base_url": self.url, "api_key": self.token, "model": self.model, "replicas": urls}
+            json.dump(known, file, indent=1)
+        return path
+
+
+def served_model(rollout: RolloutConfig, model: ModelConfig) -> Served:
+    """What the API says of the model, and how it reads and writes text."""
+    text = config_of(model).get_text_config()
+    tokenizer = tokenizer_of(model)
+    return Served(
+        name=rollout.prometheus.served_model_name or model.path,
+        tokenizer=tokenizer,
+        max_model_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        vocab_size=getattr(text, "vocab_size", None) or len(tokenizer),
+    )
+
+
+def make_server(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    engine: Generates,
+    stats: Stats,
+    health: Health,
+    *,
+    token: str | None = None,
+    host: str | None = "",
+    port: int | None = None,
+) -> tuple[OpenAIServer, Access]:
+    """A server that listens already and answers once it is started (`start`, or `start_thread`).
+
+    Args:
+        engine: a pool of replicas, or the engine of one.
+        stats, health: see `create_app`.
+        token: the run's; None: by `rollout.server.api_key_env`.
+        host: None: the node's address; "": `rollout.server.host`.
+        port: None: `rollout.server.port`.
+
+    Raises:
+        RolloutError: the port is taken, the host is not this machine's, the token's variable is not set.
+    """
+    served = served_model(rollout, model)
+    token = token or new_token(rollout.server.api_key_env)
+    app = create_app(engine, served, token, stats, health)
+    server = OpenAIServer(
+        app, rollout.server.host if host == "" else host, rollout.server.port if port is None else port
+    )
+    return server, Access(server.url, token, served.name)

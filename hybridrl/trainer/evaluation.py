@@ -1,0 +1,193 @@
+"""The evaluation program: the responses of a file, scored as training scores them, summarised by data source."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table as Grid
+
+from hybridrl.config import EvaluationConfig
+from hybridrl.data import DataError
+from hybridrl.data.files import Table, read_table
+from hybridrl.observe.validation import validation_metrics
+from hybridrl.reward import RewardError, RewardFunction, RewardPool
+from hybridrl.reward.columns import extra_columns, extra_of
+from hybridrl.reward.function import Sample
+from hybridrl.reward.pool import Outcome
+from hybridrl.reward.score import check_data_source
+from hybridrl.utils.files import write_text
+
+_NAMED = 5  # faulty rows named in a message
+_CHUNK = 8192  # samples between two movements of the progress bar
+_NO_SOURCE = "unknown"
+
+
+@dataclass
+class Answers:
+    """The responses to score, one after the other.
+
+    Attributes:
+        samples: what the reward function gets.
+        rows: the row of each.
+        places: where each stands, for messages.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+
+def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
+    """Score, print a table, and write a JSON file.
+
+    Returns:
+        The metrics: `val-core/*` and `val-aux/*` as validation logs them (`hybridrl.observe.validation`), and for each
+        data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
+
+    Raises:
+        DataError: rows cannot be scored; they are named.
+        RewardError: the reward function cannot be loaded, or fails.
+    """
+    data, custom = config.data, config.reward.custom_reward_function
+    function = RewardFunction(custom.path, custom.name, dict(custom.reward_kwargs))
+    answers = read_answers(config, read_table(data.path, "data.path"), built_in=function.path is None)
+    with RewardPool(function, config.reward.num_workers, config.reward.timeout_s) as pool:
+        outcomes = list(_scored(pool, answers))
+    metrics = summarise(answers, outcomes)
+    path = Path(data.output_path).expanduser() if data.output_path else default_output(data.path[0])
+    report = {
+        "files": list(data.path),
+        "reward_function": function.label,
+        "rows": len(set(answers.rows)),
+        "responses": len(answers.samples),
+        "timeouts": sum(outcome.timed_out for outcome in outcomes),
+        "metrics": metrics,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    _print(metrics, answers)
+    print(f"{report['rows']} rows, {report['responses']} responses; all metrics in {path}")
+    return metrics
+
+
+def default_output(file: str) -> Path:
+    """Where the metrics of a file go."""
+    return Path(file).expanduser().with_suffix(".eval.json")
+
+
+def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answers:
+    """Every response of the table.
+
+    Args:
+        built_in: whether the built-in scorers are asked, which need a known data source and a ground truth.
+
+    Raises:
+        DataError: a column is missing, or rows cannot be scored: the first are named.
+    """
+    data = config.data
+    count = len(table) if data.max_samples < 0 else min(data.max_samples, len(table))
+    table.require(data.response_key, "data.response_key")
+    for name, key in ((data.data_source_key, "data_source_key"), (data.reward_model_key, "reward_model_key")):
+        if built_in:
+            table.require(name, f"data.{key}")
+    wanted = (data.response_key, data.data_source_key, data.reward_model_key, data.extra_info_key)
+    columns = [table.column(name) if name in table.columns else [None] * len(table) for name in wanted]
+    answers, faults = Answers(), []
+    known: set[str] = set()
+    values = zip(*(column[:count] for column in columns), strict=True)
+    for row, (responses, source, reference, info) in enumerate(values):
+        texts = [responses] if isinstance(responses, str) else responses
+        truth = reference.get("ground_truth") if isinstance(reference, Mapping) else None
+        fault = _fault_in_responses(texts, data.response_key)
+        if fault is None and built_in:
+            fault = _fault_in_reference(source, truth, data.data_source_key, data.reward_model_key, known)
+        if fault is not None:
+            faults.append(f"{table.locate(row)}: {fault}")
+            continue
+        for number, text in enumerate(texts):
+            answers.samples.append(Sample(source, text, truth, dict(info) if isinstance(info, Mapping) else {}))
+            answers.rows.append(row)
+            answers.places.append(f"{table.locate(row)}, response {number} of {len(texts)}")
+    if faults:
+        more = f"\n  and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        listed = "\n  ".join(faults[:_NAMED])
+        raise DataError(f"{len(faults)} of {count} rows cannot be scored:\n  {listed}{more}")
+    return answers
+
+
+def _fault_in_responses(texts: Any, key: str) -> str | None:
+    if not isinstance(texts, Sequence) or not texts:
+        found = "empty" if isinstance(texts, Sequence) else f"{type(texts).__name__}"
+        return f"column {key!r} must hold a list of texts, and is {found}"
+    bad = next((text for text in texts if not isinstance(text, str)), None)
+    return None if bad is None else f"column {key!r} holds {type(bad).__name__} {str(bad)[:40]!r} among its texts"
+
+
+def _fault_in_reference(source: Any, truth: Any, source_key: str, truth_key: str, known: set[str]) -> str | None:
+    if not isinstance(source, str) or source not in known:
+        try:
+            check_data_source(source, source_key)
+        except RewardError as error:
+            return str(error)
+        known.add(source)
+    return None if truth is not None else f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}"
+
+
+def _scored(pool: RewardPool, answers: Answers) -> Iterator[Outcome]:
+    """Outcomes in order; a function that takes a batch is called once, with everything."""
+    samples, places = answers.samples, answers.places
+    if pool.form == "batch":
+        yield from pool.run(samples, places.__getitem__)
+        return
+    console = Console()
+    starts = range(0, len(samples), _CHUNK)
+    for start in track(starts, "scoring", console=console, disable=not console.is_terminal, transient=True):
+        here = samples[start : start + _CHUNK]
+        yield from pool.run(here, lambda number, start=start: places[start + number])  # type: ignore[misc]
+
+
+def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Metrics of all responses; see `run_evaluation`."""
+    sources = [_source(sample) for sample in answers.samples]
+    extra = extra_columns([extra_of(outcome) for outcome in outcomes], outcomes, set())
+    scores = [outcome.score for outcome in outcomes]
+    metrics = validation_metrics(sources, [str(row) for row in answers.rows], extra | {"reward": scores})
+    by_row: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for source, row, score in zip(sources, answers.rows, scores, strict=True):
+        by_row[source][row].append(score)
+    means = {
+        f"test_score/{source}": float(np.mean([np.mean(of_row) for of_row in rows.values()]))
+        for source, rows in by_row.items()
+    }
+    return means | metrics
+
+
+def _source(sample: Sample) -> str:
+    return _NO_SOURCE if sample.data_source in (None, "") else str(sample.data_source)
+
+
+def _print(metrics: Mapping[str, float], answers: Answers) -> None:
+    """A line a data source: its score and its core metrics."""
+    rows: dict[str, set[int]] = defaultdict(set)
+    for sample, row in zip(answers.samples, answers.rows, strict=True):
+        rows[_source(sample)].add(row)
+    core: dict[str, dict[str, float]] = {source: {} for source in rows}
+    for source in rows:
+        prefix = f"val-core/{source}/"
+        core[source] = {
+            name.removeprefix(prefix).removesuffix("/mean"): value
+            for name, value in metrics.items()
+            if name.startswith(prefix) and not name.endswith("/std")
+        }
+    names = list(dict.fromkeys(name for found in core.values() for name in found))
+    grid = Grid("data source", "rows", "test_score", *names)
+    for source, found in core.items():
+        cells = [f"{found[name]:.4f}" if name in found else "-" for name in names]
+        grid.add_row(source, str(len(rows[source])), f"{metrics[f'test_score/{source}']:.4f}", *cells)
+    Console(soft_wrap=True).print(grid)

@@ -1,0 +1,167 @@
+"""From rows to responses: by processes of the cluster, or by an endpoint."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+import torch
+
+from hybridrl.config import GenerationConfig
+from hybridrl.data import DataError, RLHFDataset, create_rl_dataset
+from hybridrl.data.files import read_table
+from hybridrl.data.loader import PromptCollator
+from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
+from hybridrl.models.chat import clean_messages, fault_in_messages
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.trainer.generation.output import Response
+from hybridrl.trainer.ppo.batching import repeat_for_sampling
+from hybridrl.utils.errors import UserError
+from hybridrl.workers.generation import Endpoint, Reply, sampling_of
+
+
+class Responder(Protocol):
+    """Answers the rows of the data.
+
+    Attributes:
+        rows: those that get responses, in order.
+        in_flight: parts that it works on at once, each in a thread of its own.
+    """
+
+    rows: pa.Table
+    in_flight: int
+
+    def respond(self, items: Sequence[int]) -> list[list[Response]]:
+        """`n_samples` responses to each of these rows."""
+        ...
+
+
+class ClusterResponder:
+    """Prompts are tokenised here, responses come from `generate` as tokens.
+
+    Args:
+        config: the whole configuration.
+        dataset: the prompts.
+        tokenizer: turns responses into text.
+        ends: tokens that end a response.
+    """
+
+    def __init__(self, config: GenerationConfig, dataset: RLHFDataset, tokenizer: Any, ends: set[int]) -> None:
+        self.config = config
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.ends = ends
+        self.in_flight = 1
+        self.generate: Callable[[DataProto], DataProto]
+        self._collate = PromptCollator(pad_token_id(tokenizer))
+        self.rows = dataset.table.arrow().take(pa.array(dataset.indices))
+
+    @classmethod
+    def of(cls, config: GenerationConfig, tokenizer: Any, ends: set[int]) -> "ClusterResponder":
+        """With the prompts that `data` names.
+
+        Raises:
+            DataError: the files or rows cannot be used.
+        """
+        data = config.data
+        dataset = create_rl_dataset(data.path, data, tokenizer, data.max_samples, key="data.path")
+        if not isinstance(dataset, RLHFDataset):
+            raise DataError(
+                f"data.custom_cls: {type(dataset).__name__} is not derived from hybridrl.data.RLHFDataset, so which "
+                "columns of the input to keep is not known; derive it from that"
+            )
+        return cls(config, dataset, tokenizer, ends)
+
+    def respond(self, items: Sequence[int]) -> list[list[Response]]:
+        rows = [self.dataset[item] for item in items]
+        tensors, objects = self._collate(rows)
+        uids = object_array([f"0-{index}" for index in objects["index"]])  # as in training: noise belongs to the row
+        n = self.config.data.n_samples
+        prompts = repeat_for_sampling(DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}), n)
+        prompts = prompts.select(non_tensor_batch_keys=["uid", "sample"])
+        prompts.meta_info = {"global_steps": 0, "validate": False, "seeded": True}
+        return self._read(self.generate(prompts), [len(row["input_ids"]) for row in rows])
+
+    def _read(self, batch: DataProto, prompt_tokens: Sequence[int]) -> list[list[Response]]:
+        """Responses of a batch with `n_samples` rows a prompt."""
+        tensors = batch.batch
+        lengths: list[int] = tensors["response_mask"].sum(dim=1).tolist()
+        tokens = [ids[:length] for ids, length in zip(tensors["responses"].tolist(), lengths, strict=True)]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        keep = self.config.data.log_probs
+        log_probs: torch.Tensor | None = tensors["rollout_log_probs"] if keep else None
+        n, limit = self.config.data.n_samples, self.config.data.max_response_length
+        found: list[list[Response]] = [[] for _ in prompt_tokens]
+        for row, (ids, text) in enumerate(zip(tokens, texts, strict=True)):
+            full = len(ids) >= limit and ids[-1] not in self.ends
+            found[row // n].append(
+                Response(
+                    text=text,
+                    finish_reason="length" if full else "stop",
+                    prompt_tokens=prompt_tokens[row // n],
+                    tokens=len(ids),
+                    token_ids=ids if keep else None,
+                    log_probs=log_probs[row, : len(ids)].tolist() if log_probs is not None else None,
+                )
+            )
+        return found
+
+
+class EndpointResponder:
+    """Messages go to the endpoint, which renders and tokenises them itself; each response is a request of its own.
+
+    Args:
+        config: the whole configuration.
+
+    Raises:
+        DataError: the files or rows cannot be used.
+        UserError: see `Endpoint`.
+    """
+
+    def __init__(self, config: GenerationConfig) -> None:
+        self.config = config
+        data, rollout = config.data, config.actor_rollout_ref.rollout
+        table = read_table(data.path, "data.path")
+        table.require(data.prompt_key, "data.prompt_key")
+        self._index = choose_rows(len(table), data.max_samples, data.shuffle, seed_of(data))
+        column = table.column(data.prompt_key)
+        for index in self._index:
+            fault = fault_in_messages(column[index])
+            if fault:
+                raise DataError(
+                    f"{table.locate(int(index))}: column {data.prompt_key!r} cannot be used as a prompt: {fault}."
+                )
+        self._table = table
+        self._messages = [clean_messages(column[index]) for index in self._index]
+        self.rows = table.arrow().take(pa.array(self._index))
+        self.endpoint = Endpoint(rollout.openai)
+        waiting = data.batch_size * data.n_samples
+        self.in_flight = 1 + -(-rollout.openai.max_concurrency // waiting)  # so that a part's end leaves no room empty
+
+    def respond(self, items: Sequence[int]) -> list[list[Response]]:
+        n, asked = self.config.data.n_samples, []
+        for item in items:
+            for sample in range(n):
+                asked.append((item, self._ask(item, sample)))
+        found: list[list[Response]] = [[] for _ in items]
+        for number, (item, future) in enumerate(asked):
+            try:
+                reply: Reply = future.result()
+            except UserError as error:
+                for _, other in asked:
+                    other.cancel()
+                raise UserError(f"{self._table.locate(int(self._index[item]))}: {error}") from error
+            found[number // n].append(
+                Response(
+                    text=reply.text,
+                    finish_reason=reply.finish_reason,
+                    prompt_tokens=reply.prompt_tokens,
+                    tokens=reply.tokens,
+                    token_ids=reply.token_ids,
+                    log_probs=reply.log_probs,
+                )
+            )
+        return found
+
+    def _ask(self, item: int, sample: int) -> Any:
+        sampling = sampling_of(self.config.actor_rollout_ref.rollout, int(self._index[item]), sample)
+        return self.endpoint.chat(self._messages[item], sampling, self.config.data.log_probs)

@@ -1,0 +1,360 @@
+"""Generating for a file and scoring it, as a user does it: whole, killed and resumed, with more processes, wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+from e2e_tools import Job
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridrl.config import load_config, validate
+from hybridrl.data.preprocess.sort import write_sort_data
+from hybridrl.models.tiny import build_tiny_model
+from hybridrl.rollout.server import OpenAIServer, Served, create_app
+from hybridrl.trainer.evaluation import run_evaluation
+from hybridrl.trainer.generation.program import run_generation
+from hybridrl.utils.errors import UserError
+
+GENERATION, EVALUATION = "hybridrl.trainer.main_generation", "hybridrl.trainer.main_eval"
+
+
+@pytest.fixture
+def words(micro_model: Path, sort_data: Path, tmp_path: Path) -> list[str]:
+    """16 rows with 2 responses each, in 4 parts."""
+    return [
+        f"data.path={sort_data / 'test.parquet'}",
+        f"data.output_path={tmp_path / 'out' / 'answers.parquet'}",
+        "data.n_samples=2",
+        "data.batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={micro_model}",
+    ]
+
+
+def generate(words: list[str]) -> pd.DataFrame:
+    config = load_config("generation", words)
+    validate(config)
+    run_generation(config)
+    return pd.read_parquet(config.data.output_path)
+
+
+def evaluate(words: list[str]) -> dict[str, float]:
+    config = load_config("evaluation", words)
+    validate(config)
+    return run_evaluation(config)
+
+
+def same(first: pd.DataFrame, second: pd.DataFrame) -> None:
+    assert first.to_json() == second.to_json()
+
+
+# ------------------------------------------------------------------ hf
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_result(
+    words: list[str], tmp_path: Path, start: Callable[..., Job], ray_session: None, sort_data: Path, micro_model: Path
+) -> None:
+    """Killed after its first parts, resumed here, and compared with a run that was never killed."""
+    many = [*words, "data.batch_size=1", "data.log_probs=True"]
+    output = tmp_path / "out" / "answers.parquet"
+    parts = output.with_name("answers.parquet.parts")
+    job = start(*many, module=GENERATION)
+    job.wait_for(lambda: (parts / "part_000001.parquet").exists())
+    job.kill()
+    left = {path.name: path.stat().st_mtime_ns for path in parts.glob("part_*.parquet")}
+    assert 2 <= len(left) < 16 and not output.exists()
+
+    resumed = generate(many)
+    figures = json.loads((tmp_path / "out" / "answers.metrics.json").read_text())
+    assert figures["parts_of_earlier_runs"] == len(left)
+    assert not parts.exists()
+    whole = generate([*many, f"data.output_path={tmp_path / 'whole.parquet'}"])
+    same(resumed, whole)
+
+    given = pd.read_parquet(sort_data / "test.parquet")
+    same(whole[list(given.columns)], given)
+    tokenizer = AutoTokenizer.from_pretrained(micro_model)
+    model = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32).eval()
+    for row in whole.itertuples():
+        text = tokenizer.apply_chat_template(list(row.prompt), tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert row.responses_prompt_tokens == len(prompt)
+        assert list(row.responses) == [
+            tokenizer.decode(ids, skip_special_tokens=True) for ids in row.responses_token_ids
+        ]
+        assert list(row.responses_tokens) == [len(ids) for ids in row.responses_token_ids]
+        ids = row.responses_token_ids[0].tolist()
+        expected = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
+        assert row.responses_finish_reasons[0] == expected
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        found = torch.log_softmax(logits, dim=-1)[torch.arange(len(ids)), torch.tensor(ids)]
+        assert row.responses_log_probs[0] == pytest.approx(found.numpy(), abs=1e-4)
+    assert whole.responses.map(lambda pair: pair[0] != pair[1]).any(), "samples of a prompt differ"
+    lengths = np.concatenate(whole.responses_tokens.to_list())
+    assert figures["response_tokens"] == lengths.sum() and figures["responses"] == 32
+    assert sum(figures["finish_reasons"].values()) == 32
+
+
+def test_parts_and_processes_have_no_influence_and_done_is_done(
+    words: list[str], tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = generate([*words, "data.max_samples=5"])
+    assert "2 of 2 parts done" in capsys.readouterr().out
+    output = tmp_path / "out" / "answers.parquet"
+    before = output.stat().st_mtime_ns
+    generate([*words, "data.max_samples=5"])
+    assert output.stat().st_mtime_ns == before
+    assert "nothing to do" in capsys.readouterr().out
+    differently = ["data.batch_size=128", "trainer.n_gpus_per_node=2", f"data.output_path={tmp_path / 'other.parquet'}"]
+    other = generate([*words, "data.max_samples=5", *differently])
+    same(first, other)
+    with pytest.raises(UserError, match=r"answers\.parquet is there and .*rollout\.temperature was 1\.0, is 0\.5"):
+        generate([*words, "data.max_samples=5", "actor_rollout_ref.rollout.temperature=0.5"])
+    greedy = ["data.max_samples=5", "data.n_samples=1", "actor_rollout_ref.rollout.do_sample=False"]
+    again = generate([*words, *greedy, "data.overwrite=True", "data.response_key=greedy"])
+    assert list(again.greedy.map(len)) == [1] * 5 and "responses" not in again
+
+    with pytest.raises(UserError, match=r"column 'greedy' already.*data\.response_key"):
+        generate(
+            [*words, f"data.path={output}", f"data.output_path={tmp_path / 'x.parquet'}", "data.response_key=greedy"]
+        )
+
+
+def test_rows_of_json_keep_their_columns(words: list[str], tmp_path: Path, ray_session: None) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Sort: {n}1"}], "level": n, "tags": ["a"] * n, "note": None}
+        for n in range(3)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = generate([*words, f"data.path={file}"])
+    assert json.loads(found[["prompt", "level", "tags", "note"]].to_json(orient="records")) == rows
+    long = {"prompt": [{"role": "user", "content": "1" * 100}], "level": 9, "tags": [], "note": None}
+    file.write_text("\n".join(map(json.dumps, [rows[0], long, rows[2]])))
+    other = f"data.output_path={tmp_path / 'other.parquet'}"
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2: the prompt has \d+ tokens"):
+        generate([*words, f"data.path={file}", other])
+    kept = generate([*words, f"data.path={file}", other, "data.filter_overlong_prompts=True"])
+    assert list(kept.level) == [0, 2] and list(kept.responses.map(len)) == [2, 2]
+
+
+# ------------------------------------------------------------------ through an endpoint
+
+
+@pytest.fixture
+def endpoint(micro_model: Path) -> Iterator[list[str]]:
+    """Words that generate through a served engine."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
+    from plain_engine import PlainEngine
+
+    engine = PlainEngine.of(micro_model, max_model_len=128)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def do(work: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+    do(engine.start())
+    tokenizer = engine.tokenizer
+    server = OpenAIServer(create_app(engine, Served("tiny", tokenizer, 128, len(tokenizer)), "key"), "127.0.0.1")
+    do(server.start())
+    yield [
+        "actor_rollout_ref.rollout.name=openai",
+        f"actor_rollout_ref.rollout.openai.base_url={server.url}",
+        "actor_rollout_ref.rollout.openai.api_key_env=HYBRIDRL_TEST_KEY",
+        "actor_rollout_ref.rollout.openai.max_concurrency=24",
+        "~actor_rollout_ref.model.path",
+    ]
+    do(server.stop())
+    do(engine.close())
+    loop.call_soon_threadsafe(loop.stop)
+
+
+@pytest.mark.slow
+def test_an_endpoint_answers_a_file_and_a_killed_run_goes_on(
+    words: list[str],
+    endpoint: list[str],
+    tmp_path: Path,
+    start: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+    sort_data: Path,
+) -> None:
+    """The engine draws by the seeds that are sent, so both ways give the same."""
+    monkeypatch.setenv("HYBRIDRL_TEST_KEY", "key")
+    output = tmp_path / "out" / "answers.parquet"
+    parts = output.with_name("answers.parquet.parts")
+    many = [*words, *endpoint, "data.max_response_length=48", "actor_rollout_ref.rollout.ignore_eos=True"]
+    slow = [*many, "data.batch_size=1", "actor_rollout_ref.rollout.openai.max_concurrency=2"]
+    job = start(*slow, module=GENERATION)
+    job.wait_for(lambda: len(list(parts.glob("part_*.parquet"))) >= 2)
+    job.kill()
+    assert not output.exists()
+    torn = parts / ".part_000003.parquet.1.x.tmp"
+    torn.write_bytes(b"torn")
+    job = start(*slow, "actor_rollout_ref.rollout.openai.max_concurrency=24", module=GENERATION)
+    assert job.wait() == 0, job.output
+    assert "parts are there, going on" in job.output
+    whole = generate([*many, f"data.output_path={tmp_path / 'whole.parquet'}"])
+    resumed = pd.read_parquet(output)
+    same(resumed, whole)
+    assert list(whole.responses_tokens.map(list)) == [[48, 48]] * 16
+    same(whole[["prompt"]], pd.read_parquet(sort_data / "test.parquet")[["prompt"]])
+    assert "hybridrl.generation" in str(pq.read_schema(output).metadata)
+
+    with pytest.raises(UserError, match=r"test\.parquet, row \d+ .*: http://.*refuses a request: .*the limit is 128"):
+        generate([*many, "data.max_response_length=127", "data.overwrite=True"])
+    monkeypatch.setenv("HYBRIDRL_TEST_KEY", "wrong")
+    with pytest.raises(UserError, match="models cannot be listed"):
+        generate([*many, "data.overwrite=True"])
+
+
+# ------------------------------------------------------------------ scores
+
+
+def test_scores_are_those_of_an_independent_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    answers = {"12": ["#### 12", "x #### 12", "#### 21"], "34": ["#### 34", "12", ""], "56": ["no", "no", "#### 6"]}
+    for number, (truth, responses) in enumerate(answers.items()):
+        for source in ("hybridrl/sort", "openai/gsm8k"):
+            rows.append(
+                {
+                    "data_source": source,
+                    "prompt": [{"role": "user", "content": str(number)}],
+                    "reward_model": {"style": "rule", "ground_truth": truth},
+                    "responses": responses,
+                }
+            )
+    file = tmp_path / "answers.parquet"
+    pd.DataFrame(rows).to_parquet(file)
+    metrics = evaluate([f"data.path={file}"])
+    right = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    for source in ("hybridrl/sort", "openai/gsm8k"):
+        assert metrics[f"test_score/{source}"] == pytest.approx(right.mean())
+        assert metrics[f"val-core/{source}/acc/mean@3"] == pytest.approx(right.mean())
+        # drawing 3 of 3 with replacement misses k right ones with probability ((3 - k) / 3) ** 3
+        best = np.mean([1 - ((3 - k) / 3) ** 3 for k in right.sum(axis=1)])
+        assert metrics[f"val-core/{source}/acc/best@3/mean"] == pytest.approx(best, abs=0.03)
+    report = json.loads((tmp_path / "answers.eval.json").read_text())
+    assert report["metrics"] == metrics and report["rows"] == 6 and report["responses"] == 18
+    assert "hybridrl/sort" in capsys.readouterr().out
+
+    limited = evaluate([f"data.path={file}", "data.max_samples=2", f"data.output_path={tmp_path / 'few.json'}"])
+    assert limited["test_score/hybridrl/sort"] == pytest.approx(2 / 3)
+    assert (tmp_path / "few.json").exists()
+
+
+def test_a_function_of_ones_own_votes_and_needs_no_reference(tmp_path: Path) -> None:
+    """Rows of JSON lines with different numbers of responses; `pred` is what maj@N votes with."""
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):\n"
+        "    right = solution_str == extra_info['truth']\n"
+        "    return {'score': bonus * right, 'acc': right, 'pred': solution_str}\n"
+    )
+    rows = [
+        {"answers": ["a", "a", "b", "a"], "extra_info": {"truth": "a"}},
+        {"answers": ["a", "b", "b", "b"], "extra_info": {"truth": "a"}},
+        {"answers": "a", "extra_info": {"truth": "a"}},
+    ]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    metrics = evaluate(
+        [
+            f"data.path={file}",
+            "data.response_key=answers",
+            f"custom_reward_function.path={tmp_path / 'own.py'}",
+            "custom_reward_function.reward_kwargs.bonus=2",
+        ]
+    )
+    assert metrics["test_score/unknown"] == pytest.approx(np.mean([1.5, 0.5, 2.0]))
+    assert metrics["val-core/unknown/acc/mean@4"] == pytest.approx(0.5)
+    assert metrics["val-aux/unknown/acc/mean@1"] == 1.0
+    # of 4 draws from (a, a, a, b) an a wins unless there are 3 or more b, or 2 that come first
+    generator = np.random.default_rng(0)
+    draws = generator.integers(0, 4, size=(20000, 4))
+
+    def majority(values: list[str]) -> float:
+        texts = np.array(values)[draws]
+        counts = (texts == "a").sum(axis=1)
+        first = np.array([row[0] for row in texts]) == "a"
+        return float(np.mean((counts > 2) | ((counts == 2) & first)))
+
+    expected = np.mean([majority(["a", "a", "b", "a"]), majority(["a", "b", "b", "b"])])
+    assert metrics["val-core/unknown/acc/maj@4/mean"] == pytest.approx(expected, abs=0.03)
+
+
+def test_bad_rows_are_named(tmp_path: Path, start: Callable[..., Job]) -> None:
+    good = {"data_source": "hybridrl/sort", "reward_model": {"ground_truth": "1"}, "responses": ["#### 1"]}
+    rows = [
+        good,
+        good | {"responses": []},
+        good | {"responses": [1]},
+        good | {"responses": None},
+        good | {"data_source": "hybridrl/srot"},
+        good | {"reward_model": {}},
+        good | {"reward_model": None},
+    ]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    job = start(f"data.path={file}", module=EVALUATION)
+    assert job.wait() == 2
+    assert "6 of 7 rows cannot be scored" in job.output and "Traceback" not in job.output
+    for line, words in (
+        (2, "must hold a list of texts, and is empty"),
+        (3, "holds int '1' among its texts"),
+        (4, "is NoneType"),
+        (5, "unknown data source 'hybridrl/srot'"),
+        (6, "no ground truth: column 'reward_model'"),
+    ):
+        assert any(f"line {line}: " in text and words in text for text in job.output.splitlines()), job.output
+    assert "and 1 more" in job.output
+
+    for words, message in (
+        (["data.response_key=answer"], r"no column 'answer' \(columns found: .*data\.response_key"),
+        (["data.reward_model_key=rm"], r"no column 'rm'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate([f"data.path={file}", *words])
+
+
+# ------------------------------------------------------------------ the page
+
+
+def test_commands_of_the_page_run_as_they_stand(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
+    """`run` is run, with the model and data of the README's first commands; `compose` needs an endpoint."""
+    page = (repository / "docs" / "generation.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    build_tiny_model("demo/model", hidden=32, heads=2, kv_heads=1)
+    write_sort_data(tmp_path / "demo" / "data", train_size=8, test_size=4)
+    done = []
+    for check, text in re.findall(r"```bash (\w+)\n(.*?)```", page, re.DOTALL):
+        for line in text.replace("\\\n", " ").splitlines():
+            if not line.startswith("python"):
+                continue
+            _, _, module, *words = shlex.split(line.replace("=demo/", f"={tmp_path}/demo/"))  # Ray began elsewhere
+            program = {"main_generation": generate, "main_eval": evaluate}[module.rsplit(".", 1)[1]]
+            if check == "run":
+                program(words)
+                done.append(module)
+            else:
+                load_config("generation", words)
+    assert done == [GENERATION, EVALUATION]
+    assert (tmp_path / "demo" / "answers.eval.json").exists()
