@@ -350,10 +350,11 @@ def test_new_weights_replace_the_old_ones_everywhere(replica, reference, tiny_mo
 
 def test_nothing_outlives_a_killed_replica(replica) -> None:
     """The last test of the replica."""
-    processes = family(replica.info.pid)
-    assert len(processes) >= 3
+    processes, segments = family(replica.info.pid), set(glob.glob("/dev/shm/sgl*"))
+    assert len(processes) >= 3 and segments
     os.kill(replica.info.pid, signal.SIGKILL)
     wait_until_gone(processes)
+    assert len(set(glob.glob("/dev/shm/sgl*")) & segments) < len(segments)
 
 
 # ---------------------------------------------------------------- two processes, without Ray

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import glob
 import os
 import pickle
 import signal
@@ -189,10 +188,7 @@ class _HostProcess:
             task.cancel()
         self._writer.close()
         self._fail(RolloutError("SGLang was closed"))
-        for pattern in self._leftovers:
-            for path in glob.glob(pattern):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+        wire.remove(self._leftovers)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         try:

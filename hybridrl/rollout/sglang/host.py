@@ -182,12 +182,13 @@ def _completion(request_id: str, output: "Output", end: int | None, aborted: boo
     return answer
 
 
-def _end_with_replica() -> None:
-    """End the whole process group as soon as standard input ends."""
+def _end_with_replica(leftovers: list[str]) -> None:
+    """End the whole process group as soon as standard input ends; remove what it would leave."""
 
     def watch() -> None:
         while os.read(0, 1):
             pass
+        wire.remove(leftovers)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="hybridrl-end-with-replica", daemon=True).start()
@@ -196,10 +197,12 @@ def _end_with_replica() -> None:
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     spec: EngineSpec = pickle.load(sys.stdin.buffer)
-    _end_with_replica()
+    leftovers: list[str] = []
+    _end_with_replica(leftovers)
     from hybridrl.rollout.sglang.compat import Server
 
     server = Server(spec)
+    leftovers += server.leftovers
     try:
         server.loop.run_until_complete(Host(spec, server).serve(connection))
     finally:

@@ -1,8 +1,12 @@
-"""Messages between a replica and the process that SGLang has for itself: pickles with their length before them."""
+"""What a replica and the process that SGLang has for itself share: messages, pickles with their length before them."""
 
 import asyncio
+import contextlib
+import glob
+import os
 import pickle
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,3 +40,11 @@ async def receive(reader: asyncio.StreamReader) -> Any:
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(length))
+
+
+def remove(patterns: Iterable[str]) -> None:
+    """Remove the files that fit; whichever side ends the other does so."""
+    for pattern in patterns:
+        for path in glob.glob(pattern):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
