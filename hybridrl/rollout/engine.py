@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.hybrid_engine.messages import Bucket
+from hybridrl.models.facts import config_of
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils.errors import UserError
 
@@ -223,3 +224,20 @@ class EngineRegistry:
     @classmethod
     def create(cls, name: str, spec: EngineSpec, **kwargs: Any) -> InferenceEngine:
         return cls.get(name)(spec, **kwargs)
+
+
+def check_tensor_parallel(config: RolloutConfig, model: ModelConfig) -> None:
+    """Refuse a tensor-parallel size that does not divide the model's attention heads.
+
+    Raises:
+        RolloutError: names the sizes that do.
+    """
+    text = config_of(model).get_text_config()
+    heads, size = text.num_attention_heads, config.tensor_model_parallel_size
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if size not in fitting:
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {heads} attention heads "
+            f"and {kv_heads} key-value heads of {model.path}; use one of {', '.join(map(str, fitting))}"
+        )

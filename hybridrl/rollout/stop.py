@@ -24,3 +24,15 @@ class StopStrings:
             return False
         text = self._tokenizer.decode(list(token_ids[-self._window :]), skip_special_tokens=False)
         return any(string in text for string in self._strings)
+
+    def first_end(self, token_ids: Sequence[int], seen: int) -> int | None:
+        """How many tokens there are up to the one that completes a string; None where none does.
+
+        Args:
+            token_ids: all tokens so far.
+            seen: how many of them have been looked at.
+        """
+        for count in range(seen + 1, len(token_ids) + 1):
+            if self.ends(token_ids[max(0, count - self._window) : count]):
+                return count
+        return None

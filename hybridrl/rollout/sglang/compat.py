@@ -1,0 +1,350 @@
+"""All that depends on SGLang's version: which are known, its arguments, and the calls into it.
+
+The upper half runs in any process; `Server` runs in the process that SGLang has for itself (`host.py`).
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from hybridrl.models.facts import config_of
+from hybridrl.rollout.engine import EngineSpec, RolloutError
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.sglang.weights import LOADER
+
+if TYPE_CHECKING:
+    from hybridrl.hybrid_engine.messages import Bucket
+
+#: run against this code, on a CPU
+TESTED = ("0.5.23",)
+#: 0.5.21 brought sessions of weight updates and log-probabilities of the truncated distribution; it and those before it
+#: pin a transformers that is older than ours
+SUPPORTED = (Version("0.5.22"), Version("0.6"))
+#: CUDA packages that SGLang imports at load time, and our stand-ins for a CPU
+STAND_INS = Path(__file__).parent / "cpu"
+#: bytes of keys and values on a CPU, unless engine_kwargs.sglang.max_total_tokens says how many tokens
+CPU_CACHE_BYTES = 2**30
+# SGLang keeps a few tokens of its context length free: it refuses prompts of context - 6 and ends at context - 2.
+_CONTEXT_MARGIN = 6
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def installed() -> Version:
+    """The installed version.
+
+    Raises:
+        RolloutError: there is none.
+    """
+    try:
+        return Version(importlib.metadata.version("sglang"))
+    except importlib.metadata.PackageNotFoundError:
+        raise RolloutError(
+            "actor_rollout_ref.rollout.name=sglang needs SGLang, which is not installed here: bash scripts/install.sh "
+            "cuda sglang (cpu sglang on a machine without a GPU)"
+        ) from None
+
+
+def check_version() -> str | None:
+    """A warning where this version was never tested with this code.
+
+    Raises:
+        RolloutError: it is known not to work.
+    """
+    version = installed()
+    low, high = SUPPORTED
+    if not low <= Version(version.base_version) < high:
+        raise RolloutError(f"sglang {version} does not work with this release: install sglang>={low},<{high}")
+    if version.base_version not in TESTED:
+        return f"sglang {version} was never tested with this release (tested: {', '.join(TESTED)})"
+    return None
+
+
+def environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables that have to stand before SGLang is imported; what the user set stays.
+
+    On a CPU each of the engine's processes is told cores of its own, which SGLang's optimised kernels bind to.
+    """
+    wanted = {"TOKENIZERS_PARALLELISM": "false"}
+    if not spec.devices:
+        cores = sorted(os.sched_getaffinity(0))
+        processes = spec.config.tensor_model_parallel_size * spec.config.pipeline_model_parallel_size
+        first = spec.index * processes * spec.threads
+        groups = [
+            [cores[(first + rank * spec.threads + thread) % len(cores)] for thread in range(spec.threads)]
+            for rank in range(processes)
+        ]
+        wanted |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, sorted(set(group)))) for group in groups),
+        }
+    return {key: value for key, value in wanted.items() if key not in os.environ} | {
+        # Ours to say: how many threads the processes of this replica may use.
+        "OMP_NUM_THREADS": str(spec.threads)
+    }
+
+
+def use_stand_ins() -> None:
+    """Let Python find our stand-ins behind everything that is installed, in this process and in those it spawns."""
+    if str(STAND_INS) not in sys.path:
+        sys.path.append(str(STAND_INS))
+
+
+def arguments(spec: EngineSpec) -> dict[str, Any]:
+    """SGLang's arguments for an engine; `rollout.engine_kwargs.sglang` wins over all of them."""
+    config, model, on_gpu = spec.config, spec.model, bool(spec.devices)
+    hf_config = config_of(model).get_text_config()
+    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    wanted: dict[str, Any] = {
+        "model_path": model.path,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": dtype,
+        "load_format": "auto" if spec.load_weights else config.load_format,
+        "context_length": spec.max_model_len + _CONTEXT_MARGIN,
+        "max_running_requests": config.max_num_seqs,
+        "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
+        "tp_size": config.tensor_model_parallel_size,
+        "pp_size": config.pipeline_model_parallel_size,
+        "ep_size": config.expert_parallel_size,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "disable_cuda_graph": config.enforce_eager or not on_gpu,
+        "schedule_policy": "fcfs",
+        "enable_priority_scheduling": config.scheduling_policy == "priority",
+        "enable_deterministic_inference": config.full_determinism,
+        "random_seed": config.seed + spec.index,
+        "custom_weight_loader": [LOADER],
+        "sampling_mask_max_tokens": hf_config.vocab_size,
+        "watchdog_timeout": config.stuck_timeout_s,
+        "log_level": "error",
+    }
+    if model.override_config:
+        wanted["json_model_override_args"] = json.dumps(dict(model.override_config))
+    if on_gpu:
+        wanted |= {
+            "mem_fraction_static": config.gpu_memory_utilization,
+            "enable_memory_saver": config.free_cache_engine,
+        }
+        if config.cudagraph_capture_sizes:
+            wanted["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
+    else:
+        wanted |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "grammar_backend": "none",
+            "sleep_on_idle": True,  # an idle scheduler would otherwise keep a core busy
+            "max_total_tokens": _cpu_cache_tokens(spec, hf_config, _DTYPE_BYTES[dtype]),
+        }
+    return wanted | dict(config.engine_kwargs.sglang)
+
+
+def _cpu_cache_tokens(spec: EngineSpec, hf_config: Any, dtype_bytes: int) -> int:
+    """As many tokens as all sequences could need, and no more than fit `CPU_CACHE_BYTES`."""
+    heads = hf_config.num_attention_heads
+    head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    token_bytes = 2 * hf_config.num_hidden_layers * kv_heads * head_size * dtype_bytes
+    length = spec.max_model_len + _CONTEXT_MARGIN
+    return max(length, min(spec.config.max_num_seqs * length, CPU_CACHE_BYTES // token_bytes))
+
+
+def sampling(params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: int, seeded: bool) -> dict[str, Any]:
+    """SGLang's sampling parameters. Stop strings are not among them: they need a tokenizer inside SGLang.
+
+    Args:
+        params: what is asked for.
+        eos_token_ids: end a response, unless `ignore_eos`.
+        max_tokens: what fits.
+        seeded: whether this engine takes a seed for every request.
+    """
+    wanted: dict[str, Any] = {
+        "max_new_tokens": max_tokens,
+        "temperature": params.temperature if params.do_sample else 0.0,
+        "ignore_eos": params.ignore_eos,
+        "stop_token_ids": [] if params.ignore_eos else list(eos_token_ids),
+    }
+    if params.do_sample:
+        wanted |= {"top_p": params.top_p, "top_k": params.top_k}
+        if seeded and params.seed is not None:
+            wanted["sampling_seed"] = params.seed % 2**31
+    return wanted
+
+
+@dataclass(slots=True)
+class Output:
+    """What SGLang said of a request so far.
+
+    Attributes:
+        token_ids: all of them.
+        log_probs: of each; none before the end.
+        finish: why it ended: "stop", "length", "abort"; None while it goes on.
+        message: SGLang's, of an abort.
+        cached_tokens: of the prompt, from the prefix cache.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish: str | None
+    message: str
+    cached_tokens: int
+
+
+class Server:
+    """SGLang's engine in this process, which has to be in its main thread.
+
+    Raises:
+        Exception: whatever SGLang raises. Where one of its processes fails at the start, SGLang kills this one.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if not spec.devices:
+            use_stand_ins()
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.utils.hf_transformers_utils import get_context_length
+
+        if spec.max_model_len <= get_context_length(config_of(spec.model).get_text_config()):
+            # Only the margin may lie beyond what the model was made for: no request gets there.
+            os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        self._engine = Engine(**arguments(spec))
+        self.loop = self._engine.loop
+        self._manager = self._engine.tokenizer_manager
+        self.vocabulary: int = self._manager.model_config.vocab_size
+        config = spec.config
+        self._tensor_ranks: int = config.tensor_model_parallel_size
+
+    @property
+    def leftovers(self) -> list[str]:
+        """Patterns of the files that SGLang leaves in shared memory when its processes are killed."""
+        segments = [f"/dev/shm/sgl_shm_*_{pid}_*" for pid in (os.getpid(), *self._engine.get_all_child_pids())]
+        path = getattr(self._manager.load_snapshot_reader, "path", None)
+        return [*segments, *([path] if path else [])]
+
+    async def generate(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any], stream_interval: int | None
+    ) -> AsyncIterator[Output]:
+        """The request's outputs: one at its end, or, with `stream_interval`, one every so many tokens.
+
+        Raises:
+            ValueError: SGLang refuses the request.
+        """
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = dict(sampling)
+        truncated = sampling.get("top_p", 1.0) < 1 or 0 < sampling.get("top_k", -1) < self.vocabulary
+        if truncated:
+            # SGLang tells log-probabilities within what was kept only together with that set, and wants a finite top_k.
+            top_k = sampling["top_k"]
+            sampling["top_k"] = min(top_k, self.vocabulary) if top_k > 0 else self.vocabulary
+        if stream_interval is not None:
+            sampling["stream_interval"] = stream_interval
+        wanted = GenerateReqInput(
+            input_ids=list(prompt_ids),
+            sampling_params=sampling,
+            return_logprob=True,
+            return_sampling_mask=truncated,
+            rid=request_id,
+            stream=stream_interval is not None,
+        )
+        try:
+            async for said in self._manager.generate_request(wanted, None):
+                yield _output(said, truncated)
+        except HTTPException as error:
+            raise ValueError(error.detail) from error
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; it hands out what there is. False where SGLang does not have it (any more)."""
+        state = self._manager.rid_to_state.get(request_id)
+        if state is None:
+            return False
+        state.abort_sent = False  # it may have been sent before the request itself
+        self._manager.abort_request(rid=request_id)
+        return True
+
+    async def begin_update(self) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _succeeded(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")))
+
+    async def load(self, bucket: "Bucket | None") -> None:
+        """Have every process load a bucket, or (None) let go of the sender's memory."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        from hybridrl.rollout.sglang.weights import message
+
+        payload = MultiprocessingSerializer.serialize(message(bucket))
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self._tensor_ranks, load_format=LOADER, flush_cache=False
+        )
+        _succeeded(await self._manager.update_weights_from_tensor(update))
+
+    async def end_update(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        _succeeded(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
+
+    async def drop_prefixes(self) -> None:
+        """Empty the prefix cache. SGLang refuses while it works; a request that just ended may be in its books."""
+        result = await self._manager.flush_cache(timeout_s=60)
+        if not result.success:
+            raise RolloutError("SGLang did not empty its prefix cache within 60 s after a weight update")
+
+    async def release(self, tags: Sequence[str]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(tags)))
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(tags)))
+
+    async def gauges(self) -> dict[str, float]:
+        """`running`, `waiting`, `kv_cache_usage`."""
+        loads = await self._manager.get_loads()
+        return {
+            "running": float(sum(load.num_running_reqs for load in loads)),
+            "waiting": float(sum(load.num_waiting_reqs for load in loads)),
+            "kv_cache_usage": max((load.token_usage for load in loads), default=0.0),
+        }
+
+    def last_word(self) -> float:
+        """Changes whenever SGLang says something: at the latest every 50 tokens of any response."""
+        return float(self._manager.last_receive_tstamp)
+
+    def close(self) -> None:
+        """End SGLang's processes, and wait until they have ended."""
+        self._engine.shutdown()
+
+
+def _output(said: Mapping[str, Any], truncated: bool) -> Output:
+    meta, tokens = said["meta_info"], said["output_ids"]
+    finish = meta.get("finish_reason") or {}
+    log_probs: list[float] = []
+    if finish:  # before the end only the tokens are looked at
+        if truncated:
+            log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs", [])]
+        else:
+            log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs", [])]
+        tokens = tokens[: len(log_probs)]
+    return Output(
+        token_ids=list(tokens),
+        log_probs=log_probs[: len(tokens)],
+        finish=finish.get("type"),
+        message=str(finish.get("message") or ""),
+        cached_tokens=meta.get("cached_tokens", 0),
+    )
+
+
+def _succeeded(result: tuple[bool, str]) -> None:
+    success, message = result
+    if not success:
+        raise RolloutError(f"SGLang refused a weight update: {message}")

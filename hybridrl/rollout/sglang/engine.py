@@ -1,0 +1,262 @@
+"""SGLang behind `InferenceEngine`, on a GPU and on a CPU. Its engine has a process of its own; see `host.py`."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.hybrid_engine.messages import Bucket
+from hybridrl.rollout.engine import (
+    Completion,
+    EngineRegistry,
+    EngineSpec,
+    InferenceEngine,
+    Request,
+    RolloutError,
+    check_tensor_parallel,
+)
+from hybridrl.rollout.sglang import compat, wire
+from hybridrl.utils.device import is_gpu
+
+_COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+_LOG_LINES = 30
+_CLOSE_S = 60
+_SWEEP_S = 10
+_LAST_LINES_S = 1
+
+
+@EngineRegistry.register("sglang")
+class SGLangEngine(InferenceEngine):
+    """A process with SGLang's engine in it, and the calls to it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._host = _HostProcess(spec)
+        self._totals = dict.fromkeys(_COUNTERS, 0.0)
+
+    @classmethod
+    def check(cls, config: RolloutConfig, model: ModelConfig) -> None:
+        warning = compat.check_version()
+        if warning:
+            print(f"warning: {warning}")
+        check_tensor_parallel(config, model)
+        key = "actor_rollout_ref.rollout"
+        if config.data_parallel_size > 1:
+            raise RolloutError(
+                f"{key}.data_parallel_size={config.data_parallel_size}: SGLang's own copies of a model cannot be given "
+                "weights while they run. Leave it at 1: devices that are left over hold further replicas"
+            )
+        if config.full_determinism and not is_gpu():
+            raise RolloutError(
+                f"{key}.full_determinism=True: SGLang draws reproducibly on a GPU only; set it to False, or {key}.name "
+                "to hf or vllm"
+            )
+
+    async def start(self) -> None:
+        await self._host.start()
+
+    async def generate(self, request: Request) -> Completion:
+        completion: Completion = await self._host.call("generate", request)
+        if completion.finish_reason != "error":
+            counts = (len(completion.token_ids), *[len(request.prompt_ids)] * 2, completion.cached_tokens)
+            for name, count in zip(_COUNTERS, counts, strict=True):
+                self._totals[name] += count
+        return completion
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._host.call("abort", list(ids))
+
+    async def begin_update(self) -> None:
+        await self._host.call("begin_update")
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        await self._host.call("load_bucket", bucket)
+
+    async def end_update(self) -> None:
+        await self._host.call("end_update")
+
+    async def release(self, tags: Sequence[str]) -> None:
+        if self._has_memory_saver():
+            await self._host.call("release", list(tags))
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        if self._has_memory_saver():
+            await self._host.call("resume", list(tags))
+
+    def _has_memory_saver(self) -> bool:
+        return bool(self.spec.devices) and self.spec.config.free_cache_engine
+
+    def last_progress(self) -> float:
+        return self._host.news.heard
+
+    def stats(self) -> dict[str, float]:
+        return self._totals | self._host.news.gauges
+
+    async def close(self) -> None:
+        await self._host.close()
+
+
+class _HostProcess:
+    """The process, its messages and its output, which is passed on to our own standard error."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.news = wire.News(time.monotonic())
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._lines: deque[str] = deque(maxlen=_LOG_LINES)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._leftovers: list[str] = []
+        self._failure: RolloutError | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter
+
+    async def start(self) -> None:
+        """Returns when SGLang is ready.
+
+        Raises:
+            RolloutError: with the end of what SGLang printed.
+        """
+        ours, theirs = socket.socketpair()
+        package_root = str(Path(__file__).resolve().parents[3])
+        variables = os.environ | compat.environment(self.spec)
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "hybridrl.rollout.sglang.host", str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,  # what it starts can be ended with it, and Ctrl-C is ours to handle
+                limit=2**20,
+            )
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[0] = started
+        self._tasks = [asyncio.create_task(self._pass_on_output()), asyncio.create_task(self._listen(reader))]
+        assert self._process.stdin is not None
+        self._process.stdin.write(pickle.dumps(self.spec))
+        try:
+            self._leftovers = await started
+        except RolloutError as error:
+            await self.close()
+            raise RolloutError(f"SGLang did not start: {error}. {_memory_hint(self.spec)}") from None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What the host's method returns.
+
+        Raises:
+            RolloutError: the method failed there, or SGLang's process has ended.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        wire.send(self._writer, (number, method, arguments))
+        try:
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+
+    async def close(self) -> None:
+        """End SGLang and every process it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None and self._failure is None:
+            wire.send(self._writer, (-1, "close", ()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _CLOSE_S)
+        await _end_group(process.pid)
+        await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        self._writer.close()
+        self._fail(RolloutError("SGLang was closed"))
+        wire.remove(self._leftovers)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = await wire.receive(reader)
+                if message[0] == "news":
+                    self.news = message[1]
+                elif message[0] == "started":
+                    self._calls.pop(0).set_result(message[1])
+                else:
+                    self._answered(*message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await asyncio.wait(self._tasks[:1], timeout=_LAST_LINES_S)
+            self._fail(RolloutError("SGLang's process ended. The end of its output:\n  " + "\n  ".join(self._lines)))
+        except Exception as error:
+            self._fail(RolloutError(f"a message of SGLang's process cannot be read: {error!r}"))
+
+    def _answered(self, number: int, value: Any, error: str | None) -> None:
+        answer = self._calls.get(number)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(RolloutError(f"SGLang: {error}"))
+
+    def _fail(self, error: RolloutError) -> None:
+        self._failure = self._failure or error
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._failure)
+
+    async def _pass_on_output(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        async for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            self._lines.append(text)
+            print(text, file=sys.stderr, flush=True)
+
+
+async def _end_group(leader: int) -> None:
+    """Kill the process group of `leader` and wait until its members have ended."""
+    deadline = time.monotonic() + _SWEEP_S
+    while True:
+        try:
+            os.killpg(leader, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        if not _alive_in_group(leader) or time.monotonic() > deadline:
+            return
+        await asyncio.sleep(0.05)
+
+
+def _alive_in_group(leader: int) -> bool:
+    """Whether a member still runs; those that ended and were not waited for do not count."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def _memory_hint(spec: EngineSpec) -> str:
+    key = "actor_rollout_ref.rollout"
+    if not spec.devices:
+        return f"If memory is short: {key}.engine_kwargs.sglang.max_total_tokens bounds the KV cache"
+    return (
+        f"If memory is short: lower {key}.gpu_memory_utilization ({spec.config.gpu_memory_utilization}), max_num_seqs "
+        "or max_model_len, or offload training state with actor_rollout_ref.actor.fsdp_config.param_offload and "
+        "optimizer_offload"
+    )

@@ -1,0 +1,213 @@
+"""The process that SGLang has for itself: `python -m hybridrl.rollout.sglang.host DESCRIPTOR`, started by `engine.py`.
+
+SGLang wants a main thread. It installs signal handlers and an event loop policy, ends its process when one of its
+children dies, and at its end kills every child of its process. In a replica's process all that would hit the replica.
+
+Standard input brings the `EngineSpec`, and stays open as long as the replica lives: this process and all that it
+started end with it. The descriptor is a socket. The replica sends (number, method, arguments) and gets (number, value,
+error); besides, ("started", leftovers) comes once and ("news", `wire.News`) all the time.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.rollout.sglang import wire
+
+if TYPE_CHECKING:
+    from hybridrl.hybrid_engine.messages import Bucket
+    from hybridrl.rollout.engine import Completion, EngineSpec, Request
+    from hybridrl.rollout.sglang.compat import Output, Server
+    from hybridrl.rollout.stop import StopStrings
+
+_NEWS_S = 0.25
+_ABORT_AGAIN_S = 0.05
+#: tokens between two looks for stop strings; what SGLang generates beyond one is cut off
+_STOP_INTERVAL = 8
+
+
+class Host:
+    """Answers the replica's calls."""
+
+    def __init__(self, spec: "EngineSpec", server: "Server") -> None:
+        self.spec = spec
+        self.server = server
+        self._names: dict[str, str] = {}  # the replica's id of a request -> SGLang's
+        self._aborted: set[str] = set()
+        self._released: set[str] = set()
+        self._count = 0
+        self._tokenizer: Any = None
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Until the replica says `close` or is gone."""
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        wire.send(writer, ("started", self.server.leftovers))
+        background = {asyncio.create_task(self._report(writer))}
+        try:
+            while True:
+                number, method, arguments = await wire.receive(reader)
+                if method == "close":
+                    return
+                task = asyncio.create_task(self._answer(writer, number, method, arguments))
+                background.add(task)
+                task.add_done_callback(background.discard)
+        except asyncio.IncompleteReadError:
+            return
+        finally:
+            for task in background:
+                task.cancel()
+
+    async def _answer(self, writer: asyncio.StreamWriter, number: int, method: str, arguments: Sequence[Any]) -> None:
+        try:
+            value, error = await getattr(self, method)(*arguments), None
+        except Exception as caught:
+            value, error = None, f"{type(caught).__name__}: {caught}"
+        wire.send(writer, (number, value, error))
+
+    async def _report(self, writer: asyncio.StreamWriter) -> None:
+        word, heard = self.server.last_word(), time.monotonic()
+        while True:
+            if self.server.last_word() != word:
+                word, heard = self.server.last_word(), time.monotonic()
+            wire.send(writer, ("news", wire.News(heard, await self.server.gauges())))
+            await asyncio.sleep(_NEWS_S)
+
+    # ------------------------------------------------------------------ requests
+
+    async def generate(self, request: "Request") -> "Completion":
+        """See `InferenceEngine.generate`."""
+        from hybridrl.rollout.engine import Completion
+        from hybridrl.rollout.sglang import compat
+
+        if why := self._unfit(request.prompt_ids):
+            return Completion(request.id, [], [], "error", error=why)
+        room = self.spec.max_model_len - len(request.prompt_ids)
+        params = request.sampling
+        seeded = self.spec.config.full_determinism
+        wanted = compat.sampling(params, self.spec.eos_token_ids, min(params.max_new_tokens, room), seeded)
+        stop = self._stop_strings(params.stop) if params.stop else None
+        # Of one width: SGLang aborts every request whose name begins with the one that it is given.
+        self._count += 1
+        name = self._names[request.id] = f"{self._count:020d}"
+        end, output = None, None
+        try:
+            interval, seen = (_STOP_INTERVAL if stop else None), 0
+            async for output in self.server.generate(name, request.prompt_ids, wanted, interval):
+                if stop is None or end is not None:
+                    continue
+                end = stop.first_end(output.token_ids, seen)
+                seen = len(output.token_ids)
+                if end is not None and output.finish is None:
+                    self.server.abort(name)
+        except ValueError as error:
+            return Completion(request.id, [], [], "error", error=str(error))
+        finally:
+            self._names.pop(request.id, None)
+            aborted = request.id in self._aborted
+            self._aborted.discard(request.id)
+        if output is None:
+            return Completion(request.id, [], [], "abort")
+        return _completion(request.id, output, end, aborted)
+
+    def _unfit(self, prompt_ids: Sequence[int]) -> str | None:
+        """What is wrong with a prompt. SGLang's processes die of tokens that the model does not have."""
+        if not 0 < len(prompt_ids) < self.spec.max_model_len:
+            return f"a prompt of {len(prompt_ids)} tokens; it has to be 1 to {self.spec.max_model_len - 1}"
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.server.vocabulary:
+            return f"a prompt with tokens beyond the model's {self.server.vocabulary}"
+        return None
+
+    def _stop_strings(self, strings: Sequence[str]) -> "StopStrings":
+        """Found here, because SGLang would load a tokenizer by the model's type, which rebuilds some wrongly."""
+        from hybridrl.models.facts import tokenizer_of
+        from hybridrl.rollout.stop import StopStrings
+
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self.spec.model)
+        return StopStrings(self._tokenizer, strings)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """See `InferenceEngine.abort`. Returns when they have ended."""
+        names = {self._names[name] for name in ids if name in self._names}
+        self._aborted.update(name for name in ids if name in self._names)
+        while names := {name for name in names if self.server.abort(name)}:
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    # ------------------------------------------------------------------ weights and memory
+
+    async def begin_update(self) -> None:
+        await self.server.begin_update()
+
+    async def load_bucket(self, bucket: "Bucket") -> None:
+        await self.server.load(bucket)
+
+    async def end_update(self) -> None:
+        await self.server.load(None)
+        await self.server.end_update()
+        await self.server.drop_prefixes()
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """SGLang's processes die of releasing twice, or while they work."""
+        if self._names:
+            raise RuntimeError(f"memory is released while {len(self._names)} requests are in flight")
+        if wanted := [tag for tag in tags if tag not in self._released]:
+            await self.server.release(wanted)
+            self._released.update(wanted)
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        if wanted := [tag for tag in tags if tag in self._released]:
+            await self.server.resume(wanted)
+            self._released.difference_update(wanted)
+
+
+def _completion(request_id: str, output: "Output", end: int | None, aborted: bool) -> "Completion":
+    from hybridrl.rollout.engine import Completion
+
+    answer = Completion(request_id, output.token_ids, output.log_probs, "stop", cached_tokens=output.cached_tokens)
+    if end is not None:
+        answer.token_ids, answer.log_probs = output.token_ids[:end], output.log_probs[:end]
+    elif output.finish == "length":
+        answer.finish_reason = "length"
+    elif output.finish == "abort" and aborted:
+        answer.finish_reason = "abort"
+    elif output.finish != "stop":
+        answer.finish_reason, answer.error = "error", output.message or f"SGLang ended the request: {output.finish}"
+    return answer
+
+
+def _end_with_replica(leftovers: list[str]) -> None:
+    """End the whole process group as soon as standard input ends; remove what it would leave."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        wire.remove(leftovers)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="hybridrl-end-with-replica", daemon=True).start()
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    spec: EngineSpec = pickle.load(sys.stdin.buffer)
+    leftovers: list[str] = []
+    _end_with_replica(leftovers)
+    from hybridrl.rollout.sglang.compat import Server
+
+    server = Server(spec)
+    leftovers += server.leftovers
+    try:
+        server.loop.run_until_complete(Host(spec, server).serve(connection))
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What the SGLang engine says before SGLang is started: versions, refusals, the arguments it would get."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.rollout import RolloutError
+from hybridrl.rollout.engine import EngineRegistry, EngineSpec
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.sglang import compat
+from hybridrl.rollout.sglang.weights import joined
+from hybridrl.rollout.stop import StopStrings
+
+
+@pytest.fixture
+def sglang_version(monkeypatch, tmp_path):
+    """Pretend that a version is installed: its metadata are, which is all that is read before the start."""
+
+    def install(version: str) -> None:
+        folder = tmp_path / f"sglang-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+def spec_of(path: Path, devices: tuple[int, ...] = (), **rollout) -> EngineSpec:
+    config = RolloutConfig(prompt_length=64, response_length=64, **rollout)
+    return EngineSpec(config, ModelConfig(path=str(path)), (2,), pad_token_id=0, devices=devices)
+
+
+@pytest.mark.parametrize("version", ["0.5.21", "0.4.10.post2", "0.6.0"])
+def test_versions_that_do_not_work_are_refused_with_the_range(sglang_version, version) -> None:
+    sglang_version(version)
+    with pytest.raises(RolloutError, match=rf"sglang {version} does not work.*sglang>=0\.5\.22,<0\.6"):
+        compat.check_version()
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.99"])
+def test_untested_versions_are_named(sglang_version, version) -> None:
+    sglang_version(version)
+    assert f"sglang {version} was never tested" in compat.check_version()
+
+
+def test_the_tested_version_is_silent(sglang_version) -> None:
+    sglang_version("0.5.23")
+    assert compat.check_version() is None
+
+
+def test_a_missing_sglang_is_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(RolloutError, match=r"not installed here: bash scripts/install.sh"):
+        compat.check_version()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3 .* use one of 1, 2, 4"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2: .* Leave it at 1"),
+        ({"full_determinism": True}, "full_determinism=True: .* on a GPU only"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(sglang_version, tiny_model, rollout, message) -> None:
+    if rollout.get("full_determinism") and torch.cuda.is_available():
+        pytest.skip("a GPU can")
+    sglang_version("0.5.23")
+    spec = spec_of(tiny_model, **rollout)
+    with pytest.raises(RolloutError, match=message):
+        EngineRegistry.get("sglang").check(spec.config, spec.model)
+
+
+def test_settings_become_arguments(tiny_model) -> None:
+    given = {
+        "tensor_model_parallel_size": 2,
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.4,
+        "enforce_eager": True,
+        "cudagraph_capture_sizes": [1, 8],
+        "seed": 5,
+    }
+    cpu = compat.arguments(spec_of(tiny_model, **given))
+    gpu = compat.arguments(replace(spec_of(tiny_model, (0, 1), **given), index=3, load_weights=True))
+    common = {"tp_size": 2, "max_running_requests": 7, "chunked_prefill_size": 512, "disable_radix_cache": True}
+    assert common.items() <= cpu.items() and common.items() <= gpu.items()
+    assert (cpu["dtype"], gpu["dtype"]) == ("float32", "bfloat16")
+    assert (cpu["load_format"], gpu["load_format"]) == ("dummy", "auto")
+    assert (cpu["random_seed"], gpu["random_seed"]) == (5, 8)
+    assert (gpu["mem_fraction_static"], gpu["enable_memory_saver"], gpu["cuda_graph_bs_decode"]) == (0.4, True, [1, 8])
+    assert cpu["device"] == "cpu" and "device" not in gpu
+    # 7 sequences of 64 + 64 tokens and what SGLang keeps free
+    assert cpu["max_total_tokens"] == 7 * (128 + 6) and "max_total_tokens" not in gpu
+
+
+def test_arguments_of_the_user_win(tiny_model) -> None:
+    spec = spec_of(tiny_model)
+    spec.config.engine_kwargs.sglang.update(schedule_policy="lpm", max_total_tokens=1000)
+    assert {"schedule_policy": "lpm", "max_total_tokens": 1000}.items() <= compat.arguments(spec).items()
+
+
+def test_a_long_context_is_not_given_more_cache_than_a_cpu_should(tiny_model) -> None:
+    spec = spec_of(tiny_model, max_model_len=4096, max_num_seqs=100_000)
+    # 2 layers x 2 (keys, values) x 2 heads x 32 x 4 bytes a token
+    assert compat.arguments(spec)["max_total_tokens"] == 2**30 // (2 * 2 * 2 * 32 * 4)
+
+
+def test_sampling_settings() -> None:
+    params = SamplingParams(do_sample=True, temperature=0.7, top_p=0.9, top_k=-1, max_new_tokens=50, seed=2**40 + 1)
+    found = compat.sampling(params, (2, 3), max_tokens=20, seeded=False)
+    assert found == {
+        "max_new_tokens": 20,
+        "temperature": 0.7,
+        "ignore_eos": False,
+        "stop_token_ids": [2, 3],
+        "top_p": 0.9,
+        "top_k": -1,
+    }
+    assert compat.sampling(params, (2, 3), 20, seeded=True)["sampling_seed"] == 2**40 % 2**31 + 1
+    greedy = compat.sampling(replace(params, do_sample=False, ignore_eos=True), (2, 3), 20, seeded=True)
+    assert greedy == {"max_new_tokens": 20, "temperature": 0.0, "ignore_eos": True, "stop_token_ids": []}
+
+
+def test_processes_of_replicas_are_told_cores_of_their_own(tiny_model, monkeypatch) -> None:
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    spec = replace(spec_of(tiny_model, tensor_model_parallel_size=2), threads=2)
+    bound = [compat.environment(replace(spec, index=index))["SGLANG_CPU_OMP_THREADS_BIND"] for index in range(3)]
+    assert bound == ["0,1|2,3", "4,5|6,7", "0,1|2,3"]
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "3|5")
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in compat.environment(spec)
+    assert "SGLANG_USE_CPU_ENGINE" not in compat.environment(replace(spec, devices=(0, 1)))
+
+
+def test_stand_in_kernel_writes_cache_locations() -> None:
+    import importlib.util
+
+    file = compat.STAND_INS / "sgl_kernel" / "__init__.py"
+    module_spec = importlib.util.spec_from_file_location("stand_in_sgl_kernel", file)
+    kernel = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(kernel)
+    table = torch.zeros((4, 6), dtype=torch.int32)
+    requests, starts, ends = torch.tensor([2, 0, 3]), torch.tensor([1, 0, 4]), torch.tensor([3, 4, 4])
+    kernel.assign_req_to_token_pool_cpu(requests, table, starts, ends, torch.arange(10, 20), 6)
+    expected = torch.zeros((4, 6), dtype=torch.int32)
+    expected[2, 1:3] = torch.tensor([10, 11])
+    expected[0, 0:4] = torch.tensor([12, 13, 14, 15])
+    assert torch.equal(table, expected)
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel\.fused_experts"):
+        kernel.fused_experts()
+
+
+def test_projections_that_sglang_joins_are_loaded_in_one_call() -> None:
+    """However the buckets are cut: SGLang forgets the first of the pair when its call ends."""
+    waiting: dict[str, torch.Tensor] = {}
+    bucket = {"l.0.q_a_proj.weight": torch.ones(2), "l.0.mlp.weight": torch.ones(3)}
+    assert [name for name, _ in joined(bucket.items(), waiting)] == ["l.0.mlp.weight"]
+    bucket["l.0.q_a_proj.weight"].zero_()  # the sender writes the next bucket
+    second = {"l.1.kv_a_proj_with_mqa.weight": torch.ones(4), "l.0.kv_a_proj_with_mqa.weight": torch.ones(5)}
+    found = dict(joined(second.items(), waiting))
+    assert list(found) == ["l.0.q_a_proj.weight", "l.0.kv_a_proj_with_mqa.weight"]
+    assert found["l.0.q_a_proj.weight"].tolist() == [1, 1]
+    assert list(waiting) == ["l.1.kv_a_proj_with_mqa.weight"]  # a model without its partner: loaded at the end
+
+
+@pytest.mark.parametrize("strings", [("ä",), ("####",), (" b", "12"), ("\n\n", "zz"), ("absent",)], ids=str)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_model, strings, chunk) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    ids = tokenizer.encode("a bä\n#### 12\n\nzz", add_special_tokens=False)
+    wholes = [tokenizer.decode(ids[:count]) for count in range(1, len(ids) + 1)]
+    expected = next((n for n, text in enumerate(wholes, 1) if any(string in text for string in strings)), None)
+    stop, found, seen = StopStrings(tokenizer, strings), None, 0
+    for count in [*range(chunk, len(ids), chunk), len(ids)]:
+        found = found or stop.first_end(ids[:count], seen)
+        seen = count
+    assert found == expected
