@@ -204,7 +204,7 @@ def test_running_cluster_of_two_nodes_is_joined(user_folder: Path) -> None:
     assert "ray_kwargs.ray_init.num_cpus=8 cannot be set" in given_cpus and "unset the address" in given_cpus
     assert "asks for 3 slots of 1 CPU" in one_node and "not on one node" in one_node
     assert "pool 'one' asks for 2 + 2 slots" in too_many and "at most 4 slots" in too_many
-    assert [answer[2:] for answer in seen["started"]] == [[4, "2", "0"], [4, "2", "1"]] * 2
+    assert [answer[2:5] for answer in seen["started"]] == [[4, "2", "0"], [4, "2", "1"]] * 2
     first, second = seen["nodes"][:2], seen["nodes"][2:]
     assert len(set(first)) == 1 == len(set(second)) and first != second
     assert seen["counts"] == [[1] * 4, [2] * 4], "detached workers outlive the driver that started them"
