@@ -72,6 +72,7 @@ def ray_session() -> Iterator[None]:
     started = not ray.is_initialized()
     if started:
         ray.init(
+            address="local",  # another's cluster on this machine is none of ours
             num_cpus=16,
             include_dashboard=False,
             object_store_memory=256 * 1024**2,

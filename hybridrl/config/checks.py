@@ -405,11 +405,10 @@ def _check_sampling(rollout: RolloutConfig) -> Iterator[str]:
 
 def _check_engines(config: PPOTrainerConfig) -> Iterator[str]:
     policy, critic = config.actor_rollout_ref, config.critic
-    training = policy.actor.fsdp_config.dtype
-    if policy.rollout.dtype not in ("auto", training):
+    if policy.rollout.nnodes and policy.rollout.name not in names.ENGINES:
         yield (
-            f"{_ROLLOUT}.dtype={policy.rollout.dtype}: generation with the training weights in place computes in "
-            f"{_ACTOR}.fsdp_config.dtype={training}; leave it at auto, or set that"
+            f"{_ROLLOUT}.nnodes={policy.rollout.nnodes} with name={policy.rollout.name}: only engines have machines of "
+            f"their own; set name to one of {', '.join(names.ENGINES)}, or nnodes=0"
         )
     engines = [
         (f"{_ACTOR}", policy.actor.strategy, f"{_ACTOR}.fsdp_config", policy.actor.fsdp_config, False),

@@ -10,6 +10,9 @@ from hybridrl.hybrid_engine.messages import Bucket
 from hybridrl.utils import device as devices
 from hybridrl.utils.distributed import StandaloneGroup
 
+#: place of the device's index among the arguments that `reduce_tensor` gives for a CUDA tensor
+_STORAGE_DEVICE = 6
+
 
 class WeightReceiver:
     """Opens buckets and gives out the tensors in them.
@@ -27,10 +30,18 @@ class WeightReceiver:
         self.rank = rank
         self.copies = copies
         self._buffers: dict[str | bytes, torch.Tensor] = {}
+        #: the bytes of the bucket that was opened last
+        self.last: torch.Tensor | None = None
         self._group: tuple[str, StandaloneGroup] | None = None
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of each parameter. Without `copies` they are the bucket itself: valid until it was taken."""
+        """Name and value of each parameter. Without `copies` they are the bucket itself: valid until it was taken.
+
+        A bucket without entries says that the sender is about to free its memory: what was opened is let go.
+        """
+        if not bucket.entries:
+            self.close()
+            return
         size = max((entry.offset + entry.size for entry in bucket.entries), default=0)
         if bucket.lane == "shared_memory":
             data = self._from_shared_memory(bucket.where, size)
@@ -40,13 +51,16 @@ class WeightReceiver:
             data = self._from_broadcast(bucket.where, size)
         if self.copies:
             data = data.clone()
+        self.last = data
         for entry in bucket.entries:
             part = data[entry.offset : entry.offset + entry.size]
             yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
 
     def close(self) -> None:
         """Let go of the sender's memory; a group for broadcasts stays for the next update."""
+        self.last = None
         self._buffers.clear()
+        devices.empty_cache()
 
     def _from_shared_memory(self, name: str, size: int) -> torch.Tensor:
         # Not through multiprocessing's SharedMemory: it would track the segment here too, and unlink the sender's.
@@ -59,6 +73,8 @@ class WeightReceiver:
         handle = where[devices.uuid_of(self.device)]
         if handle not in self._buffers:
             rebuild, arguments = pickle.loads(handle)
+            arguments = list(arguments)
+            arguments[_STORAGE_DEVICE] = self.device.index  # the sender's number of this device may be another
             self._buffers[handle] = rebuild(*arguments)
         return self._buffers[handle][:size]
 

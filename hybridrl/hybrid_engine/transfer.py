@@ -14,6 +14,7 @@ buckets on a device at most. A parameter is never split: a bucket grows to the l
 import contextlib
 import os
 import pickle
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -78,8 +79,7 @@ class Lane(ABC):
         """The bytes to write the next bucket into, at least `size`; waits until nobody reads them any more."""
         self._wait(self._slot)
         if size > self.capacity:
-            for slot in range(_SLOTS):
-                self._wait(slot)
+            self._drain()
             self._open(size)
             self.capacity = size
         return self._buffer(self._slot)
@@ -91,9 +91,16 @@ class Lane(ABC):
 
     def finish(self) -> None:
         """Wait until everything is loaded, and free the buckets."""
+        self._drain()
+        self.close()
+
+    def _drain(self) -> None:
+        """Wait until every slot is loaded, and have the engines let go of the slots."""
         for slot in range(_SLOTS):
             self._wait(slot)
-        self.close()
+        if self.capacity and self.kind != "broadcast":
+            self._acks[0] = self._load(Bucket(self.kind, None, ()))
+            self._wait(0)
 
     def _wait(self, slot: int) -> None:
         acks, self._acks[slot] = self._acks[slot], []
@@ -207,6 +214,7 @@ class BroadcastLane(Lane):
     def __init__(self, targets: Sequence[Target]) -> None:
         super().__init__(targets)
         self._buffers: list[torch.Tensor] = []
+        self._failed = False
         self._host = ray.util.get_node_ip_address()
         self._size = 1 + sum(target.processes for target in targets)
         self._members = " ".join(target.incarnation for target in targets)
@@ -222,6 +230,8 @@ class BroadcastLane(Lane):
         return self._buffers[slot]
 
     def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
+        if self._failed:
+            return []
         assert self._kept is not None
         group = self._kept[1]
         membership = (self._host, group.port, self._size, self._members)
@@ -229,8 +239,13 @@ class BroadcastLane(Lane):
         for target in self.targets:
             acks.append(target.replica.load_bucket.remote(Bucket(self.kind, (membership, first_rank), entries)))
             first_rank += target.processes
-        group.connect()
-        group.broadcast(self._buffers[slot][: entries[-1].offset + entries[-1].size], root=0)
+        try:
+            group.connect()
+            group.broadcast(self._buffers[slot][: entries[-1].offset + entries[-1].size], root=0)
+        except RuntimeError as error:
+            # An engine died. The broadcast failed in the others, too: they end, and all start anew.
+            print(f"a broadcast of weights failed, its engines start anew: {error}", file=sys.stderr, flush=True)
+            type(self)._kept, self._failed = None, True
         return acks
 
     def close(self) -> None:

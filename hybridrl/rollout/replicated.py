@@ -25,11 +25,12 @@ class ReplicatedRollout(Rollout):
         self.gives_memory_back = self._config.free_cache_engine and bool(pool.places[0].devices)
         self._generating_s = 0.0
         self._before = dict.fromkeys(_COUNTERS, 0.0)
-        self._restarts = 0
+        self._restarts = self._rerun = 0
         #: called before the pool is closed
         self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto) -> DataProto:
+        self.resume()  # the KV cache sleeps until there is something to generate
         started = time.perf_counter()
         requests = requests_of(prompts, self._config, request_number)
         completions = self.pool.generate(requests)
@@ -40,7 +41,6 @@ class ReplicatedRollout(Rollout):
         self.resume(["weights"])
         report = self.pool.update_weights(version)
         self.version = version
-        self.resume(["kv_cache"])
         if not report:
             return {}
         sent = max(part.bytes for part in report)
@@ -71,19 +71,21 @@ class ReplicatedRollout(Rollout):
         return self.pool.health()
 
     def metrics(self) -> dict[str, float]:
-        stats = self.pool.stats()
+        stats = [part for part in self.pool.statistics().values() if "generated_tokens" in part]
         now = {name: sum(part.get(name, 0.0) for part in stats) for name in _COUNTERS}
         # A replica that was started again counts from zero.
         since = {name: max(value - self._before[name], 0.0) for name, value in now.items()}
         found = {
             "rollout/replicas": float(len(stats)),
             "rollout/restarts": float(self.pool.restarts - self._restarts),
+            "rollout/requests_rerun": float(self.pool.rerun - self._rerun),
             "rollout/prompt_tokens": since["prompt_tokens"],
             "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
         }
         if self._generating_s:
             found["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
-        self._before, self._restarts, self._generating_s = now, self.pool.restarts, 0.0
+        self._before, self._restarts, self._rerun = now, self.pool.restarts, self.pool.rerun
+        self._generating_s = 0.0
         return found
 
     def close(self) -> None:

@@ -89,6 +89,7 @@ def synchronize() -> None:
 def empty_cache() -> None:
     """Give memory that PyTorch holds but does not use back to the device."""
     if is_gpu():
+        torch.cuda.ipc_collect()  # what other processes have let go of
         torch.cuda.empty_cache()
 
 

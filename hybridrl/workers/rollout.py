@@ -19,6 +19,7 @@ from hybridrl.rollout.replicated import ReplicatedRollout
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
 
 _KEY = "actor_rollout_ref.rollout"
+_FIND_GPU_S = 120.0
 
 
 def devices_per_replica(config: ActorRolloutRefConfig) -> int:
@@ -51,10 +52,12 @@ def start_rollout(
     Raises:
         RolloutError: the engine cannot be had, or does not start.
     """
-    name = resolve_rollout(config)
+    pool = own_pool or (policy.resource_pool if policy is not None else None)
+    name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
+    if config.rollout.name != name:
+        print(f"{_KEY}.name={config.rollout.name}: generating with {name}", flush=True)
     if name == IN_PLACE:
         return InPlaceRollout(policy)
-    pool = own_pool or (policy.resource_pool if policy is not None else None)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     places = replica_places(pool, devices_per_replica(config), shared=own_pool is None)
 
@@ -117,6 +120,22 @@ def _settings(
     )
 
 
+def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
+    """Refuse replicas of `size` devices that do not come out even on nodes with so many slots.
+
+    Raises:
+        RolloutError: names the sizes that fit.
+    """
+    if all(slots % size == 0 for slots in slots_on_nodes):
+        return
+    fitting = [n for n in range(1, max(slots_on_nodes) + 1) if all(slots % n == 0 for slots in slots_on_nodes)]
+    raise RolloutError(
+        f"{_KEY}: tensor, pipeline and data parallel sizes make {size} devices a replica, and a replica has to fit "
+        f"into a node, whose slots are {', '.join(map(str, slots_on_nodes))}: choose sizes with a product of "
+        f"{', '.join(map(str, fitting))}"
+    )
+
+
 def replica_places(pool: RayResourcePool, size: int, shared: bool) -> list[ReplicaPlace]:
     """Where replicas of `size` devices stand in a pool, slot after slot.
 
@@ -127,24 +146,15 @@ def replica_places(pool: RayResourcePool, size: int, shared: bool) -> list[Repli
         RolloutError: they do not come out even, or one would span nodes.
     """
     slots = pool.slots()
-    sizes = f"{_KEY}: tensor, pipeline and data parallel sizes make {size} devices a replica"
-    if len(slots) % size:
-        raise RolloutError(f"{sizes}, and the pool has {len(slots)}: choose sizes whose product divides it")
     nodes = _nodes_of(slots)
+    check_layout(size, [nodes.count(node) for node in dict.fromkeys(nodes)])
     gpus = _gpus_of(slots) if pool.use_gpu else [""] * len(slots)
     places = []
     for first in range(0, len(slots), size):
         ranks = range(first, first + size)
-        if len({nodes[rank] for rank in ranks}) > 1:
-            raise RolloutError(
-                f"{sizes}, so that one would span nodes; a replica has to fit into a node: choose smaller sizes"
-            )
         group, bundle = slots[ranks[0]]
-        environment: dict[str, str] = {}
-        devices: tuple[int, ...] = ()
-        if pool.use_gpu:
-            environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks)}
-            devices = tuple(range(size))
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks) if pool.use_gpu else ""}
+        devices = tuple(range(size)) if pool.use_gpu else ()
         places.append(
             ReplicaPlace(
                 placement_group=group,
@@ -175,5 +185,11 @@ def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
         visible.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for group, bundle in slots
     ]
-    found: list[str] = ray.get(asked)
+    try:
+        found: list[str] = ray.get(asked, timeout=_FIND_GPU_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RolloutError(
+            f"no task found room beside the training workers within {_FIND_GPU_S:.0f} s to see which GPUs they have: "
+            "give the pool max_colocate_count=2 or more, so that workers leave a share of each GPU"
+        ) from error
     return found

@@ -153,7 +153,7 @@ def test_sft_that_works_passes(here):
         ([f"{POLICY}.rollout.val_kwargs.n=4"], "val_kwargs.n=4", "alike"),
         ([f"{POLICY}.rollout.val_kwargs.do_sample=true"], "val_kwargs.do_sample=True", "temperature"),
         # engines and run
-        ([f"{POLICY}.rollout.dtype=bfloat16"], "rollout.dtype=bfloat16", "fsdp_config.dtype=auto"),
+        ([f"{POLICY}.rollout.nnodes=1"], "rollout.nnodes=1 with name=auto", "vllm, sglang"),
         ([f"{POLICY}.actor.fsdp_config.forward_only=true"], "forward_only=True", "trained"),
         (
             [

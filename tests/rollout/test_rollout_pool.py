@@ -21,7 +21,7 @@ from hybridrl.config import load_config
 from hybridrl.hybrid_engine.transfer import SharedMemoryLane, stream
 from hybridrl.rollout.balancer import Balancer
 from hybridrl.rollout.engine import EngineSpec, Request, RolloutError
-from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
+from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool, request_number
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import Router, make_server
 from hybridrl.single_controller import RayResourcePool
@@ -50,7 +50,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
     """Makes pools of two replicas of the plain engine that get their weights from `model`."""
     made = []
 
-    def make(replicas: int = 2, **changes) -> ReplicaPool:
+    def make(replicas: int = 2, devices: tuple[int, ...] = (), **changes) -> ReplicaPool:
         config = load_config(
             "ppo_trainer",
             overrides=[
@@ -63,7 +63,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
         node = ray.get_runtime_context().get_node_id()
         path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
         places = [
-            ReplicaPlace(group, bundle, node, ranks=(rank,), environment=path)
+            ReplicaPlace(group, bundle, node, ranks=(rank,), environment=path, devices=devices)
             for rank, (group, bundle) in enumerate(slots[:replicas])
         ]
         spec = EngineSpec(config.rollout, config.model, eos_token_ids=(5,), pad_token_id=0)
@@ -95,6 +95,15 @@ def requests(count: int, prefix: str, first: int = 6, sampling: SamplingParams =
     return [
         Request(f"{prefix}{i}", [first, 7 + i % 40, 8], sampling, session=f"{prefix}{i // 2}") for i in range(count)
     ]
+
+
+def until_ready(pool: ReplicaPool) -> None:
+    """Generate, which gives replicas that were started again their weights, until all have them."""
+    deadline = time.monotonic() + 180
+    while set(pool.health()) != {"ready"}:
+        assert time.monotonic() < deadline, pool.health()
+        pool.generate(requests(1, f"again{request_number()}-"))
+        time.sleep(0.2)
 
 
 def log_probs_of(model, request: Request, tokens: list[int]) -> torch.Tensor:
@@ -158,9 +167,9 @@ def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
     futures = pool.submit(requests(4, "c", sampling=endless))
     time.sleep(0.3)
     pool.pause()
-    tokens = [stats["generated_tokens"] for stats in pool.stats()]
+    tokens = [part["generated_tokens"] for part in pool.statistics().values()]
     time.sleep(0.3)
-    assert [stats["generated_tokens"] for stats in pool.stats()] == tokens
+    assert [part["generated_tokens"] for part in pool.statistics().values()] == tokens
     assert not any(future.done() for future in futures)
     pool.abort()
     answers = [future.result(timeout=60) for future in futures]
@@ -177,16 +186,62 @@ def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool
     answers = pool.generate(asked)
     assert Counter(answer.id for answer in answers) == Counter(request.id for request in asked)
     assert all(len(answer.token_ids) == 60 for answer in answers)
-    deadline = time.monotonic() + 120
-    while pool.health() != ["ready", "ready"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until_ready(pool)
     assert pool.restarts == before + 1 and pool._members[0].info.pid != first
     for request, answer in zip(requests(20, "f"), pool.generate(requests(20, "f")), strict=True):
         # the new process has the trainer's weights, not the folder's
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
         )
+
+
+def test_a_replica_killed_during_an_update_gets_its_weights_later(pool, model, monkeypatch) -> None:
+    send, victim, before = pool._send_weights, pool._members[1].info.pid, pool.restarts
+
+    def killing(targets):
+        if len(targets) == 2:
+            os.kill(victim, signal.SIGKILL)
+        return send(targets)
+
+    monkeypatch.setattr(pool, "_send_weights", killing)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    pool.update_weights(pool.version + 1)
+    until_ready(pool)
+    assert pool.restarts == before + 1
+    asked = requests(20, "update")
+    for request, answer in zip(asked, pool.generate(asked), strict=True):
+        assert answer.versions == [(pool.version, 12)]
+        torch.testing.assert_close(
+            torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
+        )
+
+
+def test_while_memory_is_lent_nothing_runs_and_nothing_starts(make_pool) -> None:
+    pool = make_pool(devices=(0,))
+    pool.release()
+    futures = pool.submit(requests(4, "lent"))
+    os.kill(pool._members[0].info.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while pool.health()[0] != "down":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1.5)
+    assert pool.health() == ["down", "ready"] and not any(future.done() for future in futures)
+    pool.resume(["weights"])
+    assert not any(future.done() for future in futures)  # there is no room for keys and values yet
+    pool.update_weights(1)
+    pool.resume()
+    assert [len(future.result(timeout=60).token_ids) for future in futures] == [12] * 4
+    until_ready(pool)
+    pool.pause()
+    pool.update_weights(2)
+    waiting = pool.submit(requests(2, "paused"))
+    time.sleep(0.5)
+    assert not any(future.done() for future in waiting)  # an update does not undo a pause
+    pool.unpause()
+    assert [future.result(timeout=60).versions for future in waiting] == [[(2, 12)]] * 2
 
 
 def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:

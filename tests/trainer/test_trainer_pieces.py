@@ -20,7 +20,7 @@ from hybridrl.config import (
     load_config,
 )
 from hybridrl.protocol import DataProto
-from hybridrl.trainer.ppo.advantage import SLOT, draw_by_reward
+from hybridrl.trainer.ppo.advantage import SLOT, compute_advantage, critic_metrics, draw_by_reward
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
 from hybridrl.trainer.ppo.collect import PromptPool
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
@@ -88,6 +88,7 @@ def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
         "filter_groups/discarded": 2.0,
         "filter_groups/carried_over": 0.0,
         "filter_groups/surplus": 1.0,
+        "filter_groups/generated_score/mean": pytest.approx(9 / 12),
         "filter_groups/discarded_score/mean": 0.5,
     }
     assert first.non_tensor_batch["row"].tolist() == list(range(6))
@@ -401,3 +402,31 @@ def test_a_run_goes_back_only_so_often() -> None:
 def test_by_default_nothing_rolls_back_or_stops() -> None:
     defaults = HealthConfig()
     assert {defaults[name].action for name in defaults.keys() if name != "max_rollbacks"} == {"warn"}
+
+
+def test_what_the_critic_is_worth_is_as_written_out() -> None:
+    """Against sums over the tokens one by one, with a hole in a row and noise outside the mask."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
+    rewards, values = torch.randn(2, 3, 4, generator=generator)
+    gamma, lam = 0.9, 0.7
+    tensors = {"token_level_rewards": rewards, "values": values, "response_mask": mask}
+    batch = DataProto.from_dict(tensors=tensors)
+    compute_advantage(batch, "gae", gamma, lam, AlgorithmConfig())
+    found = critic_metrics(batch, gamma)
+    to_go, gae, states = [], [], []
+    for row in range(3):
+        places = [place for place in range(4) if mask[row, place]]
+        for first in range(len(places)):
+            later = places[first:]
+            r, v = ([float(x[row, place]) for place in later] for x in (rewards, values))
+            deltas = [r[k] + gamma * (v[k + 1] if k + 1 < len(v) else 0.0) - v[k] for k in range(len(later))]
+            to_go.append(sum(gamma**k * r[k] for k in range(len(later))))
+            gae.append(sum((gamma * lam) ** k * deltas[k] for k in range(len(later))))
+            states.append(v[0])
+    errors = np.array(to_go) - np.array(states)
+    assert found == {
+        "critic/vf_explained_var_mc": pytest.approx(1 - np.var(errors) / np.var(to_go), abs=1e-5),
+        "critic/advantages/var": pytest.approx(np.var(gae, ddof=1), rel=1e-5),
+        "critic/advantages/var_constant_baseline": pytest.approx(np.var(to_go, ddof=1), rel=1e-5),
+    }

@@ -51,9 +51,9 @@ def base(micro_model: Path, sort_data: Path, letters_reward: Path) -> list[str]:
     ]
 
 
-def weights(folder: Path, role: str = "actor") -> dict[str, torch.Tensor]:
-    """The exported model of the newest checkpoint."""
-    step = (folder / "latest_checkpointed_iteration.txt").read_text()
+def weights(folder: Path, role: str = "actor", step: int | None = None) -> dict[str, torch.Tensor]:
+    """The exported model of that checkpoint, by default the newest."""
+    step = step or int((folder / "latest_checkpointed_iteration.txt").read_text())
     files = sorted((folder / f"global_step_{step}" / role / "hf_model").glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -174,6 +174,46 @@ def test_sparing_the_old_log_prob_pass_changes_nothing(base, tmp_path) -> None:
     first, second = weights(tmp_path / "auto"), weights(tmp_path / "always")
     differences = torch.cat([(first[name] - second[name]).abs().flatten() for name in first])
     assert differences.quantile(0.99) < 1e-6
+
+
+def test_the_critic_warms_up_while_the_actor_stands_still(base, micro_model, tmp_path) -> None:
+    """The first token earns, whatever it is; that nothing is left to earn behind it the critic can learn alone."""
+    manager = tmp_path / "pay.py"
+    manager.write_text(
+        "from hybridrl.reward import RewardManager\n\n\n"
+        "class Pay(RewardManager):\n"
+        "    def __call__(self, batch, return_dict=False):\n"
+        "        result = super().__call__(batch, return_dict=True)\n"
+        "        result['reward_tensor'] *= 0\n"
+        "        result['reward_tensor'][:, 0] = 1\n"
+        "        return result if return_dict else result['reward_tensor']\n"
+    )
+    warm_up = 6
+    with trained(
+        *base,
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=3e-3",
+        "critic.ppo_mini_batch_size=4",
+        "reward.reward_manager.source=importlib",
+        f"reward.reward_manager.module.path={manager}",
+        "reward.reward_manager.module.name=Pay",
+        f"trainer.critic_warmup={warm_up}",
+        f"trainer.total_training_steps={warm_up + 1}",
+        f"trainer.save_freq={warm_up}",
+        "trainer.max_actor_ckpt_to_keep=2",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ):
+        pass
+    records = pd.read_json(tmp_path / "run" / "metrics.jsonl", lines=True).set_index("step")
+    explained = records["critic/vf_explained_var_mc"]
+    assert explained[1] < 0.1 and explained[warm_up] > 0.5
+    assert records["critic/advantages/var"][warm_up] < records["critic/advantages/var_constant_baseline"][warm_up]
+    assert records["actor/grad_norm"][:warm_up].isna().all() and records["actor/grad_norm"][warm_up + 1] > 0
+    start = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32).state_dict()
+    stood = weights(tmp_path / "run", step=warm_up)
+    assert all(torch.equal(stood[name], start[name]) for name in stood)
+    moved = weights(tmp_path / "run")
+    assert any(not torch.equal(moved[name], start[name]) for name in moved)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])

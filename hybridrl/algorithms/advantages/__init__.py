@@ -23,6 +23,7 @@ from hybridrl.algorithms.advantages.reinforce import (
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
 )
+from hybridrl.algorithms.advantages.scan import rewards_to_go
 
 __all__ = [
     "compute_gae_advantage_return",
@@ -39,4 +40,5 @@ __all__ = [
     "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
+    "rewards_to_go",
 ]

@@ -347,6 +347,8 @@ class FSDPEngine(Engine):
             yield
         finally:
             self._offload()
+            if optimizer:  # activations and gradients: what generates is to have their memory
+                device.empty_cache()
 
     def _offload(self) -> None:
         self._move_parameters(torch.device("cpu"))

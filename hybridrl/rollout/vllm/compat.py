@@ -81,16 +81,17 @@ def can_detach_pending() -> bool:
     return hasattr(layerwise, "get_layerwise_info")
 
 
-def detach_pending(model: nn.Module) -> None:
-    """Give tensors that wait for the rest of their layer memory of their own."""
-    if not _has_layerwise_reload():
+def detach_pending(model: nn.Module, bucket: torch.Tensor | None) -> None:
+    """Give tensors of this bucket that wait for the rest of their layer memory of their own."""
+    if bucket is None or not _has_layerwise_reload():
         return
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+    place = bucket.untyped_storage().data_ptr()
     for layer in model.modules():
         for _, arguments in get_layerwise_info(layer).loaded_weights:
             for name, value in arguments.arguments.items():
-                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == place:
                     arguments.arguments[name] = value.clone()
 
 

@@ -14,6 +14,7 @@ from hybridrl.rollout.engine import (
     Completion,
     EngineRegistry,
     EngineSpec,
+    FinishReason,
     InferenceEngine,
     Request,
     RolloutError,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 EXTENSION = "hybridrl.rollout.vllm.worker.WeightReceiverExtension"
 #: vLLM's kernels on a CPU know these sizes of an attention head
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+#: vLLM's reasons to end; one that is not here is no end: the request goes on
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length"}
 
 
 @EngineRegistry.register("vllm")
@@ -67,6 +69,18 @@ class VLLMEngine(InferenceEngine):
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide the {heads} attention "
                 f"heads and {kv_heads} key-value heads of {model.path}; use one of "
                 f"{', '.join(map(str, fits))}"
+            )
+        if config.data_parallel_size > 1 and config.nnodes:
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.data_parallel_size={config.data_parallel_size} with "
+                f"nnodes={config.nnodes}: replicas on devices of their own hold one copy of the model each; set "
+                "data_parallel_size=1, which makes more replicas"
+            )
+        experts = config.tensor_model_parallel_size * config.data_parallel_size
+        if config.expert_parallel_size not in (1, experts):
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.expert_parallel_size={config.expert_parallel_size}: vLLM spreads experts "
+                f"over tensor_model_parallel_size x data_parallel_size = {experts} devices; set that, or 1"
             )
 
     async def start(self) -> None:
@@ -152,7 +166,7 @@ class VLLMEngine(InferenceEngine):
             id=request.id,
             token_ids=tokens,
             log_probs=_sampled_log_probs(answer.logprobs, len(tokens)),
-            finish_reason=_FINISH.get(answer.finish_reason or "abort", "stop"),  # type: ignore[arg-type]
+            finish_reason=_FINISH.get(answer.finish_reason or "abort", "abort"),
             cached_tokens=last.num_cached_tokens or 0,
         )
 
@@ -188,7 +202,8 @@ class VLLMEngine(InferenceEngine):
 
     async def end_update(self) -> None:
         await self._engine.collective_rpc("hybridrl_end_update")
-        await self._engine.reset_prefix_cache()
+        if not await self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache, which was made with the old weights")
 
     async def release(self, tags: Sequence[str]) -> None:
         if self._sleeps():  # vLLM sleeps as a whole

@@ -41,7 +41,7 @@ class WeightReceiverExtension:
         with torch.device(self.device), torch.no_grad():
             model.load_weights(self._hybridrl_receiver.tensors(bucket))
             if not self._hybridrl_receiver.copies:
-                compat.detach_pending(model)
+                compat.detach_pending(model, self._hybridrl_receiver.last)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return len(bucket.entries)

@@ -10,8 +10,11 @@ from hybridrl.algorithms import (
     check_adv_inputs,
     compute_pf_ppo_reweight_data,
     estimate_advantages,
+    explained_variance,
     get_adv_estimator_fn,
+    masked_var,
     penalise_rewards,
+    rewards_to_go,
 )
 from hybridrl.algorithms.settings import ConfigView
 from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
@@ -84,6 +87,30 @@ def compute_advantage(
     advantages, returns = estimate_advantages(adv_estimator, tensors, data.non_tensor_batch, settings)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
+
+
+def critic_metrics(batch: DataProto, gamma: float) -> dict[str, float]:
+    """What the critic is worth, against rewards alone. Over response tokens, with G_t = r_t + gamma G_{t+1}:
+
+        critic/vf_explained_var_mc                 1 - Var(G - V) / Var(G)
+        critic/advantages/var                      Var(returns - V): the advantages of GAE before they are whitened
+        critic/advantages/var_constant_baseline    Var(G): the advantages that a constant baseline would give
+
+    `critic/vf_explained_var` is against the lambda-returns, which hold the critic's own values. A critic that earns its
+    cost has the second below the third. Of a trajectory in several rows G is that of each row.
+
+    Args:
+        batch: after `gae`: `token_level_rewards, values, returns, response_mask` [B, T].
+        gamma: `algorithm.gamma`.
+    """
+    fields = batch.batch
+    values, mask = fields["values"], fields["response_mask"]
+    rewards = rewards_to_go(fields["token_level_rewards"], mask, gamma)
+    return {
+        "critic/vf_explained_var_mc": explained_variance(values, rewards, mask),
+        "critic/advantages/var": masked_var(fields["returns"] - values, mask).item(),
+        "critic/advantages/var_constant_baseline": masked_var(rewards, mask).item(),
+    }
 
 
 def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataProto:

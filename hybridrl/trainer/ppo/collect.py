@@ -59,7 +59,8 @@ class PromptPool:
         Returns:
             The batch, and where anything was filtered or kept back `filter_groups/*`: how many prompts were generated,
             discarded, carried over from the step before and left for the next; generation batches; the mean score of
-            the discarded.
+            all that was generated (that of the batch hardly moves where only mixed groups are kept) and of the
+            discarded.
 
         Raises:
             UserError: `max_num_gen_batches` did not fill the batch, or nothing of a pass over the data could be used.
@@ -67,15 +68,17 @@ class PromptPool:
         parts = [] if self.surplus is None else [self.surplus]
         carried = have = sum(map(len, parts)) // self.samples
         batches = generated = unused = 0
+        scores: list[torch.Tensor] = []
         dropped: list[torch.Tensor] = []
         while have < self.prompts:
             self._check_limits(batches, have, unused)
             made = answered()
             batches, prompts = batches + 1, len(made) // self.samples
             generated += prompts
+            scores.append(made.batch["token_level_scores"].sum(dim=-1))
             kept = self._differing(made) if self.settings.enable else torch.ones(len(made), dtype=torch.bool)
             if not bool(kept.all()):
-                dropped.append(made.batch["token_level_scores"][~kept].sum(dim=-1))
+                dropped.append(scores[-1][~kept])
                 made = made.select_idxs(kept.nonzero().squeeze(-1))
             found = len(made) // self.samples
             unused = 0 if found else unused + prompts
@@ -89,16 +92,18 @@ class PromptPool:
         batch.non_tensor_batch["row"] = np.arange(len(batch)).astype(object)
         if not self.settings.enable and not carried and self.surplus is None:
             return batch, {}
-        scores = torch.cat(dropped) if dropped else torch.zeros(0)
+        discarded = torch.cat(dropped) if dropped else torch.zeros(0)
         metrics = {
             "filter_groups/generation_batches": float(batches),
             "filter_groups/generated": float(generated),
-            "filter_groups/discarded": float(len(scores) // self.samples),
+            "filter_groups/discarded": float(len(discarded) // self.samples),
             "filter_groups/carried_over": float(carried),
             "filter_groups/surplus": float(have - self.prompts),
         }
-        if len(scores):
-            metrics["filter_groups/discarded_score/mean"] = float(scores.mean())
+        if scores:
+            metrics["filter_groups/generated_score/mean"] = float(torch.cat(scores).mean())
+        if len(discarded):
+            metrics["filter_groups/discarded_score/mean"] = float(discarded.mean())
         return batch, metrics
 
     def _check_limits(self, batches: int, have: int, unused: int) -> None:

@@ -3,8 +3,6 @@
 import sys
 from typing import TYPE_CHECKING
 
-from hybridrl.utils import device
-
 if TYPE_CHECKING:
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
@@ -51,7 +49,8 @@ class MemoryReport:
 
     def tell(self) -> None:
         """Print what was noted."""
-        where = "device" if device.is_gpu() else "this machine's"
+        pool = self._trainer.actor_rollout.resource_pool
+        where = "device" if getattr(pool, "use_gpu", False) else "this machine's"
         points = ", ".join(f"{what} {used:.1f}" for what, used in self._points)
         print(f"{where} memory in use, GiB of {self._total:.1f}: {points}")
 

@@ -17,7 +17,8 @@ from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.roles import Role, needs_critic
 from hybridrl.trainer.ppo.settings import check_algorithm
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.workers.rollout import resolve_rollout
+from hybridrl.trainer.start import USES_GPU
+from hybridrl.workers.rollout import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
 
 
 def prepare(
@@ -31,10 +32,7 @@ def prepare(
         UserError: a setting, file or function of the user's cannot work; nothing was loaded yet.
     """
     model = config.actor_rollout_ref.model
-    rollout = config.actor_rollout_ref.rollout
-    engine_name = resolve_rollout(config.actor_rollout_ref)
-    if engine_name != rollout.name:
-        print(f"actor_rollout_ref.rollout.name={rollout.name}: generating with {engine_name}")
+    _check_rollout(config)
     check_loggers(config.trainer.logger)
     import_external_lib(model.external_lib)  # estimators run here; losses and model classes in the workers
     check_algorithm(config)
@@ -51,6 +49,16 @@ def prepare(
     except BaseException:
         reward.close()
         raise
+
+
+def _check_rollout(config: PPOTrainerConfig) -> None:
+    """Refuse an engine, or a layout of its replicas, that cannot work."""
+    policy, placement = config.actor_rollout_ref, config.placement
+    if resolve_rollout(policy, USES_GPU[config.trainer.device]) == IN_PLACE:
+        return
+    rollout = policy.rollout
+    shared = placement.pools[placement.roles["actor_rollout_ref"]]
+    check_layout(devices_per_replica(policy), [rollout.n_gpus_per_node] * rollout.nnodes or list(shared))
 
 
 def _with_data(

@@ -26,7 +26,14 @@ from hybridrl.observe.metrics import (
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
-from hybridrl.trainer.ppo.advantage import SLOT, apply_kl_penalty, compute_advantage, draw_by_reward, needs
+from hybridrl.trainer.ppo.advantage import (
+    SLOT,
+    apply_kl_penalty,
+    compute_advantage,
+    critic_metrics,
+    draw_by_reward,
+    needs,
+)
 from hybridrl.trainer.ppo.batching import (
     balanced_order,
     epochs_of_mini_batches,
@@ -345,7 +352,10 @@ class RayPPOTrainer:
             if algorithm.use_kl_in_reward:
                 batch, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
                 self.run.metrics |= metrics
-            return compute_advantage(batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, algorithm)
+            batch = compute_advantage(batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, algorithm)
+            if algorithm.adv_estimator == "gae":
+                self.run.metrics |= critic_metrics(batch, algorithm.gamma)
+            return batch
 
     def update(self, batch: DataProto) -> None:
         """Every epoch of mini-batches of the critic, then, once it is warmed up, of the actor."""
