@@ -30,10 +30,13 @@ class Mine(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start(self):
+        import helper
+
         self.child = subprocess.Popen(["sleep", "1000"])
         value = torch.ones(1)
         dist.all_reduce(value)
-        return os.getpid(), self.child.pid, int(value), os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"]
+        place = os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"]
+        return os.getpid(), self.child.pid, int(value), *place, helper.NAME
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def node(self):
@@ -80,15 +83,23 @@ if __name__ == "__main__":
 def user_folder(tmp_path: Path) -> Path:
     (tmp_path / "user_module.py").write_text(USER_MODULE)
     (tmp_path / "driver.py").write_text(DRIVER)
+    for name in ("first", "second"):  # two modules of one name: an installed package and its checkout, for instance
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "helper.py").write_text(f"NAME = {name!r}")
     return tmp_path
 
 
-def run_driver(folder: Path, mode: str) -> subprocess.Popen[str]:
+def environment_of(folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    paths = [str(folder / "first"), str(folder / "second"), environment["PYTHONPATH"]]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_driver(folder: Path, mode: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "driver", mode],
         cwd=folder,
-        env=environment,
+        env=environment_of(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -112,7 +123,8 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
 def test_failed_run_ends_by_itself_with_the_reason_and_without_orphans(user_folder: Path) -> None:
     driver = run_driver(user_folder, "fail")
     answers = first_json(driver)
-    assert [answer[2:] for answer in answers] == [[4, "4", str(rank)] for rank in range(4)]
+    # the driver's import path reaches the workers in its order: the first `helper` counts
+    assert [answer[2:] for answer in answers] == [[4, "4", str(rank), "first"] for rank in range(4)]
     processes = [psutil.Process(pid) for answer in answers for pid in answer[:2]]
     _, errors = driver.communicate(timeout=120)
     assert driver.returncode == 1
@@ -178,14 +190,21 @@ if __name__ == "__main__":
 
 def test_running_cluster_of_two_nodes_is_joined(user_folder: Path) -> None:
     (user_folder / "driver.py").write_text(CLUSTER)
-    done = subprocess.run([sys.executable, "driver.py"], cwd=user_folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "driver.py"],
+        cwd=user_folder,
+        env=environment_of(user_folder),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     given_cpus, one_node, too_many = seen["refusals"]
     assert "ray_kwargs.ray_init.num_cpus=8 cannot be set" in given_cpus and "unset the address" in given_cpus
     assert "asks for 3 slots of 1 CPU" in one_node and "not on one node" in one_node
     assert "pool 'one' asks for 2 + 2 slots" in too_many and "at most 4 slots" in too_many
-    assert [answer[2:] for answer in seen["started"]] == [[4, "2", "0"], [4, "2", "1"]] * 2
+    assert [answer[2:5] for answer in seen["started"]] == [[4, "2", "0"], [4, "2", "1"]] * 2
     first, second = seen["nodes"][:2], seen["nodes"][2:]
     assert len(set(first)) == 1 == len(set(second)) and first != second
     assert seen["counts"] == [[1] * 4, [2] * 4], "detached workers outlive the driver that started them"
