@@ -224,13 +224,13 @@ def command(words: Sequence[str], log: Path) -> None:
         raise SystemExit(f"{tail}\n\n{words[0]} failed with status {done.returncode}; all of its output is in {log}")
 
 
-def write_sections(docs: Path, sections: dict[str, str]) -> None:
-    """New text between `<!-- NAME -->` and `<!-- end of NAME -->` of the page in `docs`, at first a copy of ours."""
-    page = docs / PAGE
-    text = (page if page.exists() else REPOSITORY / "docs" / PAGE).read_text()
+def write_sections(docs: Path, sections: dict[str, str], page: str = PAGE) -> None:
+    """New text between `<!-- NAME -->` and `<!-- end of NAME -->` of a page in `docs`, at first a copy of ours."""
+    file = docs / page
+    text = (file if file.exists() else REPOSITORY / "docs" / page).read_text()
     for name, body in sections.items():
         before, rest = text.split(f"<!-- {name} -->")
         after = rest.split(f"<!-- end of {name} -->")[1]
         text = f"{before}<!-- {name} -->\n{body}\n<!-- end of {name} -->{after}"
     docs.mkdir(parents=True, exist_ok=True)
-    page.write_text(text)
+    file.write_text(text)
