@@ -17,7 +17,7 @@ from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
 from hybridrl.trainer.start import USES_GPU, workers_starting
 from hybridrl.workers.generation import ROLE, Rollout, end_tokens, start_processes
-from hybridrl.workers.rollout import resolve_rollout
+from hybridrl.workers.rollout import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
 
 _OVERLAP = 2  # parts under way with an engine: the end of one, where few long responses are left, leaves room
 _WEIGHTS = (".safetensors", ".bin", ".json")
@@ -45,9 +45,11 @@ def _through_endpoint(config: GenerationConfig) -> None:
 
 
 def _in_cluster(config: GenerationConfig) -> None:
-    engine = resolve_rollout(config.actor_rollout_ref)
     placement, device = config.placement, config.trainer.device
     pool = placement.roles[ROLE]
+    engine = resolve_rollout(config.actor_rollout_ref, USES_GPU[device])
+    if engine != IN_PLACE:
+        check_layout(devices_per_replica(config.actor_rollout_ref), placement.pools[pool])
     manager = ResourcePoolManager({pool: list(placement.pools[pool])}, mapping={ROLE: pool}, use_gpu=USES_GPU[device])
 
     logs = parts_folder(config.data.output_path) / "logs"
