@@ -120,6 +120,7 @@ quietly warm_start.log "$python" -m hybridrl.trainer.main_sft \
     optim.lr=3e-3 \
     optim.lr_warmup_steps=20 \
     checkpoint.save_contents=[hf_model] \
+    trainer.resume_mode=disable \
     trainer.project_name=quickstart \
     trainer.experiment_name=warm_start \
     trainer.default_local_dir="'$out/warm_start'" \
