@@ -141,7 +141,10 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """beta <- beta max(1 + clip(kl / target - 1, -0.2, 0.2) n / horizon, 0.1) (Ziegler et al. 2019, arXiv 1909.08593).
+
+    The paper's factor has no bound; from n = 5 horizon it would turn beta, and so the penalty, to 0 or below.
+    """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if not target_kl > 0 or not horizon > 0:
@@ -159,7 +162,7 @@ class AdaptiveKLController:
         if kl != kl or kl in (float("inf"), float("-inf")):
             raise AlgorithmError(f"the measured KL is {kl}; the log-probabilities of this batch are broken.")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        self.value *= max(1.0 + error * n_steps / self.horizon, 0.1)
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}

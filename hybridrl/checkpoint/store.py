@@ -43,6 +43,9 @@ class RunStore:
         world: number of ranks, nodes and such, recorded in each checkpoint.
         config_digest: hash of the resolved configuration, recorded in each checkpoint.
         notice: called with each message for the user; by default it is printed to stderr.
+
+    Attributes:
+        spared: a checkpoint that is kept beside the newest `keep`, or None.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class RunStore:
         self.world: dict[str, Any] = json.loads(json.dumps(dict(world or {})))
         self.config_digest = config_digest
         self._notice = notice
+        self.spared: Path | None = None
         self._in_use: Path | None = None
         self._hashes: dict[str, str] | None = None
 
@@ -228,7 +232,7 @@ class RunStore:
             return
         for step in self._ranked()[self.keep :]:
             folder = self.folder(step)
-            if folder not in (written, self._in_use):
+            if folder not in (written, self._in_use, self.spared):
                 doomed = folder.with_name(folder.name + ".del")
                 folder.rename(doomed)
                 sync_folder(self.root)

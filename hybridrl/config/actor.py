@@ -49,7 +49,7 @@ class ActorConfig(ConfigNode):
     shuffle: bool = key(False, "shuffle the batch before it is cut into mini-batches")
     data_loader_seed: int = key(42, "seed of that shuffle", ge=0)
     clip_ratio: float = key(0.2, "clip range of the probability ratio, both sides", ge=0)
-    clip_ratio_low: float = key(0.2, "clip range below 1", follows="${.clip_ratio}", ge=0, le=1)
+    clip_ratio_low: float = key(0.2, "clip range below 1", follows="${.clip_ratio}", ge=0)
     clip_ratio_high: float = key(0.2, "clip range above 1", follows="${.clip_ratio}", ge=0)
     clip_ratio_c: float = key(3.0, "bound of the dual clip for negative advantages", gt=1)
     tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive", gt=0)

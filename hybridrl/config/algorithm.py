@@ -42,7 +42,9 @@ class FilterGroupsConfig(ConfigNode):
 
     enable: bool = key(False, "drop prompts whose samples all score the same, and generate until the batch is full")
     metric: str | None = key(
-        None, "score, seq_reward (both the summed score), or what the reward function returns beside it; null: score"
+        None,
+        "score, seq_reward (both the summed score, with the overlong penalty), or what the reward function returns "
+        "beside it; null: score",
     )
     max_num_gen_batches: int = key(
         0, "stop the run when a step needs more generation batches; 0: when a pass over the data did not fill it", ge=0

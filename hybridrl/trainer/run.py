@@ -217,6 +217,16 @@ class TrainingRun:
         print(f"resumed from {folder} (step {self.step} of {self.total_steps})")
         return True
 
+    def go_back(self, folder: Path, load: Callable[[Path, dict[str, Any]], None]) -> None:
+        """`load(folder, state)` of an earlier checkpoint, which is verified first; steps and metrics go on.
+
+        Raises:
+            CheckpointError: it is not whole.
+        """
+        found = self.store.find("resume_path", folder)
+        assert found is not None
+        load(found, load_json(found / STATE_FILE)["state"])
+
     def save_if_due(self, write: Callable[[Path], dict[str, Any]]) -> None:
         """Save if `trainer.save_freq` or a wish to stop asks for it; `write(folder)` returns the controller's state."""
         if self.due(self.trainer.save_freq) or self.stop_requested:

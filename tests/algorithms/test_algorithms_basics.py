@@ -308,6 +308,10 @@ def test_kl_controllers() -> None:
     assert controller.value == pytest.approx(0.1 * 1.01 * 1.02)
     controller.update(0.0, 10)
     assert controller.value == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+    for samples, factor in ((440, 0.12), (500, 0.1), (65536, 0.1)):  # 1 - 0.2 n / 100, and never 0 or below
+        bounded = algorithms.get_kl_controller(settings_)
+        bounded.update(0.0, samples)
+        assert bounded.value == pytest.approx(0.1 * factor)
     other = algorithms.get_kl_controller(settings_)
     other.load_state_dict(controller.state_dict())
     assert other.value == controller.value

@@ -75,6 +75,17 @@ def test_keeps_the_newest_n(tmp_path: Path) -> None:
     assert store.steps() == [3, 4]
 
 
+def test_a_spared_one_is_kept_beside_the_newest_n(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, keep=1)
+    for step in (1, 2, 3, 4, 5):
+        store.spared = store.folder(2 if step < 5 else 4)
+        save(store, step)
+    assert store.steps() == [4, 5]
+    store.spared = None
+    save(store, 6)
+    assert store.steps() == [6]
+
+
 def test_the_one_resumed_from_outlives_the_first_save(tmp_path: Path) -> None:
     save(RunStore(tmp_path), 1)
     save(RunStore(tmp_path), 2)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridrl.algorithms.rollout_correction.presets import PRESETS
 from hybridrl.config import ConfigError, load_config, validate
 from hybridrl.config.checks import check_gpus, visible_gpus
 from hybridrl.config.trainer import RunConfig
@@ -24,6 +25,9 @@ def here(tmp_path, monkeypatch) -> Path:
 
 PPO = [f"{POLICY}.model.path=model", "data.train_files=train.parquet", "data.val_files=[val.parquet]"]
 GRPO = [*PPO, "algorithm.adv_estimator=grpo", f"{POLICY}.rollout.n=8"]
+GDPO = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[accuracy,format]"]
+ADAPTIVE = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
+CORRECTION = "algorithm.rollout_correction"
 SFT = ["model.path=./model", "data.train_files=[train.parquet]"]
 
 
@@ -48,6 +52,10 @@ def faults_of(words: list[str], root: str = "ppo_trainer") -> list[str]:
         [*GRPO, f"{POLICY}.actor.checkpoint.save_contents=[hf_model]", "trainer.resume_mode=disable"],
         [*GRPO, "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"],
         [*GRPO, "algorithm.adv_estimator=mine", f"{POLICY}.model.external_lib=json"],
+        [*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=1639"],  # 1024 prompts x 8 samples < 5 x 1639
+        [*GRPO, *GDPO, "algorithm.gdpo_reward_weights=[1,2]", f"{POLICY}.actor.use_kl_loss=true"],
+        [*GRPO, f"{POLICY}.actor.policy_loss.loss_mode=cispo", f"{POLICY}.actor.clip_ratio_low=5"],
+        *([*GRPO, *(f"{CORRECTION}.{key}={value}" for key, value in preset.items())] for preset in PRESETS.values()),
     ],
 )
 def test_what_works_passes(here, words):
@@ -106,6 +114,31 @@ def test_sft_that_works_passes(here):
         (["trainer.critic_warmup=3"], "trainer.critic_warmup=3", "without a critic"),
         ([f"{POLICY}.actor.loss_scale_factor=100"], "loss_scale_factor", "seq-mean-token-sum-norm"),
         ([f"{POLICY}.actor.policy_loss.loss_mode=dro"], "loss_mode=dro", "dro_beta"),
+        (["algorithm.filter_groups.metric=seq_final_reward"], "metric=seq_final_reward", "use score"),
+        ([*ADAPTIVE, "algorithm.kl_ctrl.horizon=1638"], "kl_ctrl.horizon=1638", "8192 samples"),
+        ([*GDPO, "algorithm.gdpo_reward_weights=[1]"], "gdpo_reward_weights=[1.0]", "one weight for each key"),
+        ([*GDPO, "algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward=True", "actor.use_kl_loss=True"),
+        ([*GDPO, "algorithm.normalize_rewards=batch"], "algorithm.normalize_rewards=batch", "set it to none"),
+        ([*GDPO, "algorithm.clip_rewards=5"], "algorithm.clip_rewards=5", "set it to null"),
+        (
+            [
+                *GDPO,
+                "reward.reward_manager.name=dapo",
+                "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 64}",
+            ],
+            "overlong_buffer_cfg",
+            "adv_estimator=gdpo",
+        ),
+        (["algorithm.gdpo_reward_keys=[a]"], "gdpo_reward_keys", "it is grpo"),
+        # rollout correction
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            f"{CORRECTION}.rollout_is=token",
+            "loss_type=reinforce",
+        ),
+        ([f"{CORRECTION}.loss_type=reinforce"], f"{CORRECTION}.loss_type=reinforce", "bypass_mode=True"),
+        ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "rollout_is_batch_normalize=True", "without rollout_is"),
+        ([f"{CORRECTION}.rollout_rs_threshold=0.01"], "rollout_rs_threshold=0.01", "without rollout_rs"),
         # batches
         (["data.train_batch_size=100"], "ppo_mini_batch_size=256", "data.train_batch_size=100"),
         (["data.train_batch_size=1000"], "data.train_batch_size=1000", "nearest divisors: 250, 500"),

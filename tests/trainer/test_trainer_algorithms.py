@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import AlgorithmError
 from hybridrl.config import load_config, validate
+from hybridrl.trainer.ppo.health import HealthError
 from hybridrl.trainer.ppo.prepare import prepare
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -161,22 +162,56 @@ def parts(folder: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_a_rollback_goes_on_from_the_last_good_checkpoint(base, tmp_path, capsys) -> None:
-    """Entropy is always below 100, so the third step in a row goes back, with step 2 as the last one saved."""
-    health = [f"trainer.health.entropy_collapse.{word}" for word in ("threshold=100", "patience=3", "action=rollback")]
-    with trained(tmp_path, *base, *health, "trainer.total_training_steps=4", "trainer.n_gpus_per_node=2"):
-        pass
-    assert f"going on with the models of {tmp_path / 'global_step_2'}" in capsys.readouterr().err
-    first, second, third, fourth = (parts(tmp_path, step) for step in (1, 2, 3, 4))
-    assert len(second["model"]) > 10 and len(second["optimizer"]) > 20
-    for part, tensors in second.items():
-        assert all(torch.equal(third[part][name], tensor) for name, tensor in tensors.items()), part
-        for other in (first, fourth):  # every step moves the weights, and so does the one after going back
-            assert any(not torch.equal(other[part][name], tensor) for name, tensor in tensors.items()), part
-    found = records(tmp_path)
-    assert [record["step"] for record in found] == [1, 2, 3, 4]
-    assert [record["health/rollbacks"] for record in found] == [0, 0, 0, 1]
+    """Prompts of index 12 and more all score the same, so steps 3 to 5 are bad; step 2 is the last that found the
+    checkpoint before it, that of step 1, good."""
+    uniform = tmp_path / "uniform.py"
+    uniform.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return len(solution_str) + 0.01 * sum(map(ord, solution_str)) if extra_info['index'] < 12 else 3.0\n"
+    )
+    run = tmp_path / "run"
+    overrides = [
+        *(word for word in base if not word.startswith("reward.")),
+        f"reward.custom_reward_function.path={uniform}",
+        *(f"trainer.health.uniform_groups.{word}" for word in ("threshold=0.9", "patience=2", "action=rollback")),
+        "trainer.max_actor_ckpt_to_keep=2",
+        "data.shuffle=False",
+        "data.gen_batch_size=10",
+        "algorithm.normalize_rewards=running",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
+        "trainer.total_training_steps=5",
+    ]
+    with trained(run, *overrides, "trainer.n_gpus_per_node=2") as trainer:
+        assert trainer.reward_transform.count == 2 * 18  # of steps 1 and 5
+        assert trainer.run.store.steps() == [1, 4, 5]  # the good one is kept beside the newest two
+    said = capsys.readouterr().err
+    assert f"step 4: going on with the models of {run / 'global_step_1'} " in said
+    first, fourth, fifth = (parts(run, step) for step in (1, 4, 5))
+    assert len(first["model"]) > 10 and len(first["optimizer"]) > 20
+    for part, tensors in first.items():
+        assert all(torch.equal(fourth[part][name], tensor) for name, tensor in tensors.items()), part
+        assert any(not torch.equal(fifth[part][name], tensor) for name, tensor in tensors.items()), part
+    found = records(run)
+    assert [record["health/groups_uniform"] for record in found] == [0, 0, 1, 1, 1]
+    assert [record["health/rollbacks"] for record in found] == [0, 0, 0, 0, 1]
+    coefficients = [record["actor/reward_kl_penalty_coeff"] for record in found]
+    assert len(set(coefficients[:4])) == 4 and coefficients[4] == coefficients[1]  # as left by step 1
+    surplus = [record["filter_groups/surplus"] for record in found]
+    carried = [record["filter_groups/carried_over"] for record in found]
+    assert (carried[1:4], carried[4]) == (surplus[:3], 0) and surplus[3] > 0
+    assert f"{surplus[3]:.0f} prompts that were answered beforehand are dropped" in said
     losses = [record["actor/pg_loss"] for record in found]
-    assert len(set(losses)) == 4  # and the prompts go on: no batch is trained on again
+    assert len(set(losses)) == 5  # and the prompts go on: no batch is trained on again
+
+    words = [*overrides, "trainer.resume_mode=disable", f"trainer.default_local_dir={run}", "trainer.logger=[]"]
+    anew = prepare(load_config("ppo_trainer", words))  # in a folder with another run's checkpoints
+    with closing(anew.reward_fn):
+        anew.run.metrics = {"health/groups_uniform": 1.0}
+        anew.watch()
+        with pytest.raises(HealthError, match="no checkpoint of this run has a good step behind it"):
+            anew.watch()
 
 
 def test_remax_takes_what_a_greedy_generation_scores_as_baseline(base, micro_model, tmp_path) -> None:

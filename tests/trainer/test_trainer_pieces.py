@@ -241,6 +241,7 @@ def test_only_measured_by_default_and_replaced_in_bypass_mode() -> None:
         (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys"),
         (["algorithm.adv_estimator=gae", "critic.enable=False"], "critic"),
         (["algorithm.adv_estimator=nope"], "grpo"),
+        (["actor_rollout_ref.actor.clip_ratio_low=1.5"], "actor.clip_ratio_low is 1.5; policy loss vanilla"),
         (["algorithm.rollout_correction.rollout_rs=token_k9"], "rollout_rs"),
         (["algorithm.rollout_correction.rollout_rs=token_k2"], "rollout_rs_threshold"),
         (
@@ -392,11 +393,52 @@ def test_a_check_acts_after_its_patience(name, metric, threshold, bad, good, cap
     assert health.check({}) == []
 
 
-def test_a_run_goes_back_only_so_often() -> None:
+def test_a_run_goes_back_only_so_often(tmp_path) -> None:
     health = monitor("entropy_collapse", threshold=0.1, patience=1, action="rollback")
-    assert health.act(1, {"actor/entropy": 0.0}) is True
+    health.saved = tmp_path
+    assert health.act(1, {"actor/entropy": 0.2}) is False
+    assert health.act(2, {"actor/entropy": 0.0}) is True
     with pytest.raises(HealthError, match="max_rollbacks=1"):
-        health.act(2, {"actor/entropy": 0.0})
+        health.act(3, {"actor/entropy": 0.0})
+
+
+def test_a_checkpoint_is_good_once_a_later_step_is(tmp_path) -> None:
+    """Every step saves; entropy is measured before the update, so step 4 tells that what step 3 saved is bad."""
+    health = monitor("entropy_collapse", threshold=0.1, patience=3, action="rollback")
+    went_back = []
+    for step, entropy in enumerate([0.3, 0.2, 0.2, 0.0, 0.0, 0.0, 0.2], start=1):
+        went_back.append(health.act(step, {"actor/entropy": entropy}))
+        good = health.good
+        health.saved = tmp_path / f"global_step_{step}"
+        health.saved.mkdir()
+        if step in (4, 5):  # a resume amid the bad steps knows the good one still
+            state, folder = health.state_dict(), health.saved
+            health = monitor("entropy_collapse", threshold=0.1, patience=3, action="rollback")
+            health.load_state_dict(state, folder)
+        assert good == health.good
+        if step in (4, 5, 6):
+            assert good == tmp_path / "global_step_2"
+    assert went_back == [False] * 5 + [True, False]
+    assert health.good == tmp_path / "global_step_6"  # saved after going back
+
+
+def test_what_was_given_up_is_not_gone_back_to(tmp_path) -> None:
+    """Only step 1 saves before and step 4, a bad one, after: going back leaves step 4's models for good."""
+    health = monitor("entropy_collapse", threshold=0.1, patience=2, action="rollback")
+    health.saved = tmp_path / "global_step_1"
+    health.act(2, {"actor/entropy": 0.2})
+    health.act(3, {"actor/entropy": 0.0})
+    health.saved = tmp_path / "global_step_3"
+    assert health.act(4, {"actor/entropy": 0.0}) is True
+    health.act(5, {"actor/entropy": 0.2})
+    assert health.good == tmp_path / "global_step_1"
+
+
+def test_without_a_good_checkpoint_there_is_no_going_back(tmp_path) -> None:
+    health = monitor("entropy_collapse", threshold=0.1, patience=1, action="rollback")
+    health.saved = tmp_path
+    with pytest.raises(HealthError, match=r"no checkpoint of this run.*save_freq"):
+        health.act(1, {"actor/entropy": 0.0})
 
 
 def test_by_default_nothing_rolls_back_or_stops() -> None:

@@ -145,6 +145,12 @@ class PromptPool:
                 f"algorithm.filter_groups.metric={name}: not a number for every sample ({error})"
             ) from error
 
+    def drop(self) -> int:
+        """Forget the surplus; how many prompts it held."""
+        prompts = 0 if self.surplus is None else len(self.surplus) // self.samples
+        self.surplus = None
+        return prompts
+
     # ------------------------------------------------------------------ checkpoint
 
     def save(self, folder: Path) -> None:

@@ -15,6 +15,7 @@ A check that has no value in a step (no critic, one sample a prompt) is left as 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridrl.algorithms import group_health, length_reward_correlation
@@ -90,9 +91,14 @@ class Finding:
 
 
 class HealthMonitor:
-    """Measures a step's batch, and counts for how many steps each check has failed.
+    """Measures a step's batch, counts for how many steps each check has failed, and knows where to go back to.
 
-    Its state belongs in the checkpoint, so that a resumed run does what the whole one would have done.
+    A step is measured before its update, so a checkpoint is good once a later step passed every check that may send the
+    run back. Its state belongs in the checkpoint, so that a resumed run does what the whole one would have done.
+
+    Attributes:
+        saved: the newest checkpoint that the models in use come from; set it with each save.
+        good: the newest of those that a later step found good; None where there is none, or nothing may go back.
     """
 
     def __init__(self, settings: HealthConfig) -> None:
@@ -100,6 +106,8 @@ class HealthMonitor:
         self.streaks = dict.fromkeys(CHECKS, 0)
         self.rollbacks = 0
         self.usual_length: float | None = None
+        self.saved: Path | None = None
+        self.good: Path | None = None
 
     def measure(self, batch: DataProto) -> dict[str, float]:
         """`health/*` of a trained batch: uniform groups, what length earns, and how much longer than usual it is.
@@ -155,9 +163,17 @@ class HealthMonitor:
             if finding.action == "stop":
                 raise HealthError(f"stopped at step {step} by {finding.text}")
             print(f"step {step}: {finding.text}", file=sys.stderr, flush=True)
+        watched = [name for name in CHECKS if self.settings[name].action == "rollback"]
+        if watched and not any(self.streaks[name] for name in watched):
+            self.good = self.saved
         back = [finding for finding in findings if finding.action == "rollback"]
         if not back:
             return False
+        if self.good is None:
+            raise HealthError(
+                f"stopped at step {step}: {back[0].name} asks for going back, and no checkpoint of this run has a good "
+                f"step behind it; set trainer.save_freq lower. {back[0].text}"
+            )
         if self.rollbacks >= self.settings.max_rollbacks:
             raise HealthError(
                 f"stopped at step {step}: the run went back trainer.health.max_rollbacks={self.settings.max_rollbacks} "
@@ -165,12 +181,22 @@ class HealthMonitor:
             )
         self.rollbacks += 1
         self.streaks = dict.fromkeys(CHECKS, 0)
+        self.saved = self.good
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"streaks": dict(self.streaks), "rollbacks": self.rollbacks, "usual_length": self.usual_length}
+        return {
+            "streaks": dict(self.streaks),
+            "rollbacks": self.rollbacks,
+            "usual_length": self.usual_length,
+            "good": self.good and str(self.good.resolve()),
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
+        """Go on from a state; `folder` is the checkpoint that it and the models were read from."""
         self.streaks = {name: int(state["streaks"].get(name, 0)) for name in CHECKS}
         self.rollbacks = int(state["rollbacks"])
-        self.usual_length = state.get("usual_length")  # older checkpoints have none
+        self.usual_length = state.get("usual_length")  # older checkpoints have neither this nor `good`
+        good = state.get("good")
+        self.good = Path(good) if good and Path(good).is_dir() else None
+        self.saved = folder

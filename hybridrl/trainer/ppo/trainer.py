@@ -45,7 +45,7 @@ from hybridrl.trainer.ppo.batching import (
 )
 from hybridrl.trainer.ppo.collect import PromptPool, endless
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe, probe_rows
-from hybridrl.trainer.ppo.health import HealthError, HealthMonitor
+from hybridrl.trainer.ppo.health import HealthMonitor
 from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY, MemoryReport
 from hybridrl.trainer.ppo.rewards import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
@@ -425,22 +425,25 @@ class RayPPOTrainer:
         """Look at the health of the run after a step, before its state is saved as a good one (`trainer.health`)."""
         if not self.health.act(self.run.step, self.run.metrics):
             return
-        folder = self.run.store.find()
-        if folder is None:
-            raise HealthError(
-                f"step {self.run.step}: trainer.health asks for going back to the last checkpoint, and there is none "
-                "yet; set trainer.save_freq lower"
-            )
-        print(f"step {self.run.step}: going on with the models of {folder} and the next prompts", file=sys.stderr)
-        self.load_models(folder)
+        assert self.health.good is not None
+        dropped = self.pool.drop()
+        print(
+            f"step {self.run.step}: going on with the models of {self.health.good} and the next prompts; {dropped} "
+            "prompts that were answered beforehand are dropped",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.run.go_back(self.health.good, self.load_models)
         self.reshard()
 
-    def load_models(self, folder: Path) -> None:
-        """Weights, optimizers and schedules of a checkpoint."""
+    def load_models(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Weights, optimizers and schedules of a checkpoint, and what the rewards were changed by."""
         actor = self.config.actor_rollout_ref.actor.checkpoint
         self.actor_rollout.load_checkpoint(str(folder / "actor"), actor.load_contents)
         if self.critic is not None:
             self.critic.load_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.load_contents)
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.reward_transform.load_state_dict(state["reward_transform"])
 
     def validate_if_due(self) -> None:
         """Greedy (or sampled, by `rollout.val_kwargs`) answers to the validation prompts, scored."""
@@ -455,11 +458,9 @@ class RayPPOTrainer:
         """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says; whether there was one."""
 
         def load(folder: Path, state: dict[str, Any]) -> None:
-            self.load_models(folder)
-            self.health.load_state_dict(state["health"])
+            self.load_models(folder, state)
+            self.health.load_state_dict(state["health"], folder)
             self.train_loader.load_state_dict(state["train_loader"])
-            self.kl_ctrl.load_state_dict(state["kl_ctrl"])
-            self.reward_transform.load_state_dict(state["reward_transform"])
             self._reward_columns = state["reward_columns"]
             self.pool.load(folder)
 
@@ -474,6 +475,7 @@ class RayPPOTrainer:
             if self.critic is not None:
                 self.critic.save_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.save_contents)
             self.pool.save(folder)
+            self.health.saved = self.run.store.folder(self.run.step)
             return {
                 "train_loader": self.train_loader.state_dict(),
                 "kl_ctrl": self.kl_ctrl.state_dict(),
@@ -482,4 +484,5 @@ class RayPPOTrainer:
                 "health": self.health.state_dict(),
             }
 
+        self.run.store.spared = self.health.good
         self.run.save_if_due(write)
