@@ -30,6 +30,7 @@ from hybridrl.algorithms import AdvantageEstimator, estimate_advantages, token_s
 
 LIMITS = {"grpo": 5.0, "grpo_vectorized": 5.0, "rloo": 5.0, "rloo_vectorized": 5.0, "gae": 20.0}
 GROWTH_LIMIT = 1.3  # exponent of time in rows between an eighth of the rows and all; 1 is linear, caches add a little
+SOFTMAX_SIZES = ((4096, 128), (512, 32_000), (128, 152_000))  # tokens, vocabulary
 CONFIG = SimpleNamespace(gamma=1.0, lam=0.95, norm_adv_by_std_in_grpo=True, gdpo_reward_keys=["a", "b"])
 Batch = tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]
 
@@ -85,7 +86,7 @@ def estimators(rows: int, width: int, rounds: int, names: list[str]) -> dict[str
 def softmax(rounds: int) -> list[dict[str, float]]:
     """Forward and backward of the token statistics, milliseconds, for a tiny and a large vocabulary."""
     table = []
-    for tokens, vocabulary in ((4096, 128), (512, 32_000), (128, 152_000)):
+    for tokens, vocabulary in SOFTMAX_SIZES:
         logits = torch.randn(tokens, vocabulary, requires_grad=True)
         labels = torch.randint(vocabulary, (tokens,))
 

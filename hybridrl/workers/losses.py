@@ -107,7 +107,8 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             rollout_is_weights=tensors.get("rollout_is_weights", None),
             **more,
         )
-        metrics |= policy_metrics
+        # Of a policy loss all are token means, but for what its name says is a maximum.
+        metrics |= {k: Metric(v, kind="max") if k.endswith("_max") else v for k, v in policy_metrics.items()}
         metrics["actor/pg_loss"] = Metric(loss.detach(), kind="sum")
         if "entropy" in outputs:
             entropy = outputs["entropy"]

@@ -278,10 +278,14 @@ def test_bypass_with_ppo_clip_is_the_clipped_loss_against_the_sampler_without_re
 def test_bypass_with_reinforce_weights_the_policy_gradient(batch: dict, normalise: bool) -> None:
     correction = rollout_correction_preset("bypass_pg_is", rollout_is="token", rollout_is_threshold=1.2,
                                            rollout_is_batch_normalize=normalise)  # fmt: skip
-    loss, gradient, _ = run_bypass(batch, correction)
+    loss, gradient, metrics = run_bypass(batch, correction)
     weights = [[min(math.exp(x), 1.2) for x in row] for row in ratios(batch)]
     flat = [w for row in weights for w in row]
     mean = np.mean(flat) if normalise else 1.0
+    found = {name: float(metrics[f"rollout_corr/rollout_is_{name}"]) for name in ("mean", "square_mean", "max")}
+    assert found["max"] == pytest.approx(max(flat) / mean)
+    effective = sum(flat) ** 2 / (len(flat) * sum(w * w for w in flat))
+    assert found["mean"] ** 2 / found["square_mean"] == pytest.approx(effective)
     wanted = on_mask(batch, [[w / mean for w in row] for row in weights]) * batch["adv"]
     # d(-w A log pi) with the weight's own dependence on pi stopped.
     torch.testing.assert_close(gradient, -wanted / len(flat))
@@ -311,10 +315,24 @@ def test_bypass_does_not_depend_on_the_split(name: str, normalise: bool) -> None
         tokens = [float(b["mask"][rows].sum()) for rows in ([0], [1, 2, 3], [4, 5])]
         for key, value in whole[2].items():
             merged = sum(n * p[2][key] for n, p in zip(tokens, parts, strict=True)) / sum(tokens)
+            if key.endswith("_max"):
+                merged = max(p[2][key] for p in parts)
             torch.testing.assert_close(merged, value, msg=key)
     if prepared is not None:
         with pytest.raises(AlgorithmError, match="mean over the whole mini-batch"):
             run_bypass({k: v[:1] for k, v in b.items()}, correction, info=info)
+
+
+def test_bypass_reports_what_each_option_rejects() -> None:
+    b = make(3, 6, 5, scale=0.1)
+    options, thresholds = "token_k2,seq_mean_k3,seq_sum_k1", "0.004,0.005,0.8_1.25"
+    correction = rollout_correction_preset("bypass_ppo_clip", rollout_rs=options, rollout_rs_threshold=thresholds)
+    metrics = run_bypass(b, correction)[2]
+    mask, wanted = algorithms.compute_rollout_rejection_mask(b["train"] - b["rollout"], b["mask"], options, thresholds)
+    for name in ("token_k2", "seq_mean_k3", "seq_sum_k1"):
+        share = float(metrics[f"rollout_corr/rollout_rs_{name}_masked_fraction"])
+        assert share == pytest.approx(wanted[f"rollout_rs_{name}_masked_fraction"])
+    assert float(metrics["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(1 - mask.sum() / b["mask"].sum())
 
 
 def test_bypass_takes_effect() -> None:

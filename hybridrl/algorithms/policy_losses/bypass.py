@@ -66,14 +66,17 @@ def prepare_bypass_mode(
 
 
 @torch.no_grad()
-def _remaining(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> Tensor:
-    """The response mask without rejected tokens and sequences, [B, T] bool."""
-    if chosen["rollout_rs"] is None:
-        return mask
-    options = parse_rs_options(chosen["rollout_rs"])
-    for option, bounds in parse_rs_thresholds(options, chosen["rollout_rs_threshold"]).items():
-        mask = mask & accepted(option, statistic(option, log_ratio, mask)[0], bounds)
-    return mask
+def _remaining(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> tuple[Tensor, Metrics]:
+    """The response mask without rejected tokens and sequences, [B, T] bool; the share that each option rejects."""
+    remaining, metrics = mask, {}
+    options = [] if chosen["rollout_rs"] is None else parse_rs_options(chosen["rollout_rs"])
+    thresholds = parse_rs_thresholds(options, chosen["rollout_rs_threshold"]) if options else {}
+    for option, bounds in thresholds.items():
+        passes = accepted(option, statistic(option, log_ratio, mask)[0], bounds)
+        rejected = (~passes).expand_as(mask).to(log_ratio.dtype)
+        metrics[f"rollout_corr/rollout_rs_{option}_masked_fraction"] = masked_mean(rejected, mask)
+        remaining = remaining & passes
+    return remaining, metrics
 
 
 @register_policy_loss("bypass_mode", prepare=prepare_bypass_mode, prepare_needed=needs_preparation)
@@ -104,12 +107,14 @@ def compute_policy_loss_bypass_mode(
         prepared: [B, T] rows of `prepare_bypass_mode`, for weights that are normalised over the mini-batch.
 
     Metrics: those of the loss, rejected tokens counting 0, and token means ``rollout_corr/{kl,k3_kl,chi2_token}``,
-    ``rollout_corr/rollout_is_mean``, ``rollout_corr/rollout_rs_masked_fraction``.
+    ``rollout_corr/rollout_is_{mean,square_mean}`` (the effective sample size is mean^2 / square_mean),
+    ``rollout_corr/rollout_rs_masked_fraction`` and, for each option, ``rollout_rs_<option>_masked_fraction``; the
+    largest weight is ``rollout_corr/rollout_is_max``.
     """
     chosen, loss_type = _settings(config)
     mask = response_mask.bool()
     log_ratio = keep(log_prob.detach() - old_log_prob, mask)
-    remaining = _remaining(log_ratio, mask, chosen)
+    remaining, rejected = _remaining(log_ratio, mask, chosen)
     counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **global_batch_info(config)}
     counted = with_global_batch_info(config, **counts)
     metrics: Metrics = {
@@ -117,6 +122,7 @@ def compute_policy_loss_bypass_mode(
         "rollout_corr/k3_kl": masked_mean(safe(log_ratio).exp() - 1.0 - log_ratio, mask),
         "rollout_corr/chi2_token": masked_mean(safe(log_ratio).exp().square() - 1.0, mask),
         "rollout_corr/rollout_rs_masked_fraction": masked_mean((~remaining).to(log_ratio.dtype), mask),
+        **rejected,
     }
     # Metrics of the loss are means over the tokens that remain; over all tokens they merge exactly.
     share = remaining.sum() / mask.sum().clamp(min=1)
@@ -137,6 +143,8 @@ def compute_policy_loss_bypass_mode(
                 )
             weights = weights / weights_mean(weights, mask, chosen["rollout_is"])
         metrics["rollout_corr/rollout_is_mean"] = masked_mean(weights, mask)
+        metrics["rollout_corr/rollout_is_square_mean"] = masked_mean(weights.square(), mask)
+        metrics["rollout_corr/rollout_is_max"] = keep(weights, mask).max()
     loss, more = compute_policy_loss_reinforce(
         old_log_prob, log_prob, advantages, remaining, loss_agg_mode, counted, weights
     )
