@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hybridrl.algorithms import AlgorithmError, estimate_advantages
 from hybridrl.algorithms.registry import ADV_ESTIMATOR_REGISTRY
 from hybridrl.config import (
+    ActorConfig,
     AlgorithmConfig,
     FilterGroupsConfig,
     HealthCheckConfig,
@@ -28,6 +29,8 @@ from hybridrl.trainer.ppo.health import HealthError, HealthMonitor
 from hybridrl.trainer.ppo.rewards import RewardTransform
 from hybridrl.trainer.ppo.settings import check_algorithm, needs_old_log_prob
 from hybridrl.utils.errors import UserError
+from hybridrl.utils.metrics import Metric, merge_metrics
+from hybridrl.workers.losses import policy_loss_fn
 
 PAD = 99
 
@@ -229,6 +232,21 @@ def test_only_measured_by_default_and_replaced_in_bypass_mode() -> None:
     assert {"rollout_is_weights", TRAINED_MASK}.isdisjoint(batch.batch.keys())
     correct_rollout(batch, RolloutCorrectionConfig(bypass_mode=True))
     assert batch.batch["old_log_probs"].tolist() == [[-1.0, -2.0]]
+
+
+def test_the_largest_weight_of_bypass_mode_is_a_maximum_over_micro_batches() -> None:
+    """log rho of 0.5 in one micro-batch of one token, of 0.1 in another of three."""
+    correction = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token")
+    loss, parts = policy_loss_fn(ActorConfig(), correction), []
+    for log_rho, tokens in ((0.5, 1), (0.1, 3)):
+        ones = torch.ones(1, tokens)
+        fields = {"old_log_probs": -ones, "advantages": ones, "response_mask": ones.long()}
+        counts = {"batch_num_tokens": 4, "global_batch_size": 2, "response_length": 3}
+        _, metrics = loss({"log_probs": log_rho - ones}, DataProto.from_dict(tensors=fields, meta_info=counts))
+        parts.append({k: v if isinstance(v, Metric) else Metric(v, tokens) for k, v in metrics.items()})
+    merged = {name: metric.value for name, metric in merge_metrics(parts).items()}
+    assert merged["rollout_corr/rollout_is_max"] == pytest.approx(np.exp(0.5))
+    assert merged["rollout_corr/rollout_is_mean"] == pytest.approx((np.exp(0.5) + 3 * np.exp(0.1)) / 4)
 
 
 # ---------------------------------------------------------------- start-up
