@@ -43,11 +43,10 @@ check "mypy" "$bin/mypy"
 check "import layers" "$bin/lint-imports"
 check "pytest" "$bin/python" -m pytest "$@"
 
-# An environment that has SGLang itself, as one on a GPU may, has just run its tests.
 sglang_note=""
 if [ -n "$skip_sglang" ]; then
     sglang_note="not run in the SGLang environment: ${sglang_tests[*]:0:2} (bash scripts/test.sh, without --skip-sglang)"
-elif ! "$bin/python" -c "import importlib.metadata; importlib.metadata.version('sglang')" 2>/dev/null; then
+else
     sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
     if HYBRIDRL_VENV=$sglang_venv bash scripts/install.sh auto dev sglang; then
         check "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"

@@ -32,7 +32,7 @@ class WeightReceiver:
         self._buffers: dict[str | bytes, torch.Tensor] = {}
         #: the bytes of the bucket that was opened last
         self.last: torch.Tensor | None = None
-        self._group: tuple[str, StandaloneGroup] | None = None
+        self._group: tuple[tuple[str, int, int, str], StandaloneGroup] | None = None
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of each parameter. Without `copies` they are the bucket itself: valid until it was taken.
@@ -79,11 +79,12 @@ class WeightReceiver:
         return self._buffers[handle][:size]
 
     def _from_broadcast(self, where: tuple[tuple[str, int, int, str], int], size: int) -> torch.Tensor:
-        (host, port, world_size, members), first_rank = where
-        if self._group is None or self._group[0] != members:
+        membership, first_rank = where
+        host, port, world_size, _ = membership
+        if self._group is None or self._group[0] != membership:
             group = StandaloneGroup(host, port, first_rank + self.rank, world_size, self.device)
             group.connect()
-            self._group = members, group
+            self._group = membership, group
         data = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._group[1].broadcast(data, root=0)
         return data

@@ -26,6 +26,10 @@ class RolloutError(UserError):
     """The rollout engine cannot be had or cannot do what is asked."""
 
 
+class EngineBrokenError(RuntimeError):
+    """The engine's processes have ended, or do not do what they are told: the replica has to be started again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One response that is wanted.
@@ -128,7 +132,8 @@ class InferenceEngine(ABC):
     async def generate(self, request: Request) -> Completion:
         """The completion of one request, `versions` left empty. Many calls are in flight at once.
 
-        A request that the engine refuses is a completion with `finish_reason` "error"; an engine that is broken raises.
+        A request that the engine refuses is a completion with `finish_reason` "error"; an engine that is broken raises
+        anything but a `RolloutError`, here and in the methods below, and its replica is started again.
         """
 
     @abstractmethod

@@ -83,6 +83,7 @@ class Member:
     failures: int = 0  # in a row, without a completion between
     restarts: int = 0
     log_file: Path | None = None
+    submitted: Any = None  # the call that brought it requests last
     collecting: Any = None
     health: Any = None
     health_asked: float = 0.0

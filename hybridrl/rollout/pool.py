@@ -167,7 +167,7 @@ class ReplicaPool:
         for index, requests in self._balancer.take(room).items() if room else ():
             member = self._members[index]
             member.in_flight |= {request.id: request for request in requests}
-            member.handle.submit.remote(requests)
+            member.submitted = member.handle.submit.remote(requests)
 
     def _take(self, member: Member, completions: Sequence[Completion]) -> None:
         with self._lock:
@@ -197,7 +197,7 @@ class ReplicaPool:
             for member in self._members:
                 here = sorted(member.in_flight.keys() & chosen)
                 if here:
-                    member.handle.abort.remote(here)
+                    member.handle.abort.remote(here, member.submitted)
 
     # ------------------------------------------------------------------ the thread
 
@@ -292,27 +292,30 @@ class ReplicaPool:
 
     def _is_awake(self) -> bool:
         """Whether engines may take their devices' memory; without devices they always may."""
-        return "weights" in self._memory or not self._members[0].place.devices
+        return self._memory.issuperset(MEMORY_TAGS) or not self._members[0].place.devices
 
     def _restart(self, member: Member) -> None:
+        up = member.up()
         try:
             with self._lock:
                 ray.kill(member.handle)
                 if self._closed.is_set():
                     return
                 ref = member.create(self.settings)
+                up = member.up()
             member.wait_started(ref, self.settings.start_timeout_s)
+            if self._token is not None:
+                self._serve(member)
             with self._lock:
                 member.health_asked = time.monotonic()
                 member.state = "empty"
-            if self._token is not None:
-                self._serve(member)
             if self._send_weights is None:
-                self._make_ready([member.up()])
+                self._make_ready([up])
         except (RolloutError, RayError) as error:
-            with self._lock:
-                member.state = "empty"  # up, for all that `_lose` knows
-            self._lose(member.up(), f"it did not start again: {error}")
+            self._lose(up, f"it did not start again: {error}")
+        except Exception as error:
+            logger.exception("replica %d could not be started again", member.index)
+            self._fail(RolloutError(f"replica {member.index} could not be started again: {error!r}"))
 
     def _make_ready(self, ups: Sequence[Up]) -> None:
         with self._lock:
@@ -404,9 +407,13 @@ class ReplicaPool:
         if not gone:
             return
         # One that is just starting takes its memory in any case: it has to be asked to give it back, too.
-        while self._members[0].place.devices and any(member.state == "starting" for member in self._members):
+        while True:
+            with self._lock:
+                starting = any(member.state == "starting" for member in self._members)
+                if not (starting and self._members[0].place.devices) or self._error is not None:
+                    self._memory -= set(gone)  # from here on none is started
+                    break
             time.sleep(_TICK_S)
-        self._memory -= set(gone)
         self._ask(self._ask(self._up(), "pause"), "release", gone)
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:

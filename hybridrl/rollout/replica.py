@@ -13,13 +13,17 @@ from typing import Any, NoReturn
 import ray
 
 from hybridrl.hybrid_engine.messages import Bucket
+from hybridrl.models.facts import tokenizer_of
 from hybridrl.rollout.engine import Completion, EngineRegistry, EngineSpec, InferenceEngine, Request, RolloutError
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.stop import StopStrings
 
 #: completions that are ready within this time travel together
 _GATHER_S = 0.002
 _DRAIN_POLL_S = 0.01
 _WARM_UP_TOKENS = 2
+#: values of `rollout.server.host` that mean the same on every node; another is the router's alone
+_ANY_NODES_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _LOG_LINES = 60
 
 
@@ -66,18 +70,20 @@ class Replica:
         if self._log_file is not None:
             _write_output_to(self._log_file)
         self.spec = spec
-        self.version = -1
+        self.version = 0 if spec.load_weights else -1
         self._engine_name = engine_name
         self._engine: InferenceEngine
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._inside: set[str] = set()  # requests that the engine has
+        self._tokenizer: Any = None
         self._direct: set[str] = set()  # requests that came over HTTP and not from the pool
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
         self._news = asyncio.Event()
-        self._generating = True
+        self._generating = spec.load_weights  # else from the end of the first update
         self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
         self._busy_since = 0.0
+        self._doing_since: float | None = None  # what is neither generating nor idling
 
     async def start(self) -> ReplicaInfo:
         """Start the engine, and let it generate a few tokens: the first call compiles.
@@ -141,6 +147,7 @@ class Replica:
                 if part.token_ids:
                     answer.versions.append((version, len(part.token_ids)))
                 answer.finish_reason, answer.error = part.finish_reason, part.error
+                self._cut_at_stop(answer, request.sampling.stop, len(part.token_ids))
                 if part.finish_reason != "abort":
                     break
                 if len(answer.token_ids) >= request.sampling.max_new_tokens:
@@ -149,6 +156,21 @@ class Replica:
         finally:
             self._aborted.discard(request.id)
         return answer
+
+    def _cut_at_stop(self, answer: Completion, stop: Sequence[str], new: int) -> None:
+        """End an answer where a stop string was begun by one part and completed by the next: engines look at one."""
+        if not stop or new in (0, len(answer.token_ids)):
+            return
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self.spec.model)
+        end = StopStrings(self._tokenizer, stop).first_end(answer.token_ids, len(answer.token_ids) - new)
+        if end is None:
+            return
+        surplus = len(answer.token_ids) - end
+        del answer.token_ids[end:], answer.log_probs[end:]
+        version, count = answer.versions.pop()
+        answer.versions.append((version, count - surplus))
+        answer.finish_reason = "stop"
 
     async def _may_generate(self, request_id: str) -> bool:
         """Wait while the replica is paused; False where the request was aborted."""
@@ -180,7 +202,14 @@ class Replica:
         direct = _Direct(self)
         spec = self.spec
         server, _ = make_server(
-            spec.config, spec.model, direct, direct.stats, direct.health, token=token, host=None, port=port
+            spec.config,
+            spec.model,
+            direct,
+            direct.stats,
+            direct.health,
+            token=token,
+            host=spec.config.server.host if spec.config.server.host in _ANY_NODES_HOSTS else None,
+            port=port,
         )
         await server.start()
         return server.address
@@ -192,15 +221,22 @@ class Replica:
         os._exit(70)
 
     async def _engine_does(self, work: Coroutine[Any, Any, None]) -> None:
+        self._doing_since = time.monotonic()
         try:
             await work
         except RolloutError:
             raise
         except Exception:
             self._die()
+        finally:
+            self._doing_since = None
 
-    async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End these requests (all, where None) now; they are handed out with the tokens there are."""
+    async def abort(self, ids: Sequence[str] | None = None, after: Any = None) -> None:
+        """End these requests (all, where None) now; they are handed out with the tokens there are.
+
+        Args:
+            after: what Ray has to have finished before, such as the call that submitted them.
+        """
         here = self._tasks.keys() | self._direct
         chosen = here if ids is None else here & set(ids)
         self._aborted.update(chosen)
@@ -260,7 +296,9 @@ class Replica:
     async def health(self) -> ReplicaHealth:
         """How this replica is."""
         silent = 0.0
-        if self._inside:
+        if self._doing_since is not None:
+            silent = time.monotonic() - self._doing_since
+        elif self._inside:
             silent = time.monotonic() - max(self._busy_since, self._engine.last_progress())
         return ReplicaHealth(len(self._tasks) + len(self._done), silent, self.version)
 

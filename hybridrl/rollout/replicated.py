@@ -24,7 +24,7 @@ class ReplicatedRollout(Rollout):
         self._config = pool.settings.spec.config
         self.gives_memory_back = self._config.free_cache_engine and bool(pool.places[0].devices)
         self._generating_s = 0.0
-        self._before = dict.fromkeys(_COUNTERS, 0.0)
+        self._before: dict[str, dict[str, float]] = {}
         self._restarts = self._rerun = 0
         #: called before the pool is closed
         self.on_close: list[Callable[[], None]] = []
@@ -71,12 +71,15 @@ class ReplicatedRollout(Rollout):
         return self.pool.health()
 
     def metrics(self) -> dict[str, float]:
-        stats = [part for part in self.pool.statistics().values() if "generated_tokens" in part]
-        now = {name: sum(part.get(name, 0.0) for part in stats) for name in _COUNTERS}
-        # A replica that was started again counts from zero.
-        since = {name: max(value - self._before[name], 0.0) for name, value in now.items()}
+        now = {index: part for index, part in self.pool.statistics().items() if "generated_tokens" in part}
+        since = dict.fromkeys(_COUNTERS, 0.0)
+        for index, part in now.items():
+            before = self._before.get(index, {})
+            for name in _COUNTERS:  # a replica that was started again counts from zero
+                count, known = part.get(name, 0.0), before.get(name, 0.0)
+                since[name] += count - known if count >= known else count
         found = {
-            "rollout/replicas": float(len(stats)),
+            "rollout/replicas": float(len(now)),
             "rollout/restarts": float(self.pool.restarts - self._restarts),
             "rollout/requests_rerun": float(self.pool.rerun - self._rerun),
             "rollout/prompt_tokens": since["prompt_tokens"],

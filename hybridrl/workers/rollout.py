@@ -54,8 +54,6 @@ def start_rollout(
     """
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
-    if config.rollout.name != name:
-        print(f"{_KEY}.name={config.rollout.name}: generating with {name}", flush=True)
     if name == IN_PLACE:
         return InPlaceRollout(policy)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"

@@ -32,7 +32,7 @@ from hybridrl.hybrid_engine.messages import Bucket, Entry
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout, RolloutError
-from hybridrl.rollout.engine import Completion, EngineRegistry, EngineSpec, Request
+from hybridrl.rollout.engine import Completion, EngineBrokenError, EngineRegistry, EngineSpec, Request
 from hybridrl.rollout.replica import Replica
 from hybridrl.rollout.sampling import SamplingParams
 
@@ -217,7 +217,7 @@ def test_log_probs_are_those_of_the_sampled_distribution(replica, reference, set
     answers = replica.generate(*requests)
     for request, answer in zip(requests, answers, strict=True):
         assert (answer.id, answer.finish_reason, len(answer.token_ids)) == (request.id, "length", 24)
-        assert answer.versions == [(-1, 24)]
+        assert answer.versions == [(0, 24)]
         assert_log_probs(reference, request.prompt_ids, answer, **settings)
     assert len({tuple(answer.token_ids) for answer in answers}) == len(answers)
 
@@ -339,7 +339,7 @@ def test_new_weights_replace_the_old_ones_everywhere(replica, reference, tiny_mo
     (over,) = replica.call("collect", 60)
     assert len(over.token_ids) == 200
     assert over.versions[-1][0] == 7
-    first = sum(count for version, count in over.versions if version == -1)
+    first = sum(count for version, count in over.versions if version == 0)
     assert 0 < first < 200
     context = prompt(6, seed=5)
     early = replace(over, token_ids=over.token_ids[:first], log_probs=over.log_probs[:first])
@@ -413,9 +413,9 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
         engine.generate(Request("d", prompt(12), sampled(max_new_tokens=240))), loop
     )
     schedulers[1].kill()
-    with pytest.raises(RolloutError, match="SGLang's process ended"):
+    with pytest.raises(EngineBrokenError, match="SGLang's process ended"):
         waiting.result(120)
-    with pytest.raises(RolloutError, match="SGLang's process ended"):
+    with pytest.raises(EngineBrokenError, match="SGLang's process ended"):
         run(engine.generate(Request("e", prompt(12), sampled())))
     run(engine.close())
     wait_until_gone(started, limit_s=1)

@@ -22,6 +22,7 @@ LAYOUTS = {
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     ],
+    "2 workers, 2 replicas": ["trainer.n_gpus_per_node=2"],
     "2 workers, 1 replica of its own": [
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.nnodes=1",

@@ -19,6 +19,7 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.hybrid_engine.messages import Bucket
 from hybridrl.rollout.engine import (
     Completion,
+    EngineBrokenError,
     EngineRegistry,
     EngineSpec,
     InferenceEngine,
@@ -118,7 +119,7 @@ class _HostProcess:
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._tasks: list[asyncio.Task[None]] = []
         self._leftovers: list[str] = []
-        self._failure: RolloutError | None = None
+        self._failure: EngineBrokenError | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter
 
@@ -151,7 +152,7 @@ class _HostProcess:
         self._process.stdin.write(pickle.dumps(self.spec))
         try:
             self._leftovers = await started
-        except RolloutError as error:
+        except EngineBrokenError as error:
             await self.close()
             raise RolloutError(f"SGLang did not start: {error}. {_memory_hint(self.spec)}") from None
 
@@ -159,7 +160,7 @@ class _HostProcess:
         """What the host's method returns.
 
         Raises:
-            RolloutError: the method failed there, or SGLang's process has ended.
+            EngineBrokenError: the method failed there, or SGLang's process has ended.
         """
         if self._failure is not None:
             raise self._failure
@@ -187,7 +188,7 @@ class _HostProcess:
         for task in self._tasks:
             task.cancel()
         self._writer.close()
-        self._fail(RolloutError("SGLang was closed"))
+        self._fail(EngineBrokenError("SGLang was closed"))
         wire.remove(self._leftovers)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -202,9 +203,11 @@ class _HostProcess:
                     self._answered(*message)
         except (asyncio.IncompleteReadError, ConnectionError):
             await asyncio.wait(self._tasks[:1], timeout=_LAST_LINES_S)
-            self._fail(RolloutError("SGLang's process ended. The end of its output:\n  " + "\n  ".join(self._lines)))
+            self._fail(
+                EngineBrokenError("SGLang's process ended. The end of its output:\n  " + "\n  ".join(self._lines))
+            )
         except Exception as error:
-            self._fail(RolloutError(f"a message of SGLang's process cannot be read: {error!r}"))
+            self._fail(EngineBrokenError(f"a message of SGLang's process cannot be read: {error!r}"))
 
     def _answered(self, number: int, value: Any, error: str | None) -> None:
         answer = self._calls.get(number)
@@ -213,9 +216,9 @@ class _HostProcess:
         if error is None:
             answer.set_result(value)
         else:
-            answer.set_exception(RolloutError(f"SGLang: {error}"))
+            answer.set_exception(EngineBrokenError(f"SGLang: {error}"))
 
-    def _fail(self, error: RolloutError) -> None:
+    def _fail(self, error: EngineBrokenError) -> None:
         self._failure = self._failure or error
         for answer in self._calls.values():
             if not answer.done():

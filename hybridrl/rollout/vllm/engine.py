@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 EXTENSION = "hybridrl.rollout.vllm.worker.WeightReceiverExtension"
 #: vLLM's kernels on a CPU know these sizes of an attention head
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-#: vLLM's reasons to end; one that is not here is no end: the request goes on
-_FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length"}
+#: vLLM's reasons to end; with any other something in it is broken
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
 
 
 @EngineRegistry.register("vllm")
@@ -41,7 +41,12 @@ class VLLMEngine(InferenceEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._meter = _Meter()
+        self._asleep: set[str] = set()
         self._engine: AsyncLLM
+
+    def _finds_stop_strings(self) -> bool:
+        """Whether vLLM has a tokenizer, which it is given only where stop strings may be asked for."""
+        return bool(self.spec.config.stop) or self.spec.config.server.enable
 
     @property
     def _processes(self) -> int:
@@ -121,7 +126,7 @@ class VLLMEngine(InferenceEngine):
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # sampling is what the request says, not the model folder
-            "skip_tokenizer_init": not config.stop,
+            "skip_tokenizer_init": not self._finds_stop_strings(),
             "hf_overrides": dict(model.override_config),
         }
         tuning = {
@@ -142,6 +147,8 @@ class VLLMEngine(InferenceEngine):
         limit = self.spec.max_model_len - len(request.prompt_ids)
         if limit < 1:
             return _refused(request, f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {limit} tokens")
+        if request.sampling.stop and not self._finds_stop_strings():
+            return _refused(request, "vLLM finds stop strings only with rollout.stop or rollout.server.enable set")
         params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
         last = None
         try:
@@ -159,7 +166,7 @@ class VLLMEngine(InferenceEngine):
             id=request.id,
             token_ids=tokens,
             log_probs=_sampled_log_probs(answer.logprobs, len(tokens)),
-            finish_reason=_FINISH.get(answer.finish_reason or "abort", "abort"),
+            finish_reason=_FINISH[answer.finish_reason or "abort"],
             cached_tokens=last.num_cached_tokens or 0,
         )
 
@@ -199,12 +206,15 @@ class VLLMEngine(InferenceEngine):
             raise RuntimeError("vLLM did not drop its prefix cache, which was made with the old weights")
 
     async def release(self, tags: Sequence[str]) -> None:
-        if self._sleeps():  # vLLM sleeps as a whole
-            await self._engine.sleep(level=2 if "weights" in tags else 1)
+        if self._sleeps() and set(tags) >= set(MEMORY_TAGS):  # vLLM sleeps as a whole, or not at all
+            await self._engine.sleep(level=2)
+            self._asleep = set(tags)
 
     async def resume(self, tags: Sequence[str]) -> None:
-        if self._sleeps():
-            await self._engine.wake_up([tag for tag in MEMORY_TAGS if tag in tags])
+        waking = [tag for tag in MEMORY_TAGS if tag in tags and tag in self._asleep]
+        if waking:
+            await self._engine.wake_up(waking)
+            self._asleep -= set(waking)
 
     def _sleeps(self) -> bool:
         return bool(self.spec.devices) and self.spec.config.free_cache_engine

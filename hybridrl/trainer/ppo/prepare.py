@@ -54,7 +54,10 @@ def prepare(
 def _check_rollout(config: PPOTrainerConfig) -> None:
     """Refuse an engine, or a layout of its replicas, that cannot work."""
     policy, placement = config.actor_rollout_ref, config.placement
-    if resolve_rollout(policy, USES_GPU[config.trainer.device]) == IN_PLACE:
+    name = resolve_rollout(policy, USES_GPU[config.trainer.device])
+    if name != policy.rollout.name:
+        print(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}", flush=True)
+    if name == IN_PLACE:
         return
     rollout = policy.rollout
     shared = placement.pools[placement.roles["actor_rollout_ref"]]
