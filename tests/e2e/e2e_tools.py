@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240
+
+
+def _heed_ctrl_c() -> None:
+    """Where the tests run in the background of a shell, Ctrl-C is ignored, and what they start would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Job:
@@ -24,6 +30,7 @@ class Job:
             stderr=subprocess.STDOUT,
             cwd=log.parent,
             start_new_session=True,
+            preexec_fn=_heed_ctrl_c,
         )
 
     @property
