@@ -322,8 +322,10 @@ def test_new_weights_replace_the_old_ones_everywhere(replica, reference, tiny_mo
     shared = prompt(50, seed=4)
     assert_log_probs(reference, shared, replica.one(shared, sampled()))
     assert replica.one(shared, sampled()).cached_tokens > 0
-    replica.call("submit", [Request("over", prompt(6, seed=5), sampled(max_new_tokens=200))])
     deadline = time.monotonic() + 60
+    while replica.call("stats")["running"]:  # told four times a second: still of the requests before
+        assert time.monotonic() < deadline
+    replica.call("submit", [Request("over", prompt(6, seed=5), sampled(max_new_tokens=200))])
     while not replica.call("stats")["running"]:
         assert time.monotonic() < deadline
     replica.call("pause")
