@@ -102,12 +102,23 @@ class EngineSpec:
 
 
 class InferenceEngine(ABC):
-    """One engine over the devices of its replica."""
+    """One engine over the devices of its replica.
+
+    Attributes:
+        name: `rollout.name`.
+        always_seeded: draws by a request's own seed even without `full_determinism`.
+    """
 
     name: ClassVar[str]
+    always_seeded: ClassVar[bool] = True
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
+
+    @classmethod
+    def heeds_seeds(cls, config: RolloutConfig) -> bool:
+        """Whether a request's own seed decides what is drawn for it."""
+        return cls.always_seeded or config.full_determinism
 
     @classmethod
     @abstractmethod

@@ -55,6 +55,8 @@ class ReplicaPool:
             raise ValueError("a pool needs at least one replica")
         self.settings = settings
         self.version = -1
+        #: most requests at once, with those that wait for a replica
+        self.peak = 0
         #: requests that had to run again because their replica was lost
         self.rerun = 0
         self._send_weights = send_weights
@@ -143,6 +145,7 @@ class ReplicaPool:
                 self._futures[request.id] = future
                 futures.append(future)
             self._balancer.add(requests)
+            self.peak = max(self.peak, len(self._futures))
             self._hand_out()
         return futures
 
@@ -310,7 +313,7 @@ class ReplicaPool:
                 member.health_asked = time.monotonic()
                 member.state = "empty"
             if self._send_weights is None:
-                self._make_ready([up])
+                self._make_ready([up] if self._may_run() else self._ask([up], "pause"))
         except (RolloutError, RayError) as error:
             self._lose(up, f"it did not start again: {error}")
         except Exception as error:
@@ -450,10 +453,19 @@ class ReplicaPool:
         """Replicas that were started again, so far."""
         return sum(member.restarts for member in self._members)
 
+    @property
+    def queued(self) -> int:
+        """Requests that no replica has room for yet."""
+        return len(self._balancer)
+
     def statistics(self) -> dict[str, dict[str, float]]:
-        """What is known of each replica by its number: `InferenceEngine.stats` while it is up, `restarts` always, and
-        the version of its weights and the seconds of their last update."""
-        found = {str(member.index): {"restarts": float(member.restarts)} for member in self._members}
+        """What is known of each replica by its number: `InferenceEngine.stats` while it is up, `restarts` and
+        `in_flight` always, and the version of its weights and the seconds of their last update."""
+        with self._lock:
+            found = {
+                str(member.index): {"restarts": float(member.restarts), "in_flight": float(len(member.in_flight))}
+                for member in self._members
+            }
         asked = [(up.member.index, up.handle.stats.remote()) for up in self._up()]
         deadline = time.monotonic() + _CLOSE_S
         for index, ref in asked:

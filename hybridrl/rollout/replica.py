@@ -210,6 +210,7 @@ class Replica:
             token=token,
             host=spec.config.server.host if spec.config.server.host in _ANY_NODES_HOSTS else None,
             port=port,
+            heeds_seeds=self._engine.heeds_seeds(spec.config),
         )
         await server.start()
         return server.address

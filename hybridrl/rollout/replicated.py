@@ -82,13 +82,14 @@ class ReplicatedRollout(Rollout):
             "rollout/replicas": float(len(now)),
             "rollout/restarts": float(self.pool.restarts - self._restarts),
             "rollout/requests_rerun": float(self.pool.rerun - self._rerun),
+            "rollout/in_flight/max": float(self.pool.peak),
             "rollout/prompt_tokens": since["prompt_tokens"],
             "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
         }
         if self._generating_s:
             found["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
         self._before, self._restarts, self._rerun = now, self.pool.restarts, self.pool.rerun
-        self._generating_s = 0.0
+        self._generating_s, self.pool.peak = 0.0, 0
         return found
 
     def close(self) -> None:

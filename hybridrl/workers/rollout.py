@@ -13,7 +13,7 @@ from hybridrl.config import ActorRolloutRefConfig
 from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.choice import is_served
-from hybridrl.rollout.engine import EngineSpec
+from hybridrl.rollout.engine import EngineRegistry, EngineSpec
 from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.replicated import ReplicatedRollout
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
@@ -79,7 +79,8 @@ def _serve(config: ActorRolloutRefConfig, rollout: ReplicatedRollout, log_folder
     from hybridrl.rollout.server import Router, make_server, write_scrape_config
 
     router = Router(rollout.pool)
-    server, access = make_server(config.rollout, config.model, router, router.stats, router.health)
+    seeded = EngineRegistry.get(rollout.pool.settings.engine_name).heeds_seeds(config.rollout)
+    server, access = make_server(config.rollout, config.model, router, router.stats, router.health, heeds_seeds=seeded)
     rollout.on_close.append(server.stop_thread)
     server.start_thread()
     replicas = rollout.pool.serve(access.token) if config.rollout.server.enable else []

@@ -123,6 +123,7 @@ def test_every_request_is_answered_once_and_in_order(pool, model) -> None:
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
         )
+    assert pool.peak >= 40
     with pytest.raises(RolloutError, match="prompt is too long"):
         pool.generate([Request("long", list(range(6, 110)) * 2, SAMPLED)])
     assert len(pool.generate(requests(2, "after"))) == 2  # a refused request harms nobody
@@ -160,6 +161,17 @@ def test_weights_arrive_whole_in_small_buckets_and_requests_go_on_with_their_tok
         torch.testing.assert_close(torch.tensor(answer.log_probs), torch.cat(by_version), atol=1e-5, rtol=0)
         crossed += len(answer.versions) == 2
     assert crossed, "no request was in flight during the update"
+
+
+def test_what_no_replica_has_room_for_is_told(pool) -> None:
+    pool.pause()
+    futures = pool.submit(requests(200, "queue"))  # a window is 64 and a quarter
+    assert pool.queued == 200 - 2 * 80
+    assert [part["in_flight"] for part in pool.statistics().values()] == [80, 80]
+    pool.abort()
+    assert pool.queued == 0
+    assert {future.result(timeout=60).finish_reason for future in futures} == {"abort"}
+    pool.unpause()
 
 
 def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
@@ -362,6 +374,8 @@ def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> No
         for replica in ("0", "1"):
             assert f'hybridrl_weights_version{{replica="{replica}"}} {float(pool.version)}' in text
             assert f'hybridrl_replica_restarts_total{{replica="{replica}"}}' in text
+            assert f'hybridrl_requests_in_flight{{replica="{replica}"}} 0.0' in text
+        assert 'hybridrl_requests_queued{replica="pool"} 0.0' in text
         assert urllib.request.urlopen(f"{root}/health").status == 200
         for address in pool.serve(access.token):
             alone = openai.OpenAI(base_url=f"http://{address}/v1", api_key=access.token, max_retries=0)

@@ -19,6 +19,7 @@ import openai
 import pytest
 import torch
 import yaml
+from fastapi.testclient import TestClient
 from plain_engine import PlainEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -599,3 +600,12 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     with pytest.raises(RolloutError, match=r"need uvicorn, .*pip install 'hybridrl\[server\]'"):
         check_installed()
+
+
+def test_a_seed_that_the_engine_would_not_heed_is_refused(stage: Stage) -> None:
+    tokenizer = stage.engine.tokenizer
+    served = Served("tiny", tokenizer, LIMIT, len(tokenizer), heeds_seeds=False)
+    with TestClient(create_app(stage, served, None)) as client:
+        body = {"prompt": "a", "max_tokens": 1}
+        answer = client.post("/v1/completions", json=body | {"seed": 1})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "seed"

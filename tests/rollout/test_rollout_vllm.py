@@ -35,7 +35,13 @@ MAX_LOG_PROB_DIFFERENCE = 1e-5  # float32 on both sides
 
 
 class Policy(ActorRolloutRefWorker):
-    """A policy whose weights a test can change."""
+    """A policy whose weights a test can change, and that sends them in buckets far smaller than a layer's parts."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        from hybridrl.hybrid_engine import transfer
+
+        super().__init__(*args, **kwargs)
+        transfer._LEAST_BUCKET, transfer._PIPELINED = 2**12, 2**12
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def disturb(self, scale: float) -> None:
@@ -134,6 +140,7 @@ def test_log_probs_equal_the_trainers_after_each_update(policy, rollout) -> None
         assert float((trainer_log_probs(policy, batch) - before).abs().max()) > 1e-3
         metrics = rollout.update_weights(rollout.version + 1)
         assert metrics["rollout/update_weights_gb_per_s"] > 0
+        assert metrics["rollout/update_weights_buckets"] > 10  # parts of a layer come in several
     told = rollout.metrics()
     assert told["rollout/tokens_per_s"] > 0 and told["rollout/replicas"] == 2
 

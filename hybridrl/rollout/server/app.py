@@ -39,12 +39,14 @@ class Served:
         tokenizer: renders chats and makes text of tokens.
         max_model_len: most tokens of prompt and response together.
         vocab_size: token ids of prompts lie below it.
+        heeds_seeds: the engine draws by a request's own seed.
     """
 
     name: str
     tokenizer: Any
     max_model_len: int
     vocab_size: int
+    heeds_seeds: bool = True
 
 
 async def _no_stats() -> Mapping[str, Mapping[str, float]]:
@@ -162,6 +164,13 @@ class _Api:
     ) -> Response:
         """Generate for every prompt, and answer whole or as a stream."""
         body.check_extras()
+        if body.seed is not None and not self.served.heeds_seeds:
+            raise ApiError(
+                400,
+                "seed: this engine does not draw by it; rollout.full_determinism=True makes SGLang do so on a GPU",
+                param="seed",
+                code="unsupported_parameter",
+            )
         name = self.served.name
         if body.model not in (None, name):
             raise ApiError(404, f"there is no model {body.model!r} here; this is {name!r}", "model", "model_not_found")

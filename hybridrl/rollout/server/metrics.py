@@ -19,6 +19,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 GAUGES: Mapping[str, tuple[str, str]] = {
     "running": ("hybridrl_requests_running", "requests that are generated for now"),
     "waiting": ("hybridrl_requests_waiting", "requests that wait for room"),
+    "in_flight": ("hybridrl_requests_in_flight", "requests that the replica was given and has not answered"),
+    "queued": ("hybridrl_requests_queued", "requests that no replica has room for yet"),
     "kv_cache_usage": ("hybridrl_kv_cache_usage_ratio", "share of the KV cache in use, 0 to 1"),
     "weights_version": ("hybridrl_weights_version", "training steps in the weights that generate"),
     "weight_update_seconds": ("hybridrl_weight_update_seconds", "seconds that the last weight update took"),

@@ -31,8 +31,9 @@ class Router:
         await asyncio.to_thread(self._pool.abort, list(ids))
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Replica -> statistics, as `metrics_text` takes them."""
-        return await asyncio.to_thread(self._pool.statistics)
+        """Replica -> statistics, as `metrics_text` takes them; under "pool" what no replica has room for yet."""
+        queue = {"pool": {"queued": float(self._pool.queued)}}
+        return await asyncio.to_thread(self._pool.statistics) | queue
 
     async def health(self) -> str | None:
         """None while a replica is up."""

@@ -33,7 +33,7 @@ class Access:
         return path
 
 
-def served_model(rollout: RolloutConfig, model: ModelConfig) -> Served:
+def served_model(rollout: RolloutConfig, model: ModelConfig, heeds_seeds: bool = True) -> Served:
     """What the API says of the model, and how it reads and writes text."""
     text = config_of(model).get_text_config()
     tokenizer = tokenizer_of(model)
@@ -42,6 +42,7 @@ def served_model(rollout: RolloutConfig, model: ModelConfig) -> Served:
         tokenizer=tokenizer,
         max_model_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         vocab_size=getattr(text, "vocab_size", None) or len(tokenizer),
+        heeds_seeds=heeds_seeds,
     )
 
 
@@ -55,6 +56,7 @@ def make_server(
     token: str | None = None,
     host: str | None = "",
     port: int | None = None,
+    heeds_seeds: bool = True,
 ) -> tuple[OpenAIServer, Access]:
     """A server that listens already and answers once it is started (`start`, or `start_thread`).
 
@@ -64,11 +66,12 @@ def make_server(
         token: the run's; None: by `rollout.server.api_key_env`.
         host: None: the node's address; "": `rollout.server.host`.
         port: None: `rollout.server.port`.
+        heeds_seeds: the engine draws by a request's own seed.
 
     Raises:
         RolloutError: the port is taken, the host is not this machine's, the token's variable is not set.
     """
-    served = served_model(rollout, model)
+    served = served_model(rollout, model, heeds_seeds)
     token = token or new_token(rollout.server.api_key_env)
     app = create_app(engine, served, token, stats, health)
     server = OpenAIServer(

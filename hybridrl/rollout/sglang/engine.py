@@ -41,6 +41,8 @@ _LAST_LINES_S = 1
 class SGLangEngine(InferenceEngine):
     """A process with SGLang's engine in it, and the calls to it."""
 
+    always_seeded = False
+
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._host = _HostProcess(spec)
