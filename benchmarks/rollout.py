@@ -3,15 +3,17 @@
     python benchmarks/rollout.py                # 0.36 M parameters, 256 requests of 8 to 64 tokens
     python benchmarks/rollout.py --hidden 512 --layers 8 --requests 64
 
-Both sides have the same engine settings, threads, prompts, lengths and sampling, and return token ids with their
-log-probabilities. They take turns, round after round, each in processes of its own; the other's are idle. Ours goes the
-way of a training step: a batch of padded prompts in, through the pool, Ray and the replica, a batch of padded responses
-out. The last line is the ratio of the best rounds, ours over vLLM's: at least 0.9.
+Both sides have the same engine settings, threads, prompts, lengths, sampling and priority (Ray runs its workers at a
+lower one), and return token ids with their log-probabilities. They take turns, round after round, each in processes of
+its own; the other's are idle. Ours goes the way of a training step: a batch of padded prompts in, through the pool, Ray
+and the replica, a batch of padded responses out. The last line is the ratio of the medians of all rounds, ours over
+vLLM's: at least 0.9.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ import torch
 
 LIMIT = 0.9
 PROMPT = 16
+RAY_NICE = os.environ.setdefault("RAY_worker_niceness", "15")  # Ray runs its workers so
 
 
 def requests(count: int, longest: int) -> tuple[torch.Tensor, list[int]]:
@@ -133,7 +136,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--longest", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--offline", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -145,13 +148,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = str(build_model(Path(folder) / "model", arguments.hidden, arguments.layers))
         command = [sys.executable, __file__, *sys.argv[1:], "--offline", model]
-        peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        peer = subprocess.Popen(
+            ["nice", "-n", RAY_NICE, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert peer.stdin is not None and peer.stdout is not None
         while (line := peer.stdout.readline().strip()) != "ready":
             if not line and peer.poll() is not None:
                 raise SystemExit("vLLM's offline engine did not start")
         ours = Ours(arguments, model, Path(folder) / "logs")
-        best = {"vLLM offline": 0.0, "our replica": 0.0}
+        rounds: list[dict[str, float]] = []
         for number in range(arguments.rounds + 1):  # the first compiles
             peer.stdin.write("go\n")
             peer.stdin.flush()
@@ -160,12 +165,13 @@ def main() -> int:
             found = {"vLLM offline": json.loads(line), "our replica": ours.round()}
             rates = {name: tokens / seconds for name, (seconds, tokens) in found.items()}
             if number:
-                best = {name: max(rate, best[name]) for name, rate in rates.items()}
+                rounds.append(rates)
                 print("  ".join(f"{name} {rate:8.0f} tokens/s" for name, rate in rates.items()), flush=True)
         peer.stdin.close()
         ours.pool.close()
-    ratio = best["our replica"] / best["vLLM offline"]
-    print(f"\nbest of {arguments.rounds} rounds: " + ", ".join(f"{name} {rate:.0f}" for name, rate in best.items()))
+    median = {name: statistics.median(rates[name] for rates in rounds) for name in rounds[0]}
+    ratio = median["our replica"] / median["vLLM offline"]
+    print(f"\nmedian of {len(rounds)} rounds: " + ", ".join(f"{name} {rate:.0f}" for name, rate in median.items()))
     print(f"our replica / vLLM offline: {ratio:.2f} (at least {LIMIT})")
     return int(ratio < LIMIT)
 

@@ -1,6 +1,7 @@
 """One engine and its process: a Ray actor that takes requests, hands completions out, and takes new weights in."""
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -18,8 +19,9 @@ from hybridrl.rollout.engine import Completion, EngineRegistry, EngineSpec, Infe
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.stop import StopStrings
 
-#: completions that are ready within this time travel together
-_GATHER_S = 0.002
+#: completions travel together, for a call of Ray's costs milliseconds: as many as this part of the requests in flight,
+#: or as there are after this time
+_GATHER_PART, _GATHER_S = 8, 0.05
 _DRAIN_POLL_S = 0.01
 _WARM_UP_TOKENS = 2
 #: values of `rollout.server.host` that mean the same on every node; another is the router's alone
@@ -79,6 +81,7 @@ class Replica:
         self._direct: set[str] = set()  # requests that came over HTTP and not from the pool
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
+        self._awaited = 1  # so many of `_done` are news
         self._news = asyncio.Event()
         self._generating = spec.load_weights  # else from the end of the first update
         self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
@@ -114,16 +117,20 @@ class Replica:
             self._tasks[request.id] = asyncio.create_task(self._answer(request))
 
     async def collect(self, wait_s: float) -> list[Completion]:
-        """Completions since the last call; waits up to `wait_s` for the first."""
-        if not self._done:
-            try:
-                await asyncio.wait_for(self._news.wait(), wait_s)
-            except TimeoutError:
-                return []
-            await asyncio.sleep(_GATHER_S)
-        self._news.clear()
+        """Completions since the last call; waits up to `wait_s` for the first, and a moment for more."""
+        if await self._await_done(1, wait_s):
+            await self._await_done(max(1, len(self._tasks) // _GATHER_PART), _GATHER_S)
         found, self._done = self._done, []
         return found
+
+    async def _await_done(self, count: int, wait_s: float) -> bool:
+        """Wait for so many completions, or the last there can be; False where none came in time."""
+        self._awaited = count
+        if len(self._done) < count and (self._tasks or not self._done):
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait_s)
+        return bool(self._done)
 
     async def generate(self, request: Request) -> Completion:
         """The completion of one request; `versions` say which weights each token comes from.
@@ -188,7 +195,8 @@ class Replica:
             self._die()
         del self._tasks[request.id]
         self._done.append(completion)
-        self._news.set()
+        if len(self._done) >= self._awaited or not self._tasks:
+            self._news.set()
 
     async def serve(self, token: str, port: int = 0) -> str:
         """Speak the OpenAI API on this node's address, until the process ends; returns `host:port`.
