@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ os.environ.update(
     MKL_NUM_THREADS="1",
     WANDB_MODE="offline",
 )
+# Started in the background of a shell, tests ignore Ctrl-C, and what they start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray workers and subprocesses run in folders of their own and must find the package of this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
 if str(REPOSITORY) not in sys.path:

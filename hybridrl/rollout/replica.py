@@ -214,7 +214,6 @@ class Replica:
             spec.model,
             direct,
             direct.stats,
-            direct.health,
             token=token,
             host=spec.config.server.host if spec.config.server.host in _ANY_NODES_HOSTS else None,
             port=port,
@@ -346,9 +345,6 @@ class _Direct:
     async def stats(self) -> dict[str, dict[str, float]]:
         own = {"weights_version": float(self._replica.version)}
         return {str(self._replica.spec.index): await self._replica.stats() | own}
-
-    async def health(self) -> str | None:
-        return None
 
 
 def _rest_of(request: Request, so_far: Completion) -> Request:

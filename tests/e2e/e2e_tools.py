@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,11 +10,6 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240
-
-
-def _heed_ctrl_c() -> None:
-    """Where the tests run in the background of a shell, Ctrl-C is ignored, and what they start would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Job:
@@ -30,7 +24,6 @@ class Job:
             stderr=subprocess.STDOUT,
             cwd=log.parent,
             start_new_session=True,
-            preexec_fn=_heed_ctrl_c,
         )
 
     @property

@@ -330,12 +330,6 @@ def test_a_lost_replicas_requests_come_before_those_that_waited() -> None:
     assert [request.id for request in balancer.take({0: 0})[0]] == ["lost0", "lost1", "late0", "late1"]
 
 
-def test_shared_memory_is_gone_after_a_transfer(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    stream([("a", torch.ones(3)), ("b", torch.ones(2**20))], [SharedMemoryLane([])], 2**22 + 12, 2**20)
-    assert set(os.listdir("/dev/shm")) <= before
-
-
 def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> None:
     """The trainer's order: release, resume weights, new weights, resume the cache; requests keep their tokens."""
     router, spec, restarts = Router(pool), pool.settings.spec, pool.restarts

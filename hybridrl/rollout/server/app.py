@@ -53,7 +53,8 @@ async def _no_stats() -> Mapping[str, Mapping[str, float]]:
     return {}
 
 
-async def _healthy() -> str | None:
+async def always_healthy() -> str | None:
+    """For an engine whose process ends when it fails."""
     return None
 
 
@@ -62,7 +63,7 @@ def create_app(
     served: Served,
     token: str | None,
     stats: Stats = _no_stats,
-    health: Health = _healthy,
+    health: Health = always_healthy,
 ) -> FastAPI:
     """The application; a router over several replicas is the same with a pool as `engine`.
 

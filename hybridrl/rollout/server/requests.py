@@ -20,7 +20,6 @@ IGNORED = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        "stream_options",
         "user",
     }
 )

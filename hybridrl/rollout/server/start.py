@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.facts import config_of, tokenizer_of
-from hybridrl.rollout.server.app import Generates, Health, Served, Stats, create_app
+from hybridrl.rollout.server.app import Generates, Health, Served, Stats, always_healthy, create_app
 from hybridrl.rollout.server.listen import OpenAIServer, new_token
 
 ACCESS_FILE = "server.json"
@@ -51,7 +51,7 @@ def make_server(
     model: ModelConfig,
     engine: Generates,
     stats: Stats,
-    health: Health,
+    health: Health = always_healthy,
     *,
     token: str | None = None,
     host: str | None = "",
