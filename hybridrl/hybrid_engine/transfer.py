@@ -8,7 +8,8 @@ into a bucket that engines read:
     other devices     broadcast from rank 0 to all engine processes, over gloo or NCCL
 
 A bucket is sent while the one before is being loaded. So beyond the shards and the engines' own weights there are two
-buckets on a device at most. A parameter is never split: a bucket grows to the largest one.
+buckets on a device at most, and the parameter that is being gathered and cast. A parameter is never split: a bucket
+grows to the largest one.
 """
 
 import contextlib

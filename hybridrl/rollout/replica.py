@@ -155,7 +155,10 @@ class Replica:
                     answer.versions.append((version, len(part.token_ids)))
                 answer.finish_reason, answer.error = part.finish_reason, part.error
                 self._cut_at_stop(answer, request.sampling.stop, len(part.token_ids))
-                if part.finish_reason != "abort":
+                if answer.finish_reason != "abort":
+                    break
+                if not request.sampling.ignore_eos and set(answer.token_ids[-1:]) & set(self.spec.eos_token_ids):
+                    answer.finish_reason = "stop"  # the token that an engine was at when it was told to end
                     break
                 if len(answer.token_ids) >= request.sampling.max_new_tokens:
                     answer.finish_reason = "length"
@@ -165,8 +168,9 @@ class Replica:
         return answer
 
     def _cut_at_stop(self, answer: Completion, stop: Sequence[str], new: int) -> None:
-        """End an answer where a stop string was begun by one part and completed by the next: engines look at one."""
-        if not stop or new in (0, len(answer.token_ids)):
+        """End an answer at a stop string that its engine missed: begun in the part before, or cut off by an abort."""
+        whole = new == len(answer.token_ids) and answer.finish_reason != "abort"
+        if not stop or not new or whole:
             return
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self.spec.model)

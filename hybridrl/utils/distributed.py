@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -88,6 +91,21 @@ def all_gather_object(value: Any) -> list[Any]:
     return gathered
 
 
+@contextlib.contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """A NCCL group made within raises where another rank is gone; others end the whole process after their time."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 class StandaloneGroup:
     """A process group beside the default one, of processes that belong to no common world.
 
@@ -127,7 +145,8 @@ class StandaloneGroup:
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            self._group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
+            with _blocking_wait():
+                self._group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` with that of `root`, and wait for it."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -17,6 +17,9 @@ from hybridrl.rollout.engine import EngineRegistry, EngineSpec
 from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.replicated import ReplicatedRollout
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+
+if TYPE_CHECKING:
+    from hybridrl.rollout.server import Access, OpenAIServer
 
 _KEY = "actor_rollout_ref.rollout"
 _FIND_GPU_S = 120.0
@@ -65,23 +68,37 @@ def start_rollout(
     replicas = ReplicaPool(settings, places, None if policy is None else policy.send_weights)
     rollout = ReplicatedRollout(replicas)
     try:
+        server = _make_server(config, rollout) if is_served(config.rollout) else None  # a taken port is told now
         replicas.start()
-        if is_served(config.rollout):
-            _serve(config, rollout, log_folder)
+        if server is not None:
+            _serve(config, rollout, *server, log_folder)
     except BaseException:
         rollout.close()
         raise
     return rollout
 
 
-def _serve(config: ActorRolloutRefConfig, rollout: ReplicatedRollout, log_folder: Path | None) -> None:
-    """A router over the replicas, in a thread of this process; what clients need goes into the run's folder."""
-    from hybridrl.rollout.server import Router, make_server, write_scrape_config
+def _make_server(config: ActorRolloutRefConfig, rollout: ReplicatedRollout) -> tuple["OpenAIServer", "Access"]:
+    """A router over the replicas, behind a port that is taken and not yet answered."""
+    from hybridrl.rollout.server import Router, make_server
 
     router = Router(rollout.pool)
     seeded = EngineRegistry.get(rollout.pool.settings.engine_name).heeds_seeds(config.rollout)
     server, access = make_server(config.rollout, config.model, router, router.stats, router.health, heeds_seeds=seeded)
     rollout.on_close.append(server.stop_thread)
+    return server, access
+
+
+def _serve(
+    config: ActorRolloutRefConfig,
+    rollout: ReplicatedRollout,
+    server: "OpenAIServer",
+    access: "Access",
+    log_folder: Path | None,
+) -> None:
+    """Answer, in a thread of this process; what clients need goes into the run's folder."""
+    from hybridrl.rollout.server import write_scrape_config
+
     server.start_thread()
     replicas = rollout.pool.serve(access.token) if config.rollout.server.enable else []
     where = "" if log_folder is None else f"; address and key in {access.write(log_folder.parent, replicas)}"

@@ -35,7 +35,7 @@ class PlainEngine(InferenceEngine):
         return cls(EngineSpec(RolloutConfig(**rollout), config, eos, tokenizer.pad_token_id))
 
     @classmethod
-    def check(cls, config, model) -> None:
+    def check(cls, config, model, on_gpu) -> None:
         """Takes everything."""
 
     async def start(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.request
@@ -25,6 +26,7 @@ from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool, reque
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import Router, make_server
 from hybridrl.single_controller import RayResourcePool
+from hybridrl.workers.rollout import start_rollout
 
 ENGINE = "plain_engine:PlainEngine"
 SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 12, ignore_eos=True)
@@ -379,3 +381,26 @@ def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> No
                 alone.with_options(api_key="another").models.list()
     finally:
         server.stop_thread()
+
+
+def test_a_taken_port_is_told_before_an_engine_is_started(slots, micro_model, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = [
+            f"actor_rollout_ref.model.path={micro_model}",
+            "actor_rollout_ref.rollout.prompt_length=16",
+            "actor_rollout_ref.rollout.response_length=16",
+            "actor_rollout_ref.rollout.server.enable=true",
+            "actor_rollout_ref.rollout.server.host=127.0.0.1",
+            f"actor_rollout_ref.rollout.server.port={taken.getsockname()[1]}",
+        ]
+        config = load_config("ppo_trainer", overrides=words).actor_rollout_ref
+        config.rollout.name = ENGINE
+        own = RayResourcePool([1], use_gpu=False)
+        try:
+            with pytest.raises(RolloutError, match=r"server\.port=\d+ on 127\.0\.0\.1 is taken"):
+                start_rollout(config, None, own, log_folder=tmp_path)
+        finally:
+            own.release()
+    assert not list(tmp_path.iterdir())

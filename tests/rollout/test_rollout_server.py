@@ -609,3 +609,9 @@ def test_a_seed_that_the_engine_would_not_heed_is_refused(stage: Stage) -> None:
         body = {"prompt": "a", "max_tokens": 1}
         answer = client.post("/v1/completions", json=body | {"seed": 1})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "seed"
+
+
+@pytest.mark.parametrize("field", [{"seed": 2**63}, {"seed": -(2**63) - 1}, {"top_k": 2**31}])
+def test_numbers_that_no_engine_can_hold_are_refused(stage: Stage, field: dict[str, int]) -> None:
+    with pytest.raises(openai.BadRequestError, match=next(iter(field))):
+        stage.client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_body=field)

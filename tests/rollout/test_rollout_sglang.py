@@ -383,7 +383,7 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
     before = set(psutil.Process().children(recursive=True))
     segments = set(glob.glob("/dev/shm/sgl*"))
     engine = EngineRegistry.create("sglang", spec)
-    engine.check(spec.config, spec.model)
+    engine.check(spec.config, spec.model, on_gpu=False)
     run(engine.start(), START_S)
     started = [one for one in psutil.Process().children(recursive=True) if one not in before]
     schedulers = [one for one in started if "sglang::scheduler" in " ".join(one.cmdline())]

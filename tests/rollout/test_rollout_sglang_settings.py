@@ -68,12 +68,10 @@ def test_a_missing_sglang_is_named(monkeypatch, tmp_path) -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(sglang_version, tiny_model, rollout, message) -> None:
-    if rollout.get("full_determinism") and torch.cuda.is_available():
-        pytest.skip("a GPU can")
     sglang_version("0.5.23")
     spec = spec_of(tiny_model, **rollout)
     with pytest.raises(RolloutError, match=message):
-        EngineRegistry.get("sglang").check(spec.config, spec.model)
+        EngineRegistry.get("sglang").check(spec.config, spec.model, on_gpu=False)
 
 
 def test_settings_become_arguments(tiny_model) -> None:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -14,6 +15,8 @@ from hybridrl.config import load_config
 from hybridrl.models.facts import tokenizer_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import RolloutError, resolve_rollout
+from hybridrl.rollout.engine import Request
+from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.single_controller import (
     Dispatch,
     RayClassWithInitArgs,
@@ -227,6 +230,20 @@ def test_a_replica_killed_while_generating_costs_no_sample(policy, rollout) -> N
     assert rollout.pool.restarts == 1 and rollout.pool.rerun > 0
 
 
+def test_a_request_that_vllm_refuses_harms_nobody(rollout) -> None:
+    restarts = rollout.pool.restarts
+    fine = Request("fine", [6, 7, 8], SamplingParams(True, 1.0, 1.0, -1, 4, ignore_eos=True))
+    refused = [
+        replace(fine, id="hot", sampling=replace(fine.sampling, temperature=2.5)),
+        replace(fine, id="far", sampling=replace(fine.sampling, seed=2**70)),
+        replace(fine, id="wide", prompt_ids=[10**6]),
+    ]
+    *answers, good = [future.result(timeout=60) for future in rollout.pool.submit([*refused, fine])]
+    assert [answer.finish_reason for answer in answers] == ["error"] * 3 and all(answer.error for answer in answers)
+    assert "temperature" in answers[0].error and len(good.token_ids) == 4
+    assert rollout.pool.restarts == restarts
+
+
 @pytest.mark.parametrize("own_devices", [False, True], ids=["shared devices, TP=2", "own devices, broadcast"])
 def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_devices) -> None:
     own = RayResourcePool([1], use_gpu=False) if own_devices else None
@@ -234,7 +251,8 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
     words = [
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}",
         "actor_rollout_ref.rollout.full_determinism=true",
-        "actor_rollout_ref.rollout.stop=['7']",
+        "actor_rollout_ref.rollout.stop=['7','<|im_end|>']",
+        "actor_rollout_ref.rollout.ignore_eos=true",
     ]
     config = settings(tiny_model, *words)
     rollout = start_rollout(config, policy, own, threads=1, log_folder=tmp_path)
@@ -246,10 +264,13 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
             policy.disturb(0.02)
         again = rollout.generate(prompts_of(16, n=2))
         assert torch.equal(again.batch["responses"], batch.batch["responses"])  # the same requests, the same noise
-        seven = tokenizer_of(config.model).convert_tokens_to_ids("7")
-        for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"].bool(), strict=True):
-            assert seven not in row[mask][:-1].tolist()  # a stop string ends the response, and stays in it
-        assert (batch.batch["responses"] == seven).any()
+        ends = set(tokenizer_of(config.model).convert_tokens_to_ids(["7", "<|im_end|>"]))
+        rows = zip(batch.batch["responses"], batch.batch["response_mask"].bool(), strict=True)
+        answers = [row[mask].tolist() for row, mask in rows]
+        assert not any(
+            ends & set(answer[:-1]) for answer in answers
+        )  # a stop string stays in the response that it ends
+        assert {answer[-1] for answer in answers} >= ends
     finally:
         rollout.close()
         if own:
@@ -261,6 +282,13 @@ def test_what_cannot_work_is_told_before_anything_starts(micro_model, tiny_model
         resolve_rollout(settings(micro_model))
     with pytest.raises(RolloutError, match=r"tensor_model_parallel_size=3 does not divide .* use one of 1, 2, 4"):
         resolve_rollout(settings(tiny_model, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"))
+    for word in ("temperature=2.5", "val_kwargs={do_sample:true,temperature:0.001}"):
+        with pytest.raises(RolloutError, match=r"temperature=.*: vLLM samples at temperatures from 0.01 to 2.0"):
+            resolve_rollout(settings(tiny_model, f"actor_rollout_ref.rollout.{word}"))
+    for name in ("hf", "vllm"):
+        words = [f"actor_rollout_ref.rollout.name={name}", "actor_rollout_ref.rollout.response_length=1000000"]
+        with pytest.raises(RolloutError, match=r"prompt and response are 1000080 tokens .* was made for"):
+            resolve_rollout(settings(tiny_model, *words))
     with pytest.raises(
         RolloutError, match=r"4 devices a replica.*whose slots are 2: choose sizes with a product of 1, 2"
     ):

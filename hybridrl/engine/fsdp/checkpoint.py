@@ -239,7 +239,7 @@ def _save_hf(engine: FSDPEngine, folder: Path) -> None:
     dtype = getattr(engine.config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
     state = {}
-    for name, tensor in engine.whole_parameters(dtype):
+    for name, tensor in engine.whole_tensors(dtype):
         if distributed.get_rank() == 0:
             state[name] = tensor.cpu().contiguous()
     if distributed.get_rank() != 0:

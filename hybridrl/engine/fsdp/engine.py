@@ -102,6 +102,9 @@ class FSDPEngine(Engine):
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
         self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
+        buffers = dict(self.module.named_buffers())
+        # In the module's order, so that what belongs to a layer comes together; of tied parameters one.
+        self._exported = [name for name in self.module.state_dict() if name in self._parameters or name in buffers]
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if self.optim_config is not None:
             self.optimizer = build_optimizer(
@@ -374,19 +377,24 @@ class FSDPEngine(Engine):
             yield module
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from loading.to_checkpoint_names(self.module, self.whole_parameters(dtype))
+        yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
 
-    def whole_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Like `export_weights`, by the names of the module."""
-        for name, parameter in self._parameters.items():
-            whole = parameter.detach()
+        for name in self._exported:
+            if name not in self._parameters:
+                yield name, self.module.get_buffer(name)
+                continue
+            whole = self._parameters[name].detach()
             if isinstance(whole, DTensor):
                 # A shard that was offloaded has to be on the device before it can be gathered.
                 whole = cast(DTensor, whole.to(device.current_device())).full_tensor()
             yield name, whole if dtype is None else whole.to(dtype)
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
-        return sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters.values())
+        size = sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters.values())
+        buffers = [self.module.get_buffer(name) for name in self._exported if name not in self._parameters]
+        return size + sum(buffer.numel() * buffer.itemsize for buffer in buffers)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -84,11 +84,11 @@ class SamplingRequest(BaseModel):
     n: int = Field(1, ge=1, le=1024)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)  # as engines keep it
     max_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] = []
     include_stop_str_in_output: bool = False
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63 - 1024)  # with that of the last of `n` samples
     ignore_eos: bool = False
     stream: bool = False
     stream_options: dict[str, Any] = {}

@@ -28,7 +28,6 @@ from hybridrl.rollout.engine import (
     check_tensor_parallel,
 )
 from hybridrl.rollout.sglang import compat, wire
-from hybridrl.utils.device import is_gpu
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _LOG_LINES = 30
@@ -49,7 +48,7 @@ class SGLangEngine(InferenceEngine):
         self._totals = dict.fromkeys(_COUNTERS, 0.0)
 
     @classmethod
-    def check(cls, config: RolloutConfig, model: ModelConfig) -> None:
+    def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
         warning = compat.check_version()
         if warning:
             print(f"warning: {warning}")
@@ -60,7 +59,7 @@ class SGLangEngine(InferenceEngine):
                 f"{key}.data_parallel_size={config.data_parallel_size}: SGLang's own copies of a model cannot be given "
                 "weights while they run. Leave it at 1: devices that are left over hold further replicas"
             )
-        if config.full_determinism and not is_gpu():
+        if config.full_determinism and not on_gpu:
             raise RolloutError(
                 f"{key}.full_determinism=True: SGLang draws reproducibly on a GPU only; set it to False, or {key}.name "
                 "to hf or vllm"

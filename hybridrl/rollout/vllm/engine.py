@@ -41,7 +41,8 @@ class VLLMEngine(InferenceEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._meter = _Meter()
-        self._asleep: set[str] = set()
+        self._released: set[str] = set()  # what was to be given back
+        self._asleep: set[str] = set()  # what vLLM gave back
         self._engine: AsyncLLM
 
     def _finds_stop_strings(self) -> bool:
@@ -55,7 +56,7 @@ class VLLMEngine(InferenceEngine):
         return config.tensor_model_parallel_size * config.pipeline_model_parallel_size
 
     @classmethod
-    def check(cls, config: RolloutConfig, model: ModelConfig) -> None:
+    def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
         warning = compat.check_version()
         if warning:
             print(f"warning: {warning}")
@@ -68,6 +69,7 @@ class VLLMEngine(InferenceEngine):
                 f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or actor_rollout_ref.rollout.name=hf"
             )
         check_tensor_parallel(config, model)
+        _check_temperatures(config)
         if config.data_parallel_size > 1 and config.nnodes:
             raise RolloutError(
                 f"actor_rollout_ref.rollout.data_parallel_size={config.data_parallel_size} with "
@@ -149,15 +151,15 @@ class VLLMEngine(InferenceEngine):
             return _refused(request, f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {limit} tokens")
         if request.sampling.stop and not self._finds_stop_strings():
             return _refused(request, "vLLM finds stop strings only with rollout.stop or rollout.server.enable set")
-        params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
         last = None
         try:
+            params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
             async for output in self._engine.generate({"prompt_token_ids": request.prompt_ids}, params, request.id):
                 last = output
         except EngineDeadError:
             raise
-        except ValueError as error:
-            return _refused(request, str(error))
+        except compat.refusals() as error:
+            return _refused(request, str(error) or repr(error.__cause__ or error))
         if last is None:
             return Completion(request.id, [], [], "abort")
         answer = last.outputs[0]
@@ -187,6 +189,7 @@ class VLLMEngine(InferenceEngine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(params.stop),
+            skip_special_tokens=False,  # a stop string may hold one
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
@@ -206,12 +209,18 @@ class VLLMEngine(InferenceEngine):
             raise RuntimeError("vLLM did not drop its prefix cache, which was made with the old weights")
 
     async def release(self, tags: Sequence[str]) -> None:
-        if self._sleeps() and set(tags) >= set(MEMORY_TAGS):  # vLLM sleeps as a whole, or not at all
+        if not self._sleeps():
+            return
+        self._released |= set(tags)
+        if "weights" in self._released - self._asleep:  # then vLLM sleeps as a whole
             await self._engine.sleep(level=2)
-            self._asleep = set(tags)
+            self._asleep = set(MEMORY_TAGS)
+        elif "kv_cache" in self._released - self._asleep and await compat.release_cache(self._engine):
+            self._asleep.add("kv_cache")
 
     async def resume(self, tags: Sequence[str]) -> None:
-        waking = [tag for tag in MEMORY_TAGS if tag in tags and tag in self._asleep]
+        self._released -= set(tags)
+        waking = [tag for tag in MEMORY_TAGS if tag in self._asleep - self._released]
         if waking:
             await self._engine.wake_up(waking)
             self._asleep -= set(waking)
@@ -280,6 +289,19 @@ def _sampled_log_probs(logprobs: Any, count: int) -> list[float]:
     if hasattr(logprobs, "start_indices"):
         return [logprobs.logprobs[start] for start in logprobs.start_indices[:count]]
     return [next(iter(entry.values())).logprob for entry in logprobs[:count]]
+
+
+def _check_temperatures(config: RolloutConfig) -> None:
+    low, high = compat.TEMPERATURES
+    greedy = not config.val_kwargs.do_sample or config.val_kwargs.temperature == 0
+    used = {"temperature": config.temperature if config.do_sample else 1.0}
+    used["val_kwargs.temperature"] = 1.0 if greedy else config.val_kwargs.temperature
+    for name, value in used.items():
+        if not low <= value <= high:
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.{name}={value}: vLLM samples at temperatures from {low} to {high}; set one "
+                "of these, or rollout.name=hf"
+            )
 
 
 def _refused(request: Request, why: str) -> Completion:

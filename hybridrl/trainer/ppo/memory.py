@@ -12,10 +12,15 @@ _TRAINING = (
     "enable_gradient_checkpointing, or offload with {1}.param_offload and optimizer_offload; a rollout "
     f"engine keeps its memory while {_ROLLOUT}.free_cache_engine=False"
 )
+_GENERATION = (
+    f"lower {_ROLLOUT}.max_num_seqs or {_ROLLOUT}.gpu_memory_utilization, raise tensor_model_parallel_size, "
+    f"or set {_ACTOR}.fsdp_config.param_offload and optimizer_offload"
+)
 #: what to change where a phase runs out of memory
 SHORT_OF_MEMORY = {
-    "gen": f"lower {_ROLLOUT}.max_num_seqs or {_ROLLOUT}.gpu_memory_utilization, raise tensor_model_parallel_size, "
-    f"or set {_ACTOR}.fsdp_config.param_offload and optimizer_offload",
+    "gen": _GENERATION,
+    "gen_max": _GENERATION,
+    "testing": _GENERATION,
     "update_weights": f"lower {_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes or gpu_memory_utilization",
     "old_log_prob": f"lower {_ROLLOUT}.log_prob_micro_batch_size_per_gpu (or log_prob_max_token_len_per_gpu)",
     "ref": "lower actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu (or log_prob_max_token_len_per_gpu)",
@@ -38,6 +43,7 @@ class MemoryReport:
         self._trainer = trainer
         self._points: list[tuple[str, float]] = []
         self._total = 0.0
+        self.told = False
 
     def note(self, what: str) -> float:
         """Look now, and remember under this name."""
@@ -49,6 +55,7 @@ class MemoryReport:
 
     def tell(self) -> None:
         """Print what was noted."""
+        self.told = True
         pool = self._trainer.actor_rollout.resource_pool
         where = "device" if getattr(pool, "use_gpu", False) else "this machine's"
         points = ", ".join(f"{what} {used:.1f}" for what, used in self._points)

@@ -116,6 +116,7 @@ class RayPPOTrainer:
         self._reward_columns: list[str] = []
         steps = total_training_steps(config, prompts_per_epoch)
         self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=SHORT_OF_MEMORY)
+        self.memory = MemoryReport(self)
 
     def init_workers(self, groups: Mapping[Role, RayWorkerGroup] | None = None) -> None:
         """Start the worker processes, unless `groups` brings them started, and have each load its model."""
@@ -143,11 +144,10 @@ class RayPPOTrainer:
         self._start_rollout()
 
     def _start_rollout(self) -> None:
-        """Start what generates, and tell how much memory each phase has."""
+        """Start what generates, and see how much memory each phase has; the first `reshard` tells."""
         manager, trainer = self.resource_pool_manager, self.config.trainer
         own = manager is not None and Role.Rollout in manager.mapping
-        memory = MemoryReport(self)
-        loaded = memory.note("models loaded")
+        loaded = self.memory.note("models loaded")
         self.rollout = start_rollout(
             self.config.actor_rollout_ref,
             self.actor_rollout,
@@ -157,12 +157,11 @@ class RayPPOTrainer:
             log_folder=self.run.folder / "logs",
         )
         if not self.rollout.in_place:
-            awake = memory.note("with engines")
+            awake = self.memory.note("with engines")
             self.rollout.release()
-            released = memory.note("while they sleep")
+            released = self.memory.note("while they sleep")
             if self.rollout.gives_memory_back:
-                memory.check_released(loaded, awake, released)
-        memory.tell()
+                self.memory.check_released(loaded, awake, released)
 
     def fit(self) -> None:
         """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
@@ -385,6 +384,9 @@ class RayPPOTrainer:
         """The policy generates with its present weights from now on."""
         with self.run.phase("update_weights"):
             self.run.metrics |= self.rollout.update_weights(version=self.run.step)
+        if not self.memory.told:
+            self.memory.note("with new weights")
+            self.memory.tell()
 
     def _updates_per_step(self, settings: Any) -> int:
         """Optimizer steps that a model takes in each training step."""

@@ -1,0 +1,112 @@
+"""One replica without its process: where a request that was interrupted ends, and which memory vLLM gives back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain_engine import PlainEngine
+
+from hybridrl.models.facts import tokenizer_of
+from hybridrl.rollout.engine import MEMORY_TAGS, Completion, Request
+from hybridrl.rollout.replica import Replica
+from hybridrl.rollout.sampling import SamplingParams
+
+SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8)
+
+
+class Interrupted(PlainEngine):
+    """Answers with given parts, all but the last cut off."""
+
+    parts: list[list[int]]
+
+    async def generate(self, request: Request) -> Completion:
+        tokens = self.parts.pop(0)
+        return Completion(request.id, tokens, [-1.0] * len(tokens), "abort" if self.parts else "length")
+
+
+def completion_of(model: Path, parts: list[list[int]], **sampling: Any) -> Completion:
+    """What a replica makes of these parts of one request."""
+
+    async def run() -> Completion:
+        engine = Interrupted.of(model)
+        engine.parts = parts
+        replica = Replica("plain", replace(engine.spec, load_weights=True), {})
+        replica._engine = engine
+        return await replica.generate(Request("a", [6, 7], replace(SAMPLED, **sampling)))
+
+    return asyncio.run(run())
+
+
+def test_a_request_that_was_cut_off_at_its_eos_has_ended(tiny_model: Path) -> None:
+    """Engines that finish the forward pass they are in may be at the last token when they are told to end."""
+    (eos, *_) = PlainEngine.of(tiny_model).spec.eos_token_ids
+    answer = completion_of(tiny_model, [[10, eos], [11, 12]])
+    assert (answer.token_ids, answer.finish_reason) == ([10, eos], "stop")
+    answer = completion_of(tiny_model, [[10, eos], [11, 12]], ignore_eos=True)
+    assert (answer.token_ids, answer.finish_reason) == ([10, eos, 11, 12], "length")
+    answer = completion_of(tiny_model, [[10, 13], [11, 12]])
+    assert (answer.token_ids, answer.finish_reason) == ([10, 13, 11, 12], "length")
+
+
+@pytest.mark.parametrize("parts", [["12", "34", "56"], ["123", "4", "56"], ["1234", "56"], ["12", "345", "6"]])
+def test_a_stop_string_over_parts_ends_the_request(tiny_model: Path, parts: list[str]) -> None:
+    tokenizer = tokenizer_of(PlainEngine.of(tiny_model).spec.model)
+    ids = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
+    assert sum(map(len, ids)) == 6
+    answer = completion_of(tiny_model, ids, stop=("234",))
+    assert tokenizer.decode(answer.token_ids) == "1234" and answer.finish_reason == "stop"
+    assert len(answer.log_probs) == 4 == sum(count for _, count in answer.versions)
+
+
+class Sleeper:
+    """vLLM's engine as far as memory goes; refuses what vLLM refuses."""
+
+    def __init__(self, discards: bool) -> None:
+        self.asleep: set[str] = set()
+        if discards:
+            self.release_kv_cache_memory = self._release_cache
+
+    async def sleep(self, level: int) -> None:
+        assert level == 2 and "weights" not in self.asleep
+        self.asleep = set(MEMORY_TAGS)
+
+    async def _release_cache(self) -> None:
+        assert "kv_cache" not in self.asleep
+        self.asleep.add("kv_cache")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        assert tags and set(tags) <= self.asleep
+        self.asleep -= set(tags)
+
+
+@pytest.mark.parametrize("discards", [True, False], ids=["0.32", "without release_kv_cache_memory"])
+def test_vllm_gives_back_what_is_asked_for_in_any_order(tiny_model: Path, discards: bool) -> None:
+    from hybridrl.rollout.vllm.engine import VLLMEngine
+
+    weights, cache, both = ["weights"], ["kv_cache"], list(MEMORY_TAGS)
+    spec = replace(PlainEngine.of(tiny_model).spec, devices=(0,))
+
+    async def run(*calls: tuple[str, list[str]]) -> set[str]:
+        engine, sleeper = VLLMEngine(spec), Sleeper(discards)
+        engine._engine = sleeper  # type: ignore[assignment]
+        for method, tags in calls:
+            await getattr(engine, method)(tags)
+        return sleeper.asleep
+
+    def asleep(*calls: tuple[str, list[str]]) -> set[str]:
+        return asyncio.run(run(*calls))
+
+    assert asleep(("release", both)) == set(both)
+    assert asleep(("release", cache), ("release", weights)) == set(both)
+    assert asleep(("release", weights)) == set(both)  # it sleeps as a whole
+    assert asleep(("release", weights), ("resume", weights)) == set()
+    assert asleep(("release", both), ("resume", weights)) == set(cache)
+    # a step that had nothing to generate: the cache was never taken again
+    assert asleep(("release", both), ("resume", weights), ("release", weights)) == set(both)
+    assert asleep(("release", both), ("resume", weights), ("resume", cache)) == set()
+    assert asleep(("release", cache)) == (set(cache) if discards else set())
+    assert asleep(("release", cache), ("resume", cache)) == set()
