@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -66,6 +67,7 @@ class ReplicaPool:
         self._balancer = Balancer(window=room + max(8, room // 4))  # the engine's queue never runs dry
         self._futures: dict[str, Future[Completion]] = {}
         self._aborted: set[str] = set()
+        self._losses: Counter[str] = Counter()  # how often a request's replica was lost
         self._lock = threading.RLock()
         self._weights_lock = threading.Lock()
         self._error: RolloutError | None = None
@@ -153,7 +155,8 @@ class ReplicaPool:
         """A completion of each request, in their order; meanwhile replicas that were lost get their weights again.
 
         Raises:
-            RolloutError: the engine refuses a request, or replicas cannot be kept alive.
+            RolloutError: the engine refuses a request, one has brought down its replica again and again, or replicas
+                cannot be kept alive.
         """
         futures = waiting = self.submit(requests)
         while waiting:
@@ -162,7 +165,7 @@ class ReplicaPool:
         completions = [future.result() for future in futures]
         for completion in completions:
             if completion.finish_reason == "error":
-                raise RolloutError(f"the engine refuses request {completion.id}: {completion.error}")
+                raise RolloutError(f"request {completion.id} failed: {completion.error}")
         return completions
 
     def _hand_out(self) -> None:
@@ -183,6 +186,7 @@ class ReplicaPool:
 
     def _answer(self, completion: Completion) -> None:
         self._aborted.discard(completion.id)
+        del self._losses[completion.id]
         future = self._futures.pop(completion.id, None)
         if future is not None and future.set_running_or_notify_cancel():
             future.set_result(completion)
@@ -269,10 +273,6 @@ class ReplicaPool:
             member.restarts += 1
             self.rerun += len(lost)
             self._balancer.forget(member.index)
-            for request in lost:
-                if request.id in self._aborted:
-                    self._answer(Completion(request.id, [], [], "abort"))
-            self._balancer.add([request for request in lost if request.id in self._futures], first=True)
             if member.failures > self.settings.max_restarts:
                 self._fail(
                     RolloutError(
@@ -282,6 +282,15 @@ class ReplicaPool:
                     )
                 )
                 return
+            self._losses.update(request.id for request in lost)
+            for request in lost:
+                if request.id in self._aborted:
+                    self._answer(Completion(request.id, [], [], "abort"))
+                elif self._losses[request.id] > self.settings.max_restarts:  # it may well be what kills them
+                    fault = f"its replica was lost {self._losses[request.id]} times (rollout.max_restarts); now {why}"
+                    fault += end_of_log(member.log_file)
+                    self._answer(Completion(request.id, [], [], "error", error=fault))
+            self._balancer.add([request for request in lost if request.id in self._futures], first=True)
             self._hand_out()  # to the others
         logger.warning("replica %d: %s; %d requests run again", member.index, why, len(lost))
         self._start_again(member)

@@ -1,4 +1,4 @@
-"""vLLM replicas on the trainer's GPU: weights by CUDA IPC, memory given back, log-probabilities alike."""
+"""Replicas on the trainer's GPU: weights by CUDA IPC, memory given back, log-probabilities alike."""
 
 import importlib.util
 
@@ -14,22 +14,21 @@ from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout import start_rollout
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.timeout(900),
-]
+pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def parts(request, tmp_path_factory):
     """One rank on one GPU, and a replica beside it."""
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed: bash scripts/install.sh cuda {request.param}")
     folder = tmp_path_factory.mktemp("model")
     model = build_tiny_model(folder / "model", hidden=512, layers=4, heads=8, kv_heads=4)
     config = load_config(
         "ppo_trainer",
         overrides=[
             f"actor_rollout_ref.model.path={model}",
-            "actor_rollout_ref.rollout.name=vllm",
+            f"actor_rollout_ref.rollout.name={request.param}",
             "actor_rollout_ref.rollout.dtype=bfloat16",
             "actor_rollout_ref.rollout.prompt_length=32",
             "actor_rollout_ref.rollout.response_length=64",
@@ -82,3 +81,17 @@ def test_sleeping_gives_the_memory_back_and_waking_takes_new_weights(parts) -> N
     difference = (ours - batch.batch["rollout_log_probs"]).abs()
     assert float(difference.mean()) < 5e-3 and float(difference.max()) < 0.3  # bfloat16 on both sides
     assert used(group) - before > 1
+
+
+def test_a_step_that_generates_nothing_gives_all_memory_back_too(parts) -> None:
+    """After an update the weights are awake and the cache is not, until there is something to generate."""
+    group, rollout, before = parts
+    rollout.update_weights(1)
+    rollout.generate(prompts())
+    awake = used(group)
+    rollout.release()
+    rollout.update_weights(2)
+    updated = used(group)
+    rollout.release()
+    asleep = used(group)
+    assert before < updated < awake and asleep - before < 0.25 * (awake - before)

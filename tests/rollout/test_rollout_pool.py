@@ -266,6 +266,14 @@ def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
         pool.generate(requests(1, "h"))
 
 
+def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_pool) -> None:
+    pool = make_pool(max_restarts=1)
+    with pytest.raises(RolloutError, match=r"failed: its replica was lost 2 times \(rollout.max_restarts\); now its"):
+        pool.generate(requests(1, "j", first=DEADLY))
+    until_ready(pool)
+    assert len(pool.generate(requests(4, "k"))) == 4 and pool.restarts == 2
+
+
 def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
     monkeypatch.setattr("hybridrl.rollout.pool._HEALTH_EVERY_S", 0.2)
     pool = make_pool(replicas=1, stuck_timeout_s=1.0, max_restarts=0)

@@ -236,7 +236,7 @@ def test_a_request_that_vllm_refuses_harms_nobody(rollout) -> None:
     refused = [
         replace(fine, id="hot", sampling=replace(fine.sampling, temperature=2.5)),
         replace(fine, id="far", sampling=replace(fine.sampling, seed=2**70)),
-        replace(fine, id="wide", prompt_ids=[10**6]),
+        replace(fine, id="long", prompt_ids=[6] * (PROMPT + WIDTH)),
     ]
     *answers, good = [future.result(timeout=60) for future in rollout.pool.submit([*refused, fine])]
     assert [answer.finish_reason for answer in answers] == ["error"] * 3 and all(answer.error for answer in answers)
