@@ -260,10 +260,10 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
     try:
         for version in range(2):
             rollout.update_weights(version)
-            batch = rollout.generate(prompts_of(16, n=2))
+            batch = rollout.generate(prompts_of(16, n=8))
             assert_same_distribution(policy, batch, temperature=2.0)
             policy.disturb(0.02)
-        again = rollout.generate(prompts_of(16, n=2))
+        again = rollout.generate(prompts_of(16, n=8))
         assert torch.equal(again.batch["responses"], batch.batch["responses"])  # the same requests, the same noise
         ends = set(tokenizer_of(config.model).convert_tokens_to_ids(["7", "<|im_end|>"]))
         rows = zip(batch.batch["responses"], batch.batch["response_mask"].bool(), strict=True)

