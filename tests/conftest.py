@@ -73,9 +73,11 @@ def ray_session() -> Iterator[None]:
     """One Ray for all tests of the session: 16 logical CPUs whatever the machine has, a 256 MB object store."""
     import ray
 
+    from hybridrl.single_controller.ray.cluster import start_ray
+
     started = not ray.is_initialized()
     if started:
-        ray.init(
+        start_ray(
             address="local",  # another's cluster on this machine is none of ours
             num_cpus=16,
             include_dashboard=False,

@@ -265,9 +265,10 @@ class ReplicaPool:
         """Put a replica's requests back and start it again, unless it was lost too often."""
         member = up.member
         with self._lock:
-            if self._closed.is_set() or member.incarnation != up.incarnation or member.state == "down":
+            if self._closed.is_set() or member.incarnation != up.incarnation:
                 return
             member.state, member.collecting, member.health = "down", None, None
+            member.incarnation = ""  # what else fails of this process is no news
             lost, member.in_flight = list(member.in_flight.values()), {}
             member.failures += 1
             member.restarts += 1

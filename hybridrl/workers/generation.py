@@ -1,6 +1,6 @@
 """What generates for a program that only generates: `main_generation`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +9,12 @@ from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, SamplingParams
 from hybridrl.rollout.endpoint import Endpoint, Reply
 from hybridrl.rollout.noise import stream_keys
+from hybridrl.rollout.stop import StopStrings
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hybridrl.workers.rollout import start_rollout
 
-__all__ = ["Endpoint", "Reply", "Rollout", "end_tokens", "sampling_of", "start_processes"]
+__all__ = ["Endings", "Endpoint", "Reply", "Rollout", "sampling_of", "start_processes"]
 
 ROLE = "actor_rollout_ref"
 
@@ -76,7 +77,21 @@ def sampling_of(rollout: RolloutConfig, row: int, sample: int) -> SamplingParams
     return replace(SamplingParams.for_training(rollout), seed=int(key) >> 33)  # 31 bits: what every endpoint takes
 
 
-def end_tokens(config: ActorRolloutRefConfig) -> set[int]:
-    """Tokens that end a response."""
-    model = config.model
-    return set(eos_token_ids(model.path, config_of(model), tokenizer_of(model)))
+class Endings:
+    """Tells from a response's tokens whether it ended by itself.
+
+    Args:
+        config: whose `rollout` says where a response ends, and whose `model` with which tokens.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig) -> None:
+        model, tokenizer = config.model, tokenizer_of(config.model)
+        sampling = SamplingParams.for_training(config.rollout)
+        self._limit = sampling.max_new_tokens
+        self._eos = set() if sampling.ignore_eos else set(eos_token_ids(model.path, config_of(model), tokenizer))
+        self._stop = StopStrings(tokenizer, sampling.stop)
+
+    def reason(self, token_ids: Sequence[int]) -> str:
+        """``stop`` where it ended by itself, be it with the last token that it may have; else ``length``."""
+        cut_off = len(token_ids) >= self._limit and token_ids[-1] not in self._eos and not self._stop.ends(token_ids)
+        return "length" if cut_off else "stop"

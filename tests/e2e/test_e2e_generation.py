@@ -135,6 +135,22 @@ def test_parts_and_processes_have_no_influence_and_done_is_done(
         )
 
 
+def test_a_response_that_ends_by_itself_with_its_last_token_was_not_cut_off(
+    words: list[str], ray_session: None, micro_model: Path
+) -> None:
+    strings = list("0123456789abcdefghij")
+    stop = f"actor_rollout_ref.rollout.stop=[{','.join(map(repr, strings))}]"
+    found = generate([*words, stop, "data.max_response_length=3", "data.log_probs=True"])
+    tokenizer = AutoTokenizer.from_pretrained(micro_model)
+    at_limit = []
+    for row in found.itertuples():
+        for ids, reason in zip(row.responses_token_ids, row.responses_finish_reasons, strict=True):
+            ended = ids[-1] == tokenizer.eos_token_id or any(string in tokenizer.decode(ids) for string in strings)
+            assert reason == ("stop" if ended else "length") and (ended or len(ids) == 3)
+            at_limit += [reason] * (len(ids) == 3)
+    assert set(at_limit) == {"stop", "length"}
+
+
 def test_rows_of_json_keep_their_columns(words: list[str], tmp_path: Path, ray_session: None) -> None:
     rows = [
         {"prompt": [{"role": "user", "content": f"Sort: {n}1"}], "level": n, "tags": ["a"] * n, "note": None}

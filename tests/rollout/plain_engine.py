@@ -17,8 +17,9 @@ from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.rollout.engine import Completion, EngineSpec, InferenceEngine, Request
 from hybridrl.rollout.sampling import draw
 
-#: a prompt that begins with this token ends the process; one that begins with the next hangs the engine
-DEADLY, HANGING = 120, 121
+#: a prompt that begins with this token takes its time; one with the next ends the process, one with the last hangs it
+SLOW, DEADLY, HANGING = 119, 120, 121
+_SLOW_TOKEN_S = 0.03
 
 
 class PlainEngine(InferenceEngine):
@@ -73,7 +74,7 @@ class PlainEngine(InferenceEngine):
             generator = torch.Generator().manual_seed(sampling.seed)
         limit = min(request.sampling.max_new_tokens, self.spec.max_model_len - len(request.prompt_ids))
         for _ in range(limit):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(_SLOW_TOKEN_S if request.prompt_ids[0] == SLOW else 0.001)
             if request.id in self.ended:
                 self.ended.discard(request.id)
                 return Completion(request.id, tokens, log_probs, "abort")

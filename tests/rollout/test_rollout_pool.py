@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import threading
 import time
 import urllib.request
 from collections import Counter
@@ -16,7 +15,7 @@ import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_engine import DEADLY, HANGING
+from plain_engine import DEADLY, HANGING, SLOW
 
 from hybridrl.config import load_config
 from hybridrl.hybrid_engine.transfer import SharedMemoryLane, stream
@@ -87,9 +86,18 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pool(make_pool):
+def shared_pool(make_pool):
     """One that all tests share which leave it whole."""
     return make_pool()
+
+
+@pytest.fixture
+def pool(shared_pool):
+    """The shared one, idle and ready again behind a test that failed in between."""
+    yield shared_pool
+    shared_pool.abort()
+    shared_pool.resume()
+    shared_pool.unpause()
 
 
 def requests(count: int, prefix: str, first: int = 6, sampling: SamplingParams = SAMPLED) -> list[Request]:
@@ -106,6 +114,19 @@ def until_ready(pool: ReplicaPool) -> None:
         assert time.monotonic() < deadline, pool.health()
         pool.generate(requests(1, f"again{request_number()}-"))
         time.sleep(0.2)
+
+
+def until_each_generates(pool: ReplicaPool) -> None:
+    """Wait until every replica is in the midst of a request; `SLOW` ones stay there for a while."""
+    before, deadline = generated(pool), time.monotonic() + 60
+    while any(now == then for now, then in zip(generated(pool), before, strict=True)):
+        assert time.monotonic() < deadline, pool.statistics()
+        time.sleep(0.02)
+
+
+def generated(pool: ReplicaPool) -> list[float]:
+    """Tokens of each replica so far."""
+    return [part["generated_tokens"] for part in pool.statistics().values()]
 
 
 def log_probs_of(model, request: Request, tokens: list[int]) -> torch.Tensor:
@@ -134,9 +155,9 @@ def test_every_request_is_answered_once_and_in_order(pool, model) -> None:
 def test_weights_arrive_whole_in_small_buckets_and_requests_go_on_with_their_tokens(pool, model) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     long = SamplingParams(True, 1.0, 1.0, -1, 100, ignore_eos=True)
-    asked = requests(8, "b", sampling=long)
+    asked = requests(8, "b", first=SLOW, sampling=long)
     futures = pool.submit(asked)
-    time.sleep(0.3)
+    until_each_generates(pool)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -178,12 +199,12 @@ def test_what_no_replica_has_room_for_is_told(pool) -> None:
 
 def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
     endless = SamplingParams(True, 1.0, 1.0, -1, 100, ignore_eos=True)
-    futures = pool.submit(requests(4, "c", sampling=endless))
-    time.sleep(0.3)
+    futures = pool.submit(requests(4, "c", first=SLOW, sampling=endless))
+    until_each_generates(pool)
     pool.pause()
-    tokens = [part["generated_tokens"] for part in pool.statistics().values()]
+    tokens = generated(pool)
     time.sleep(0.3)
-    assert [part["generated_tokens"] for part in pool.statistics().values()] == tokens
+    assert generated(pool) == tokens
     assert not any(future.done() for future in futures)
     pool.abort()
     answers = [future.result(timeout=60) for future in futures]
@@ -193,13 +214,17 @@ def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
     assert len(pool.generate(requests(2, "d"))[0].token_ids) == 12
 
 
-def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model) -> None:
-    asked = requests(60, "e", sampling=SamplingParams(True, 1.0, 1.0, -1, 60, ignore_eos=True))
+def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model, monkeypatch) -> None:
+    monkeypatch.setattr("hybridrl.rollout.pool._HEALTH_EVERY_S", 0.0)  # two calls to it fail at once
+    asked = requests(30, "e", first=SLOW, sampling=SamplingParams(True, 1.0, 1.0, -1, 40, ignore_eos=True))
     first, before = pool._members[0].info.pid, pool.restarts
-    threading.Timer(0.5, lambda: os.kill(first, signal.SIGKILL)).start()
-    answers = pool.generate(asked)
+    with ThreadPoolExecutor(1) as thread:
+        generating = thread.submit(pool.generate, asked)
+        until_each_generates(pool)
+        os.kill(first, signal.SIGKILL)
+        answers = generating.result()
     assert Counter(answer.id for answer in answers) == Counter(request.id for request in asked)
-    assert all(len(answer.token_ids) == 60 for answer in answers)
+    assert all(len(answer.token_ids) == 40 for answer in answers) and pool.rerun
     until_ready(pool)
     assert pool.restarts == before + 1 and pool._members[0].info.pid != first
     for request, answer in zip(requests(20, "f"), pool.generate(requests(20, "f")), strict=True):
@@ -351,7 +376,7 @@ def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> No
     def ask(number: int):
         return client.completions.create(
             model=access.model,
-            prompt=[6, 7 + number, 8],
+            prompt=[SLOW, 7 + number, 8],
             max_tokens=100,
             extra_body={"ignore_eos": True, "session_id": f"episode {number // 2}"},
         )

@@ -3,8 +3,9 @@
 import os
 import signal
 import sys
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -185,22 +186,30 @@ def test_limits_and_ends_of_a_response(policy, rollout, tiny_model) -> None:
     assert not torch.equal(*seeded)  # without full_determinism every call draws anew
 
 
+def generate_while(rollout, asked: DataProto, event: Callable[[], object]) -> DataProto:
+    """What is generated when `event` happens while each replica is at it."""
+    before = generated(rollout)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(rollout.generate, asked)
+        while any(now == then for now, then in zip(generated(rollout), before, strict=True)):
+            assert not answer.done(), "all was generated before a replica was seen to generate"
+        event()
+        return answer.result(timeout=300)
+
+
+def generated(rollout) -> list[float]:
+    """Tokens of each replica so far."""
+    return [part["generated_tokens"] for part in rollout.pool.statistics().values()]
+
+
 def test_requests_go_on_under_new_weights_and_say_which_made_each_token(policy, rollout) -> None:
-    found: list[DataProto] = []
-    asked = prompts_of(64, n=8, ignore_eos=True)
-    thread = threading.Thread(target=lambda: found.append(rollout.generate(asked)))
-    before = sum(part["generated_tokens"] for part in rollout.pool.statistics().values())
-    thread.start()
-    while (
-        sum(part["generated_tokens"] for part in rollout.pool.statistics().values()) <= before
-        or not rollout.pool._futures
-    ):
-        time.sleep(0.001)
     old = rollout.version
-    policy.disturb(0.02)
-    rollout.update_weights(old + 1)
-    thread.join(timeout=300)
-    batch = found[0]
+
+    def update() -> None:
+        policy.disturb(0.02)
+        rollout.update_weights(old + 1)
+
+    batch = generate_while(rollout, prompts_of(64, n=8, ignore_eos=True), update)
     assert (batch.batch["response_mask"].sum(1) == WIDTH).all()
     versions = batch.batch["weight_versions"]
     assert set(versions.unique().tolist()) <= {old, old + 1} and (versions.diff(dim=1) >= 0).all()
@@ -217,8 +226,7 @@ def test_a_replica_killed_while_generating_costs_no_sample(policy, rollout) -> N
     victim = rollout.pool._members[0].info.pid
     cores = [child.pid for child in Process(victim).children(recursive=True)]
     asked = prompts_of(64, n=8, ignore_eos=True)
-    threading.Timer(0.05, lambda: [os.kill(pid, signal.SIGKILL) for pid in cores]).start()
-    batch = rollout.generate(asked)
+    batch = generate_while(rollout, asked, lambda: [os.kill(pid, signal.SIGKILL) for pid in cores])
     assert (batch.batch["response_mask"].sum(1) == WIDTH).all() and len(batch) == 512
     assert torch.equal(batch.batch["prompts"], asked.batch["input_ids"])
     deadline = time.monotonic() + 300

@@ -107,6 +107,20 @@ def run_driver(folder: Path, mode: str) -> subprocess.Popen[str]:
     )
 
 
+def run_to_its_end(folder: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "driver.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "driver.py", *words],
+        cwd=folder,
+        env=environment_of(folder),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def first_json(driver: subprocess.Popen[str]) -> Any:
     assert driver.stdout is not None
     for line in driver.stdout:
@@ -146,6 +160,44 @@ def test_interrupt_leaves_workers_alone_and_a_killed_driver_takes_all_with_it(us
     driver.kill()
     driver.wait()
     assert_all_gone([*workers, *own])
+
+
+SLOW_START = """
+import sys
+import psutil, ray
+from ray._private import services
+from hybridrl.single_controller import PlacementError, init_ray, shutdown_ray
+
+def late(*args, tries=[], real=services.get_node):
+    # Ray's processes have begun, and it has just given them up
+    tries.append(len([child for child in psutil.Process().children() if child.name() == "raylet"]))
+    if len(tries) <= int(sys.argv[1]):
+        raise Exception("The current node timed out during startup. This could happen because")
+    print("raylets of each try:", tries)
+    return real(*args)
+
+services.get_node = late
+try:
+    init_ray({}, {"pool": [1]}, use_gpu=False)
+    print("answer:", ray.get(ray.remote(lambda: 42).remote()))
+except PlacementError as error:
+    print("refused:", error)
+    print("left:", [child.name() for child in psutil.Process().children()])
+shutdown_ray()
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [
+        (1, ["raylets of each try: [1, 1]", "answer: 42"]),
+        (2, ["refused: Ray did not start here within 30 s, tried twice", "left: []"]),
+    ],
+)
+def test_ray_that_is_not_up_in_time_is_started_once_more(user_folder: Path, late: int, told: list[str]) -> None:
+    done = run_to_its_end(user_folder, SLOW_START, str(late))
+    assert all(words in done.stdout for words in told), done.stdout
+    assert done.stderr.count("trying once more") == 1
 
 
 CLUSTER = """
@@ -189,16 +241,7 @@ if __name__ == "__main__":
 
 
 def test_running_cluster_of_two_nodes_is_joined(user_folder: Path) -> None:
-    (user_folder / "driver.py").write_text(CLUSTER)
-    done = subprocess.run(
-        [sys.executable, "driver.py"],
-        cwd=user_folder,
-        env=environment_of(user_folder),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_to_its_end(user_folder, CLUSTER)
     seen = json.loads(done.stdout.splitlines()[-1])
     given_cpus, one_node, too_many = seen["refusals"]
     assert "ray_kwargs.ray_init.num_cpus=8 cannot be set" in given_cpus and "unset the address" in given_cpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import site
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.job_config import JobConfig
 
 from hybridrl.single_controller.base.errors import PlacementError
@@ -20,7 +22,10 @@ from hybridrl.single_controller.ray.capacity import check_placement, cluster_has
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
 
+logger = logging.getLogger(__name__)
+
 _ANSWER_LIMIT_S = 10.0
+_TOO_SLOW = "timed out during startup"  # of Ray's message
 _SETTINGS_FRAME = 4
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 
@@ -66,7 +71,7 @@ def init_ray(
         logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
             _check_answers(options["address"])
-            ray.init(**options)
+            start_ray(**options)
         except ConnectionError as error:
             raise PlacementError(
                 f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or "
@@ -81,6 +86,46 @@ def init_ray(
         {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
     )
     return wants_gpu
+
+
+def start_ray(**options: Any) -> None:
+    """``ray.init``, tried again where Ray, started here, is not up within the 30 s that it gives itself.
+
+    A machine that is busy for half a minute is no reason to end a run.
+
+    Raises:
+        PlacementError: it was not up in time twice.
+    """
+    before = _rays_processes()
+    for last in (False, True):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if _TOO_SLOW not in str(error):  # Ray raises a plain Exception
+                raise
+            left = _rays_processes() - before
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=_ANSWER_LIMIT_S)
+            if last:
+                raise PlacementError(
+                    "Ray did not start here within 30 s, tried twice: the machine is busy with something else, or "
+                    f"Ray's own processes fail; their logs are in {get_default_ray_temp_dir()}/session_latest/logs. "
+                    "Join a cluster that runs (`ray start --head`), or try again later"
+                ) from error
+            logger.warning("Ray did not start within 30 s, the machine is busy: trying once more")
+
+
+def _rays_processes() -> set[psutil.Process]:
+    """What `ray.init` has started in this process, with what that has started: all name the session's folder."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any(f"{os.sep}session_" in word for word in process.cmdline()):
+                found.add(process)
+    return found
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:

@@ -16,7 +16,7 @@ from hybridrl.trainer.generation.output import Output, parts_folder
 from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
 from hybridrl.trainer.start import USES_GPU, workers_starting
-from hybridrl.workers.generation import ROLE, Rollout, end_tokens, start_processes
+from hybridrl.workers.generation import ROLE, Endings, Rollout, start_processes
 from hybridrl.workers.rollout import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
 
 _OVERLAP = 2  # parts under way with an engine: the end of one, where few long responses are left, leaves room
@@ -60,7 +60,7 @@ def _in_cluster(config: GenerationConfig) -> None:
     with workers_starting(config.ray_kwargs.ray_init, manager, device, spawn) as started:
         tokenizer = tokenizer_of(config.actor_rollout_ref.model)
         identity = checked_identity(config.actor_rollout_ref.model, tokenizer)
-        responder = ClusterResponder.of(config, tokenizer, end_tokens(config.actor_rollout_ref))
+        responder = ClusterResponder.of(config, tokenizer, Endings(config.actor_rollout_ref))
         output = _output(config, responder, {"engine": engine, "model": identity})
         if output.is_complete:
             return

@@ -16,7 +16,7 @@ from hybridrl.protocol import DataProto, object_array
 from hybridrl.trainer.generation.output import Response
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.utils.errors import UserError
-from hybridrl.workers.generation import Endpoint, Reply, sampling_of
+from hybridrl.workers.generation import Endings, Endpoint, Reply, sampling_of
 
 
 class Responder(Protocol):
@@ -42,21 +42,21 @@ class ClusterResponder:
         config: the whole configuration.
         dataset: the prompts.
         tokenizer: turns responses into text.
-        ends: tokens that end a response.
+        endings: tells how a response ended.
     """
 
-    def __init__(self, config: GenerationConfig, dataset: RLHFDataset, tokenizer: Any, ends: set[int]) -> None:
+    def __init__(self, config: GenerationConfig, dataset: RLHFDataset, tokenizer: Any, endings: Endings) -> None:
         self.config = config
         self.dataset = dataset
         self.tokenizer = tokenizer
-        self.ends = ends
+        self.endings = endings
         self.in_flight = 1
         self.generate: Callable[[DataProto], DataProto]
         self._collate = PromptCollator(pad_token_id(tokenizer))
         self.rows = dataset.table.arrow().take(pa.array(dataset.indices))
 
     @classmethod
-    def of(cls, config: GenerationConfig, tokenizer: Any, ends: set[int]) -> "ClusterResponder":
+    def of(cls, config: GenerationConfig, tokenizer: Any, endings: Endings) -> "ClusterResponder":
         """With the prompts that `data` names.
 
         Raises:
@@ -69,7 +69,7 @@ class ClusterResponder:
                 f"data.custom_cls: {type(dataset).__name__} is not derived from hybridrl.data.RLHFDataset, so which "
                 "columns of the input to keep is not known; derive it from that"
             )
-        return cls(config, dataset, tokenizer, ends)
+        return cls(config, dataset, tokenizer, endings)
 
     def respond(self, items: Sequence[int]) -> list[list[Response]]:
         rows = [self.dataset[item] for item in items]
@@ -89,14 +89,13 @@ class ClusterResponder:
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         keep = self.config.data.log_probs
         log_probs: torch.Tensor | None = tensors["rollout_log_probs"] if keep else None
-        n, limit = self.config.data.n_samples, self.config.data.max_response_length
+        n = self.config.data.n_samples
         found: list[list[Response]] = [[] for _ in prompt_tokens]
         for row, (ids, text) in enumerate(zip(tokens, texts, strict=True)):
-            full = len(ids) >= limit and ids[-1] not in self.ends
             found[row // n].append(
                 Response(
                     text=text,
-                    finish_reason="length" if full else "stop",
+                    finish_reason=self.endings.reason(ids),
                     prompt_tokens=prompt_tokens[row // n],
                     tokens=len(ids),
                     token_ids=ids if keep else None,
