@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -32,16 +35,37 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.env
 if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
+import hypothesis  # noqa: E402  (the environment comes first)
 import pytest  # noqa: E402  (the environment comes first)
 import torch  # noqa: E402  (the environment comes first)
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("tests", deadline=None)  # an example may wait for its turn on a busy machine
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def finish() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command to its end, and returns its output; late, it is ended with what it started."""
+
+    def run(command: list[str], limit: float = 500.0, **options: Any) -> subprocess.CompletedProcess[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes, start_new_session=True, **options) as process:
+            try:
+                output, errors = process.communicate(timeout=limit)
+            except BaseException:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    return run
 
 
 @pytest.fixture(scope="session")

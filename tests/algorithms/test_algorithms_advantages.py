@@ -68,7 +68,7 @@ shapes = st.builds(make, st.integers(0, 10**6), st.integers(2, 9), st.integers(2
 paired = st.builds(
     make, st.integers(0, 10**6), st.integers(2, 9), st.integers(2, 6), st.booleans(), st.booleans(), st.just(2)
 )
-many = settings(max_examples=40, deadline=None, derandomize=True)
+many = settings(max_examples=40, derandomize=True)
 
 
 def expected(name: str, b: Batch) -> tuple[list, list]:
@@ -158,7 +158,7 @@ def padded(batch: Batch, extra: int) -> Batch:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(batch=paired)
 def test_padding_and_what_stands_in_it_change_nothing(name: str, batch: Batch) -> None:
     width = batch.tensors["response_mask"].shape[1]
@@ -169,7 +169,7 @@ def test_padding_and_what_stands_in_it_change_nothing(name: str, batch: Batch) -
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "grpo_passk"])
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(batch=shapes, seed=st.integers(0, 99))
 def test_the_order_of_rows_changes_nothing(name: str, batch: Batch, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(len(batch.others["uid"]))
@@ -188,7 +188,7 @@ def test_passk_gives_the_first_of_equals() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "gae"])
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(batch=paired, shift=st.floats(-5, 5))
 def test_a_constant_added_to_every_score_of_a_group_changes_nothing(name: str, batch: Batch, shift: float) -> None:
     if name == "gae":
@@ -221,7 +221,7 @@ def test_a_constant_added_to_every_score_of_a_group_changes_nothing(name: str, b
     same(Batch(moved, batch.others).run(name)[0], batch.run(name)[0], 1e-6)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(batch=paired, scale=st.floats(0.5, 20))
 def test_grpo_does_not_feel_the_scale_of_rewards_and_dr_grpo_does(batch: Batch, scale: float) -> None:
     tensors = (batch.tensors["response_mask"], batch.others["uid"])
@@ -286,7 +286,7 @@ def sessions(batch: Batch) -> tuple[Batch, Batch, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "grpo_passk"])
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(batch=shapes)
 def test_a_session_in_several_rows_counts_once_and_keeps_its_credit(name: str, batch: Batch) -> None:
     whole, pieces, origin, part = sessions(batch)

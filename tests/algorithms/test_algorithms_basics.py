@@ -17,7 +17,7 @@ from hybridrl.algorithms import LOSS_AGG_MODES, AlgorithmError, agg_loss, kl_pen
 from hybridrl.algorithms import functional as functional
 
 torch.set_num_threads(1)
-many = settings(max_examples=30, deadline=None, derandomize=True)
+many = settings(max_examples=30, derandomize=True)
 grids = st.tuples(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 6))
 
 

@@ -44,8 +44,8 @@ NAMES = [
     "clip_cov",
     "kl_cov",
 ]
-many = settings(max_examples=25, deadline=None, derandomize=True)
-few = settings(max_examples=10, deadline=None, derandomize=True)
+many = settings(max_examples=25, derandomize=True)
+few = settings(max_examples=10, derandomize=True)
 
 
 def make(seed: int, rows: int, width: int) -> dict[str, torch.Tensor]:

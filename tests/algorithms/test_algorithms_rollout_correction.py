@@ -27,7 +27,7 @@ from hybridrl.algorithms import (
 )
 
 torch.set_num_threads(1)
-many = settings(max_examples=25, deadline=None, derandomize=True)
+many = settings(max_examples=25, derandomize=True)
 
 
 def make(seed: int, rows: int, width: int, scale: float = 0.4) -> dict[str, torch.Tensor]:
@@ -125,7 +125,7 @@ def test_rejection_by_each_option(option: str, batch: dict) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(batch=batches, options=st.sets(st.sampled_from(SUPPORTED_ROLLOUT_RS_OPTIONS), min_size=2, max_size=4))
 def test_several_options_must_all_pass(batch: dict, options: set[str]) -> None:
     names = sorted(options)

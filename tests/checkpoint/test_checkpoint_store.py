@@ -112,7 +112,7 @@ def test_newest_is_the_one_saved_last_not_the_highest_step(store: RunStore, noti
     assert "[20, 30] are of an earlier attempt" in notices[-1]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_altered_byte_is_found(store: RunStore, data: st.DataObject) -> None:
     folder = save(store, 1)
@@ -315,7 +315,7 @@ def test_a_hash_of_a_file_that_is_not_there(store: RunStore) -> None:
         max_leaves=20,
     )
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_json_state_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, state: object) -> None:
     path = tmp_path_factory.getbasetemp() / "state.json"
     save_json(path, state)

@@ -56,7 +56,7 @@ def take(source: PromptLoader, count: int) -> list:
     return batches
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), left=st.booleans())
 def test_padding_keeps_every_sequence_under_its_mask(lengths, left):
     sequences = [list(range(1, length + 1)) for length in lengths]

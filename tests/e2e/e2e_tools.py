@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 240
+LIMIT_S = 500
 
 
 class Job:

@@ -14,6 +14,7 @@ import psutil
 import ray
 
 from hybridrl.config import cli
+from hybridrl.single_controller.ray.cluster import start_ray
 from hybridrl.trainer.main_ppo import run
 
 CPUS = 4
@@ -33,7 +34,7 @@ def status_of(words: list[str]) -> int:
 
 def left_after(children: set[int]) -> list[str]:
     """Processes of the last run, and devices that it did not give back; it has a moment to end them."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while True:
         left = [child.name() for child in psutil.Process().children() if child.pid not in children]
         free = ray.available_resources().get("CPU", 0)
@@ -46,7 +47,7 @@ def left_after(children: set[int]) -> list[str]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    ray.init(num_cpus=CPUS, num_gpus=0, include_dashboard=False, object_store_memory=128 * 1024**2)
+    start_ray(address="local", num_cpus=CPUS, num_gpus=0, include_dashboard=False, object_store_memory=128 * 1024**2)
     children = {child.pid for child in psutil.Process().children()}
     for line in sys.stdin:
         case = json.loads(line)

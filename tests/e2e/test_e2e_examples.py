@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,18 +32,13 @@ if __name__ == "__main__":
 """
 
 
-def test_grpo_on_workers_learns(micro_model, sort_data, tmp_path) -> None:
+def test_grpo_on_workers_learns(micro_model, sort_data, tmp_path, finish) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     path = os.pathsep.join([str(EXAMPLES), os.environ["PYTHONPATH"]])
     arguments = ["--model", str(micro_model), "--data", str(sort_data / "train.parquet"), "--workers", "2"]
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments, "--steps", "16", "--lr", "1e-2"],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = [*arguments, "--steps", "16", "--lr", "1e-2"]
+    done = finish([sys.executable, str(program), *words], env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("REWARDS "))
     rewards = json.loads(line.removeprefix("REWARDS "))

@@ -69,7 +69,7 @@ def test_a_killed_run_goes_on_to_the_same_result(
     words: list[str], tmp_path: Path, start: Callable[..., Job], ray_session: None, sort_data: Path, micro_model: Path
 ) -> None:
     """Killed after its first parts, resumed here, and compared with a run that was never killed."""
-    many = [*words, "data.batch_size=1", "data.log_probs=True"]
+    many = [*words, "data.batch_size=1", "data.log_probs=True", "data.max_response_length=48"]
     output = tmp_path / "out" / "answers.parquet"
     parts = output.with_name("answers.parquet.parts")
     job = start(*many, module=GENERATION)

@@ -50,7 +50,7 @@ lengths = st.integers(1, 6).flatmap(
 
 
 @given(lengths, st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_data_metrics_are_those_of_plain_python(rows: tuple[list[int], list[int]], seed: int) -> None:
     prompts, responses = rows
     batch = make_batch(prompts, responses, P=5, T=4, seed=seed)

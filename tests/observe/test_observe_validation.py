@@ -18,7 +18,7 @@ scores = st.floats(-5, 5, allow_nan=False)
 
 
 @given(st.lists(scores, min_size=2, max_size=8), st.integers(1, 8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_bootstrap_of_the_maximum_nears_its_closed_form(data: list[float], n: int) -> None:
     """E max of n draws with replacement from N sorted values: sum_i x_(i) ((i/N)^n - ((i-1)/N)^n)."""
     ordered, N = sorted(data), len(data)
@@ -77,7 +77,7 @@ prompts = st.lists(
 
 
 @given(prompts, st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_process_is_the_mean_over_prompts_of_the_definition(rows: list, shuffler: random.Random) -> None:
     """Prompts of different sizes, samples interleaved: grouping, every n, and the vote, against bootstrap_metric."""
     samples = [(f"u{i}", v, p) for i, (values, preds) in enumerate(rows) for v, p in zip(values, preds, strict=True)]

@@ -11,10 +11,11 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_extras_of_the_installation_exist(repository: Path) -> None:
             assert set(words) <= {"cpu", "cuda", "auto", *extras}
 
 
-def test_snippets_run_as_they_stand(tmp_path: Path) -> None:
+def test_snippets_run_as_they_stand(tmp_path: Path, finish: Callable[..., Any]) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path}
     outputs = []
@@ -92,7 +93,7 @@ def test_snippets_run_as_they_stand(tmp_path: Path) -> None:
             command = [sys.executable, f"snippet{number}.py"]
         else:
             command = ["bash", "-euc", snippet.text]
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        ended = finish(command, cwd=tmp_path, env=environment)
         assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
         outputs.append(ended.stdout)
     assert (tmp_path / "demo/sft/global_step_4/model").is_dir()

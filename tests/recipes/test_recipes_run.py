@@ -105,15 +105,9 @@ def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path) -> None:
     assert len(batch) == 12
 
 
-def test_run_sh_smoke(tmp_path) -> None:
+def test_run_sh_smoke(tmp_path, finish) -> None:
     environment = os.environ | {"HYBRIDRL_PYTHON": sys.executable, "OUT": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", str(RECIPES / "clip_cov" / "run.sh"), "--smoke", "trainer.report=False"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = finish(["bash", str(RECIPES / "clip_cov" / "run.sh"), "--smoke", "trainer.report=False"], env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / "smoke_clip_cov" / "metrics.jsonl").read_text().splitlines()
     assert len([line for line in lines if "actor/pg_clipfrac" in line]) == 2

@@ -126,7 +126,7 @@ def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_
             return {"score": 1.0, "acc": True, "note": "ok"}
         """
     )
-    result = manager_for(path, timeout_s=0.4)(
+    result = manager_for(path, timeout_s=2.0)(
         make_batch(["a", "hang", "c"], **sort_columns("1", "2", "3")), return_dict=True
     )
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]

@@ -82,7 +82,7 @@ def test_tokens_follow_the_reported_distribution(setting) -> None:
     torch.testing.assert_close(log_probs.double(), expected[tokens].log(), atol=1e-5, rtol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.integers(2, 40), st.floats(0.05, 1.0), st.integers(1, 40))
 def test_truncation_keeps_the_smallest_nucleus(seed, vocabulary, top_p, top_k) -> None:
     scores = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(seed))

@@ -204,12 +204,9 @@ def generated(rollout) -> list[float]:
 
 def test_requests_go_on_under_new_weights_and_say_which_made_each_token(policy, rollout) -> None:
     old = rollout.version
-
-    def update() -> None:
-        policy.disturb(0.02)
-        rollout.update_weights(old + 1)
-
-    batch = generate_while(rollout, prompts_of(64, n=8, ignore_eos=True), update)
+    policy.disturb(0.02)
+    asked = prompts_of(64, n=8, ignore_eos=True)
+    batch = generate_while(rollout, asked, lambda: rollout.update_weights(old + 1))
     assert (batch.batch["response_mask"].sum(1) == WIDTH).all()
     versions = batch.batch["weight_versions"]
     assert set(versions.unique().tolist()) <= {old, old + 1} and (versions.diff(dim=1) >= 0).all()

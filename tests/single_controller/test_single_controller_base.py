@@ -58,7 +58,7 @@ def batch_of(rows: int, **meta: object) -> DataProto:
     return DataProto.from_dict(tensors, {"uid": np.array([f"u{i}" for i in range(rows)], dtype=object)}, meta_info=meta)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 23), ranks=st.integers(1, 8), per_row=st.integers(1, 3))
 def test_rows_come_back_whole_and_in_order_however_uneven(rows: int, ranks: int, per_row: int) -> None:
     group, batch = Group(ranks), batch_of(rows)
@@ -72,7 +72,7 @@ def test_rows_come_back_whole_and_in_order_however_uneven(rows: int, ranks: int,
     assert result.batch["y"].tolist() == [10 * row for row in range(rows) for _ in range(per_row)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data(), dp_size=st.integers(1, 4), copies=st.integers(1, 3), rows=st.integers(1, 13))
 def test_any_mesh_returns_each_row_once(data: st.DataObject, dp_size: int, copies: int, rows: int) -> None:
     mapping = data.draw(st.permutations([dp for dp in range(dp_size) for _ in range(copies)]))

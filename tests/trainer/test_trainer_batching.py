@@ -42,7 +42,7 @@ def batch_of(prompts: int, n: int, seed: int, prompt_width: int = 5, width: int 
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 7), st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(0, 99), st.booleans())
 def test_update_batches_hold_every_row_once_whatever_the_ranks(prompts, n, per_mini, ranks, seed, shuffle) -> None:
     batch = batch_of(prompts, n, seed)
@@ -78,7 +78,7 @@ def test_shuffled_epochs_differ_and_repeat_by_seed() -> None:
     assert as_lists[0] != as_lists[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
 def test_balancing_permutes_and_can_be_undone(pairs, ranks, seed) -> None:
     batch = batch_of(pairs * ranks, 1, seed)

@@ -150,7 +150,7 @@ def test_joining_fills_columns_that_a_part_lacks() -> None:
 # ---------------------------------------------------------------- rewards
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=2, max_size=5), min_size=1, max_size=4), st.booleans())
 def test_rewards_are_normalised_and_cut(batches, running) -> None:
     mode = "running" if running else "batch"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
 
 _TAIL_LINES = 25
+#: a process on a busy machine takes a while to see a signal
+_STACK_LIMIT_S, _STACK_POLL_S = 5.0, 0.3
 # Ray's words for a process that is gone without its doing.
 _RAY_SAYS_NOTHING = "connection error code 2"
 _LESS_MEMORY = "use fewer workers a node, smaller batches, or offloading"
@@ -93,8 +95,11 @@ def stacks_of(infos: list[WorkerInfo | None]) -> str:
     for info in here:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(info.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + _STACK_LIMIT_S
+    while time.monotonic() < deadline and any(_log_size(info.pid) == before[info.pid] for info in here):
+        time.sleep(_STACK_POLL_S)
     if here:
-        time.sleep(0.3)
+        time.sleep(_STACK_POLL_S)  # the last of them may be at it
     texts = []
     for info in here:
         text = _log_since(info.pid, before[info.pid])
