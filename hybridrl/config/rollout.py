@@ -141,7 +141,7 @@ class RolloutConfig(ConfigNode):
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
     checkpoint_engine: WeightTransferConfig = group(WeightTransferConfig)
     stuck_timeout_s: float = key(
-        600.0, "engines: a replica that computes nothing for so long, with requests waiting, is restarted", gt=0
+        300.0, "engines: a replica that computes nothing for so long, with requests waiting, is restarted", gt=0
     )
     max_restarts: int = key(
         3, "engines: restarts of a replica, without a finished request between, before giving up", ge=0

@@ -12,7 +12,6 @@ buckets on a device at most, and the parameter that is being gathered and cast. 
 grows to the largest one.
 """
 
-import contextlib
 import os
 import pickle
 import sys
@@ -25,7 +24,7 @@ from typing import Any, ClassVar
 
 import ray
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError, RayTaskError
 
 from hybridrl.hybrid_engine.messages import Bucket, Entry, LaneKind
 from hybridrl.utils import device, distributed
@@ -106,8 +105,12 @@ class Lane(ABC):
     def _wait(self, slot: int) -> None:
         acks, self._acks[slot] = self._acks[slot], []
         for ack in acks:
-            with contextlib.suppress(RayActorError):  # whoever started the replica sees that it is gone
+            try:
                 ray.get(ack)
+            except RayTaskError:
+                raise
+            except RayError:  # the replica is gone: whoever started it sees that, too
+                continue
 
     def _load(self, bucket: Bucket) -> list[Any]:
         return [target.replica.load_bucket.remote(bucket) for target in self.targets]
@@ -244,8 +247,10 @@ class BroadcastLane(Lane):
             group.connect()
             group.broadcast(self._buffers[slot][: entries[-1].offset + entries[-1].size], root=0)
         except RuntimeError as error:
-            # An engine died. The broadcast failed in the others, too: they end, and all start anew.
+            # An engine died. The others may lack this bucket, and wait for what does not come: all start anew.
             print(f"a broadcast of weights failed, its engines start anew: {error}", file=sys.stderr, flush=True)
+            for target in self.targets:
+                ray.kill(target.replica)
             type(self)._kept, self._failed = None, True
         return acks
 

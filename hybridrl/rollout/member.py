@@ -51,7 +51,7 @@ class PoolSettings:
     spec: EngineSpec
     processes: int = 1
     start_timeout_s: float = 600.0
-    stuck_timeout_s: float = 600.0
+    stuck_timeout_s: float = 300.0
     max_restarts: int = 3
     log_folder: Path | None = None
 

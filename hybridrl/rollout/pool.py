@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hybridrl.hybrid_engine.transfer import Target
 from hybridrl.rollout.balancer import Balancer
@@ -33,6 +33,7 @@ _COLLECT_S = 5.0
 _TICK_S = 0.5
 _HEALTH_EVERY_S = 10.0
 _CLOSE_S = 20.0
+_SERVE_S = 60.0
 _numbers = itertools.count()
 
 
@@ -124,9 +125,16 @@ class ReplicaPool:
         return [self._serve(up.member) for up in self._up()]
 
     def _serve(self, member: Member) -> str:
-        address: str = ray.get(member.handle.serve.remote(self._token, member.port))
+        address: str = ray.get(member.handle.serve.remote(self._token, member.port), timeout=_SERVE_S)
         member.port = int(address.rpartition(":")[2])
         return address
+
+    def _serve_again(self, member: Member) -> None:
+        """Give a replica its address again; without it, the router still has it."""
+        try:
+            self._serve(member)
+        except (RayTaskError, GetTimeoutError) as error:
+            logger.warning("replica %d has no address of its own any more: %s", member.index, error)
 
     @property
     def places(self) -> list[ReplicaPlace]:
@@ -269,6 +277,7 @@ class ReplicaPool:
                 return
             member.state, member.collecting, member.health = "down", None, None
             member.incarnation = ""  # what else fails of this process is no news
+            ray.kill(up.handle)  # it may live, hang, and hold what others wait for
             lost, member.in_flight = list(member.in_flight.values()), {}
             member.failures += 1
             member.restarts += 1
@@ -311,19 +320,22 @@ class ReplicaPool:
         up = member.up()
         try:
             with self._lock:
-                ray.kill(member.handle)
                 if self._closed.is_set():
                     return
                 ref = member.create(self.settings)
                 up = member.up()
             member.wait_started(ref, self.settings.start_timeout_s)
             if self._token is not None:
-                self._serve(member)
+                self._serve_again(member)
             with self._lock:
                 member.health_asked = time.monotonic()
                 member.state = "empty"
             if self._send_weights is None:
-                self._make_ready([up] if self._may_run() else self._ask([up], "pause"))
+                if not self._may_run():
+                    self._ask([up], "pause")
+                    if self._may_run():  # since then
+                        self._ask([up], "unpause")
+                self._make_ready([up])
         except (RolloutError, RayError) as error:
             self._lose(up, f"it did not start again: {error}")
         except Exception as error:
@@ -366,12 +378,30 @@ class ReplicaPool:
             return self._update(self._up())
 
     def _give_weights_again(self) -> None:
-        """Send the present weights to replicas that were started again."""
+        """Send the present weights to replicas that were started again.
+
+        On devices that training shares this waits for the next update, as long as others generate.
+        """
         if self._send_weights is None or self.version < 0:
             return
-        if any(member.state == "empty" for member in self._members):
+        if not self._empty():
+            return
+        if not self._shares_memory():
             with self._weights_lock:
-                self._update([up for up in self._up() if up.member.state == "empty"])
+                self._update(self._empty())
+        elif not any(member.state == "ready" for member in self._members):
+            self.release(["kv_cache"])
+            with self._weights_lock:
+                self._update(self._empty())
+            self.resume(["kv_cache"])
+
+    def _empty(self) -> list[Up]:
+        return [up for up in self._up() if up.member.state == "empty"]
+
+    def _shares_memory(self) -> bool:
+        """Whether the trainer, which sends weights, has no room beside the caches of engines."""
+        frees = self.settings.spec.config.free_cache_engine
+        return frees and any(member.place.ranks and member.place.devices for member in self._members)
 
     def _update(self, ups: Sequence[Up]) -> Any:
         """Send weights to these; one that is lost meanwhile is started again, and gets them later."""
@@ -406,12 +436,12 @@ class ReplicaPool:
                 answered.append(up)
             except GetTimeoutError:
                 self._lose(up, f"{method} took more than {self.settings.stuck_timeout_s:.0f} s (stuck_timeout_s)")
-            except RayActorError as error:
-                self._lose(up, f"{_ended(error)} in {method}")
             except RayTaskError as error:
                 raise RolloutError(
                     f"replica {up.member.index}: {method} failed: {error.cause}{end_of_log(up.member.log_file)}"
                 ) from error
+            except RayError as error:
+                self._lose(up, f"{_ended(error)} in {method}")
         return answered
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
@@ -459,6 +489,11 @@ class ReplicaPool:
         return [member.state for member in self._members]
 
     @property
+    def error(self) -> RolloutError | None:
+        """Why every request fails from now on."""
+        return self._error
+
+    @property
     def restarts(self) -> int:
         """Replicas that were started again, so far."""
         return sum(member.restarts for member in self._members)
@@ -483,10 +518,9 @@ class ReplicaPool:
                 found[str(index)] |= ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1))
             except RayError:  # lost just now, or stuck; the thread sees to it
                 continue
-            found[str(index)] |= {
-                "weights_version": float(self.version),
-                "weight_update_seconds": self._update_seconds,
-            }
+            found[str(index)]["weight_update_seconds"] = self._update_seconds
+            if self._members[int(index)].state == "ready":
+                found[str(index)]["weights_version"] = float(self.version)
         return found
 
 

@@ -86,7 +86,7 @@ class Replica:
         self._generating = spec.load_weights  # else from the end of the first update
         self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
         self._busy_since = 0.0
-        self._doing_since: float | None = None  # what is neither generating nor idling
+        self._doing: dict[object, float] = {}  # since when it does what is neither generating nor idling
 
     async def start(self) -> ReplicaInfo:
         """Start the engine, and let it generate a few tokens: the first call compiles.
@@ -233,7 +233,7 @@ class Replica:
         os._exit(70)
 
     async def _engine_does(self, work: Coroutine[Any, Any, None]) -> None:
-        self._doing_since = time.monotonic()
+        self._doing[work] = time.monotonic()
         try:
             await work
         except RolloutError:
@@ -241,7 +241,7 @@ class Replica:
         except Exception:
             self._die()
         finally:
-            self._doing_since = None
+            del self._doing[work]
 
     async def abort(self, ids: Sequence[str] | None = None, after: Any = None) -> None:
         """End these requests (all, where None) now; they are handed out with the tokens there are.
@@ -265,8 +265,8 @@ class Replica:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def unpause(self) -> None:
-        """Go on generating."""
-        self._generating = True
+        """Go on generating; without weights, from the first `unpause` behind an update."""
+        self._generating = self.version >= 0
         self._busy_since = time.monotonic()
         await self._wake()
 
@@ -308,8 +308,8 @@ class Replica:
     async def health(self) -> ReplicaHealth:
         """How this replica is."""
         silent = 0.0
-        if self._doing_since is not None:
-            silent = time.monotonic() - self._doing_since
+        if self._doing:
+            silent = time.monotonic() - min(self._doing.values())
         elif self._inside:
             silent = time.monotonic() - max(self._busy_since, self._engine.last_progress())
         return ReplicaHealth(len(self._tasks) + len(self._done), silent, self.version)
@@ -340,6 +340,8 @@ class _Direct:
         self._replica._direct.add(request.id)
         try:
             return await self._replica.generate(request)
+        except Exception:
+            self._replica._die()
         finally:
             self._replica._direct.discard(request.id)
 

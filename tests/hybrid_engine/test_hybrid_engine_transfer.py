@@ -6,6 +6,7 @@ import sys
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from hybridrl.hybrid_engine.receive import WeightReceiver
 from hybridrl.hybrid_engine.transfer import BroadcastLane, SharedMemoryLane, Target, lanes_to, stream
@@ -21,7 +22,13 @@ class Taker:
         self.taken: list[tuple[str, torch.Tensor]] = []
         self.buckets: list[int] = []
 
+    def end_at(self, count: int) -> None:
+        """End the process with this bucket."""
+        self.last = count
+
     def load_bucket(self, bucket) -> None:
+        if len(self.buckets) + 1 == getattr(self, "last", None):
+            os._exit(1)
         kept = [
             (name, value if self.receiver.copies else value.clone()) for name, value in self.receiver.tensors(bucket)
         ]
@@ -111,6 +118,20 @@ def test_a_broadcast_reaches_processes_of_their_own_and_its_group_is_kept(takers
     stream(iter(sent), [lane], total(sent), 2**20)
     assert_taken(takers[0], sent, 2**20)
     assert BroadcastLane._kept[1].port not in ports
+
+
+def test_all_engines_of_a_broadcast_that_fails_start_anew(ray_session, monkeypatch) -> None:
+    """The others may have got all of the bucket at which one died, and then never hear of the rest."""
+    monkeypatch.setattr("hybridrl.hybrid_engine.transfer._LEAST_BUCKET", 1)
+    actor = ray.remote(Taker).options(num_cpus=0)
+    engines = [actor.remote(True) for _ in range(2)]
+    ray.get(engines[1].end_at.remote(3))
+    targets = [Target(engine, f"dying {i}", "elsewhere", (), 1) for i, engine in enumerate(engines)]
+    sent = weights()
+    stream(iter(sent), lanes_to(targets, "node"), total(sent), 20_000)
+    for engine in engines:
+        with pytest.raises(RayActorError):
+            ray.get(engine.result.remote())
 
 
 def test_an_engine_that_is_gone_does_not_stop_the_others(ray_session, takers) -> None:

@@ -17,8 +17,10 @@ from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
 from hybridrl.rollout.engine import Completion, EngineSpec, InferenceEngine, Request
 from hybridrl.rollout.sampling import draw
 
-#: a prompt that begins with this token takes its time; one with the next ends the process, one with the last hangs it
-SLOW, DEADLY, HANGING = 119, 120, 121
+#: a prompt that begins with this token raises in the engine; with the next it takes its time, ends the process, hangs
+BROKEN, SLOW, DEADLY, HANGING = 118, 119, 120, 121
+#: names a file; where it holds "NAME INDEX" the engine of that replica removes it and hangs in that method
+HANGS_VARIABLE = "PLAIN_ENGINE_HANGS"
 _SLOW_TOKEN_S = 0.03
 
 
@@ -49,12 +51,14 @@ class PlainEngine(InferenceEngine):
         self.running: dict[str, list[int]] = {}  # tokens of what is in flight, by request
         self.most_running = 0
         self.aborted: list[str] = []
-        self.counted = {"generated_tokens": 0.0, "prompt_tokens": 0.0}
+        self.counted = {"generated_tokens": 0.0, "prompt_tokens": 0.0, "loads_beside_cache": 0.0}
         self.tokenizer = tokenizer_of(self.spec.model)
 
     async def generate(self, request: Request) -> Completion:
         if len(request.prompt_ids) >= self.spec.max_model_len:
             return Completion(request.id, [], [], "error", error="the prompt is too long")
+        if request.prompt_ids[0] == BROKEN:
+            raise RuntimeError("the engine is broken")
         if request.prompt_ids[0] == DEADLY:
             os._exit(1)
         if request.prompt_ids[0] == HANGING:
@@ -100,7 +104,15 @@ class PlainEngine(InferenceEngine):
     async def begin_update(self) -> None:
         self.loaded: set[str] = set()
 
+    async def _may_hang(self, method: str) -> None:
+        file = Path(os.environ.get(HANGS_VARIABLE, "/nowhere"))
+        if file.is_file() and file.read_text() == f"{method} {self.spec.index}":
+            file.unlink()
+            await asyncio.sleep(3600)
+
     async def load_bucket(self, bucket: Bucket) -> None:
+        await self._may_hang("load_bucket")
+        self.counted["loads_beside_cache"] += "kv_cache" not in self.released
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, value in self.receiver.tensors(bucket):
@@ -113,6 +125,7 @@ class PlainEngine(InferenceEngine):
         self.receiver.close()
 
     async def release(self, tags: Sequence[str]) -> None:
+        await self._may_hang("release")
         self.released |= set(tags)
 
     async def resume(self, tags: Sequence[str]) -> None:

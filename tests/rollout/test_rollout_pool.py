@@ -1,21 +1,26 @@
 """Replicas and their pool: every request answered once, in order, whatever happens to a replica or to the weights."""
 
+import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_engine import DEADLY, HANGING, SLOW
+from plain_engine import BROKEN, DEADLY, HANGING, HANGS_VARIABLE, SLOW
+from ray.exceptions import OutOfMemoryError
 
 from hybridrl.config import load_config
 from hybridrl.hybrid_engine.transfer import SharedMemoryLane, stream
@@ -51,7 +56,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
     """Makes pools of two replicas of the plain engine that get their weights from `model`."""
     made = []
 
-    def make(replicas: int = 2, devices: tuple[int, ...] = (), **changes) -> ReplicaPool:
+    def make(replicas: int = 2, devices: tuple[int, ...] = (), hangs: str = "/nowhere", **changes) -> ReplicaPool:
         config = load_config(
             "ppo_trainer",
             overrides=[
@@ -63,6 +68,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
         ).actor_rollout_ref
         node = ray.get_runtime_context().get_node_id()
         path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
+        path[HANGS_VARIABLE] = hangs
         places = [
             ReplicaPlace(group, bundle, node, ranks=(rank,), environment=path, devices=devices)
             for rank, (group, bundle) in enumerate(slots[:replicas])
@@ -115,6 +121,14 @@ def until_ready(pool: ReplicaPool) -> None:
         assert time.monotonic() < deadline, pool.health()
         pool.generate(requests(1, f"again{request_number()}-"))
         time.sleep(0.2)
+
+
+def until(pool: ReplicaPool, states: list[str]) -> None:
+    """Wait until the replicas are in these states."""
+    deadline = time.monotonic() + 180
+    while pool.health() != states:
+        assert time.monotonic() < deadline, pool.health()
+        time.sleep(0.1)
 
 
 def until_each_generates(pool: ReplicaPool) -> None:
@@ -263,10 +277,7 @@ def test_while_memory_is_lent_nothing_runs_and_nothing_starts(make_pool) -> None
     pool.release()
     futures = pool.submit(requests(4, "lent"))
     os.kill(pool._members[0].info.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while pool.health()[0] != "down":
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(pool, ["down", "ready"])
     time.sleep(1.5)
     assert pool.health() == ["down", "ready"] and not any(future.done() for future in futures)
     pool.resume(["weights"])
@@ -274,14 +285,96 @@ def test_while_memory_is_lent_nothing_runs_and_nothing_starts(make_pool) -> None
     pool.update_weights(1)
     pool.resume()
     assert [len(future.result(timeout=60).token_ids) for future in futures] == [12] * 4
-    until_ready(pool)
+    until(pool, ["empty", "ready"])
+    pool.generate(requests(2, "other"))
+    assert pool.health() == ["empty", "ready"]  # beside the other's cache there is no room to send weights
     pool.pause()
     pool.update_weights(2)
+    assert pool.health() == ["ready", "ready"]
     waiting = pool.submit(requests(2, "paused"))
     time.sleep(0.5)
     assert not any(future.done() for future in waiting)  # an update does not undo a pause
     pool.unpause()
     assert [future.result(timeout=60).versions for future in waiting] == [[(2, 12)]] * 2
+
+
+def test_the_only_replica_gets_its_weights_back_where_no_cache_is_in_the_way(make_pool) -> None:
+    pool = make_pool(replicas=1, devices=(0,))
+    with ThreadPoolExecutor(1) as thread:
+        generating = thread.submit(pool.generate, requests(4, "alone", first=SLOW))
+        until_each_generates(pool)
+        os.kill(pool._members[0].info.pid, signal.SIGKILL)
+        assert [answer.versions for answer in generating.result()] == [[(0, 12)]] * 4
+    assert pool.restarts == 1 and pool.statistics()["0"]["loads_beside_cache"] == 0
+
+
+@pytest.mark.parametrize("method", ["load_bucket", "release"])
+def test_a_replica_that_hangs_while_memory_is_lent_is_ended(
+    make_pool, monkeypatch, tmp_path: Path, method: str
+) -> None:
+    """Its process holds what others wait for: the trainer's bucket, or the device's memory."""
+    monkeypatch.setattr("hybridrl.rollout.pool._HEALTH_EVERY_S", 0.2)
+    hangs = tmp_path / "hangs"
+    pool = make_pool(devices=(0,), hangs=str(hangs))
+    pool.settings.stuck_timeout_s = 3.0
+    victim = pool._members[1].info.pid
+    hangs.write_text(f"{method} 1")
+    pool.release()
+    pool.resume(["weights"])
+    pool.update_weights(1)
+    assert not hangs.exists() and pool.health() == ["ready", "down"]
+    wait_until_gone(victim)
+    pool.resume(["kv_cache"])
+    until(pool, ["ready", "empty"])
+    pool.update_weights(2)
+    assert {answer.versions[0][0] for answer in pool.generate(requests(8, method))} == {2}
+    assert pool.restarts == 1 and set(pool.health()) == {"ready"}
+
+
+def wait_until_gone(pid: int) -> None:
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_replica_that_ray_ends_for_lack_of_memory_is_lost_like_any_other(pool, monkeypatch) -> None:
+    """Ray's error is none of an actor that died."""
+    real, before = ray.get, pool.restarts
+    errors = [OutOfMemoryError("the node runs out of memory")]
+
+    def get(ref, **options):
+        if options and errors:  # the first wait of the update
+            raise errors.pop()
+        return real(ref, **options)
+
+    monkeypatch.setattr("hybridrl.rollout.pool.ray.get", get)
+    pool.update_weights(pool.version + 1)
+    until_ready(pool)
+    assert not errors and pool.restarts == before + 1
+
+
+def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, monkeypatch) -> None:
+    """A pool whose weights never change; the restart looked before, and pauses after `unpause`."""
+    place = pool._members[0].place
+    spec = replace(pool.settings.spec, load_weights=True)
+    other = ReplicaPool(PoolSettings(ENGINE, spec), [place])
+    other.start()
+    ask = other._ask
+
+    def late(ups, method, *args):
+        if method == "pause" and threading.current_thread().name.startswith("replica-restart"):
+            other.unpause()
+        return ask(ups, method, *args)
+
+    try:
+        other.pause()
+        monkeypatch.setattr(other, "_ask", late)
+        os.kill(other._members[0].info.pid, signal.SIGKILL)
+        while other.health() == ["ready"]:
+            time.sleep(0.05)
+        (future,) = other.submit(requests(1, "unpaused"))
+        assert len(future.result(timeout=120).token_ids) == 12
+    finally:
+        other.close()
 
 
 def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
@@ -290,6 +383,7 @@ def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
         pool.generate(requests(1, "g", first=DEADLY))
     with pytest.raises(RolloutError, match="failed 2 times"):
         pool.generate(requests(1, "h"))
+    assert "failed 2 times" in asyncio.run(Router(pool).health())
 
 
 def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_pool) -> None:
@@ -416,6 +510,22 @@ def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> No
                 alone.with_options(api_key="another").models.list()
     finally:
         server.stop_thread()
+
+
+def test_an_engine_that_breaks_over_its_own_address_is_started_again_without_its_port(make_pool) -> None:
+    pool = make_pool(replicas=1)
+    (address,) = pool.serve("a token of 16 letters")
+    client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="a token of 16 letters", max_retries=0)
+    (model,) = client.models.list().data
+    assert client.completions.create(model=model.id, prompt=[6, 7, 8], max_tokens=5).choices
+    old = pool._members[0].info.pid
+    with pytest.raises(openai.APIConnectionError):
+        client.completions.create(model=model.id, prompt=[BROKEN, 7, 8], max_tokens=5)
+    wait_until_gone(old)
+    with socket.create_server(("", int(address.rpartition(":")[2]))):  # somebody takes it
+        until(pool, ["empty"])
+        until_ready(pool)
+    assert pool.restarts == 1
 
 
 def test_a_taken_port_is_told_before_an_engine_is_started(slots, micro_model, tmp_path: Path) -> None:

@@ -41,6 +41,52 @@ def completion_of(model: Path, parts: list[list[int]], **sampling: Any) -> Compl
     return asyncio.run(run())
 
 
+def test_silence_is_counted_from_the_oldest_call_that_has_not_ended(tiny_model: Path) -> None:
+    """Two buckets are loaded side by side: one that ends says nothing of the other."""
+
+    class Loads(PlainEngine):
+        async def load_bucket(self, bucket: asyncio.Event) -> None:  # type: ignore[override]
+            await bucket.wait()
+
+    async def run() -> None:
+        engine = Loads.of(tiny_model)
+        replica = Replica("plain", engine.spec, {})
+        replica._engine = engine
+        buckets = asyncio.Event(), asyncio.Event()
+        loads = [asyncio.create_task(replica.load_bucket(bucket)) for bucket in buckets]
+        await asyncio.sleep(0.05)
+        buckets[0].set()
+        await loads[0]
+        assert (await replica.health()).silent_s >= 0.05
+        buckets[1].set()
+        await loads[1]
+        assert (await replica.health()).silent_s == 0
+
+    asyncio.run(run())
+
+
+def test_nothing_is_generated_before_there_are_weights(tiny_model: Path) -> None:
+    async def run() -> None:
+        engine = PlainEngine.of(tiny_model)
+        await engine.start()
+        replica = Replica("plain", replace(engine.spec, load_weights=False), {})
+        replica._engine = engine
+        await replica.unpause()
+        answer = asyncio.create_task(replica.generate(Request("a", [6, 7], replace(SAMPLED, ignore_eos=True))))
+        await asyncio.sleep(0.05)
+        assert not answer.done() and not engine.running
+        engine.end_update = _nothing  # type: ignore[method-assign]
+        await replica.end_update(3)
+        await replica.unpause()
+        assert (await answer).versions == [(3, 8)]
+
+    asyncio.run(run())
+
+
+async def _nothing() -> None:
+    """An update that brings no weights."""
+
+
 def test_a_request_that_was_cut_off_at_its_eos_has_ended(tiny_model: Path) -> None:
     """Engines that finish the forward pass they are in may be at the last token when they are told to end."""
     (eos, *_) = PlainEngine.of(tiny_model).spec.eos_token_ids

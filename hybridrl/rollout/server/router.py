@@ -37,5 +37,7 @@ class Router:
 
     async def health(self) -> str | None:
         """None while a replica is up."""
+        if self._pool.error is not None:
+            return str(self._pool.error)
         states = self._pool.health()
         return None if "ready" in states else f"no replica is ready: {', '.join(states)}"

@@ -22,7 +22,7 @@ from hybridrl.rollout.engine import (
 )
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat
-from hybridrl.rollout.vllm.worker import OWNER_VARIABLE
+from hybridrl.rollout.vllm.owner import OWNER_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

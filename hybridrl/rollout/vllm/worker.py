@@ -5,18 +5,13 @@ Methods are called by name through `collective_rpc`. The names start with `hybri
 
 import os
 import pickle
-import select
-import signal
-import threading
 from typing import Any
 
 import torch
 
 from hybridrl.hybrid_engine.receive import WeightReceiver
 from hybridrl.rollout.vllm import compat
-
-#: the replica's process, which everything it started shall not outlive
-OWNER_VARIABLE = "HYBRIDRL_REPLICA_PID"
+from hybridrl.rollout.vllm.owner import end_with_owner
 
 
 class WeightReceiverExtension:
@@ -56,28 +51,4 @@ class WeightReceiverExtension:
         return os.getpid()
 
 
-def _end_with_owner() -> None:
-    """End this process, and the engine's core that started it, as soon as the replica is gone.
-
-    vLLM's processes notice the end of their parent when they next talk to it; a replica that was killed would leave
-    its memory taken.
-    """
-    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
-    if not owner or owner == os.getpid() or not hasattr(os, "pidfd_open"):
-        return
-    try:
-        descriptor = os.pidfd_open(owner)
-    except OSError:
-        os._exit(1)
-
-    def watch() -> None:
-        select.select([descriptor], [], [])
-        parent = os.getppid()
-        if parent not in (1, owner):
-            os.kill(parent, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="hybridrl-end-with-owner", daemon=True).start()
-
-
-_end_with_owner()
+end_with_owner()
