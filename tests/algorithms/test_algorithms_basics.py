@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 import hybridrl.algorithms as algorithms
 from hybridrl.algorithms import LOSS_AGG_MODES, AlgorithmError, agg_loss, kl_penalty
@@ -453,11 +454,10 @@ def test_registries() -> None:
 
 
 def test_a_config_may_be_any_object_with_attributes() -> None:
-    omegaconf = pytest.importorskip("omegaconf")
     values = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3}
     batch = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-0.5, -2.5]]), torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)]
     losses = [algorithms.compute_policy_loss_vanilla(*batch, "token-mean", config)[0]
-              for config in (values, SimpleNamespace(**values), omegaconf.OmegaConf.create(values))]  # fmt: skip
+              for config in (values, SimpleNamespace(**values), OmegaConf.create(values))]  # fmt: skip
     assert losses[0] == losses[1] == losses[2]
     view = algorithms.with_global_batch_info(values, batch_num_tokens=4)
     assert view.clip_ratio == 0.2 and not hasattr(view, "nothing") and values.get("global_batch_info") is None

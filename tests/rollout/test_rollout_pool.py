@@ -229,8 +229,7 @@ def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
     assert len(pool.generate(requests(2, "d"))[0].token_ids) == 12
 
 
-def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model, monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.rollout.pool._HEALTH_EVERY_S", 0.0)  # two calls to it fail at once
+def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model) -> None:
     asked = requests(30, "e", first=SLOW, sampling=SamplingParams(True, 1.0, 1.0, -1, 40, ignore_eos=True))
     first, before = pool._members[0].info.pid, pool.restarts
     with ThreadPoolExecutor(1) as thread:
@@ -247,6 +246,16 @@ def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
         )
+
+
+def test_a_process_is_lost_once_however_many_calls_to_it_fail(pool) -> None:
+    before = pool.restarts
+    with pool._lock:  # as the pool's thread sees two of them fail before the restart has begun
+        up = pool._members[0].up()
+        pool._lose(up, "its process ended")
+        pool._lose(up, "its process ended, says another call")
+    until_ready(pool)
+    assert pool.restarts == before + 1
 
 
 def test_a_replica_killed_during_an_update_gets_its_weights_later(pool, model, monkeypatch) -> None:

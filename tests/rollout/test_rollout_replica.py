@@ -53,8 +53,11 @@ def test_silence_is_counted_from_the_oldest_call_that_has_not_ended(tiny_model: 
         replica = Replica("plain", engine.spec, {})
         replica._engine = engine
         buckets = asyncio.Event(), asyncio.Event()
-        loads = [asyncio.create_task(replica.load_bucket(bucket)) for bucket in buckets]
-        await asyncio.sleep(0.05)
+        loads = []
+        for bucket in buckets:
+            loads.append(asyncio.create_task(replica.load_bucket(bucket)))
+            await asyncio.sleep(0.1)
+        assert (await replica.health()).silent_s >= 0.15
         buckets[0].set()
         await loads[0]
         assert (await replica.health()).silent_s >= 0.05
