@@ -83,9 +83,9 @@ class Ours:
         import ray
 
         from hybridrl.config import load_config
-        from hybridrl.rollout.engine import EngineSpec
-        from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool
-        from hybridrl.rollout.replicated import ReplicatedRollout
+        from hybridrl.rollout.inference_engine import EngineSpec
+        from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
+        from hybridrl.rollout.rollout import ReplicatedRollout
         from hybridrl.single_controller import RayResourcePool
 
         ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
@@ -110,7 +110,7 @@ class Ours:
 
         from hybridrl.protocol import DataProto
         from hybridrl.rollout.batch import batch_of, requests_of
-        from hybridrl.rollout.pool import request_number
+        from hybridrl.rollout.replicas.pool import request_number
 
         count = len(self.lengths)
         mask = torch.ones_like(self.prompts)

@@ -184,7 +184,7 @@ def measure_trl(case: Case, folder: Path, threads: int) -> dict[str, float]:
 def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]:
     """`main_ppo`'s program in this process and a Ray worker, with the micro-batches that fit: the whole batch."""
     from hybridrl.config import load_config
-    from hybridrl.trainer.ppo.program import run_ppo
+    from hybridrl.trainer.ppo.run_ppo import run_ppo
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
     rows = case.prompts * case.samples

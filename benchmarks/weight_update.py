@@ -2,7 +2,7 @@
 
     python benchmarks/weight_update.py            # 1 GB in float32
 
-Ours: a process that holds the weights sends them as a trainer does (`hybridrl.hybrid_engine.transfer`: buckets in
+Ours: a process that holds the weights sends them as a trainer does (`hybridrl.weight_sync.send`: buckets in
 shared memory on a CPU, CUDA IPC on a GPU) to the engine's process. The other side: the same tensors lie in the engine's
 process already and are loaded by the same calls of vLLM's, so that what is left is the way between the processes. Both
 have the same threads and take turns. Beside them stands the time of one memcpy of the same bytes. The last line is the
@@ -19,9 +19,9 @@ from typing import Any
 import ray
 import torch
 
-from hybridrl.hybrid_engine.transfer import Target, lanes_to, stream
 from hybridrl.rollout.vllm import compat
 from hybridrl.rollout.vllm.worker import WeightReceiverExtension
+from hybridrl.weight_sync.send import Target, lanes_to, stream
 
 LIMIT = 1.5
 
@@ -87,10 +87,10 @@ class Sender:
 def start_pool(path: str, threads: int, use_gpu: bool, logs: Path) -> Any:
     """A pool of one replica whose workers also hold resident weights."""
     from hybridrl.config import load_config
-    from hybridrl.rollout.engine import EngineSpec
-    from hybridrl.rollout.pool import PoolSettings, ReplicaPool
+    from hybridrl.rollout.inference_engine import EngineSpec
+    from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool
+    from hybridrl.rollout.start import replica_places
     from hybridrl.single_controller import RayResourcePool
-    from hybridrl.workers.rollout import replica_places
 
     words = [
         f"actor_rollout_ref.model.path={path}",

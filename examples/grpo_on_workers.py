@@ -17,7 +17,7 @@ from hybridrl import DataProto
 from hybridrl.algorithms import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
 from hybridrl.config import ActorRolloutRefConfig, load_config
 from hybridrl.data import create_rl_dataset, create_train_loader
-from hybridrl.models.facts import tokenizer_of
+from hybridrl.models.info import tokenizer_of
 from hybridrl.reward import default_compute_score
 from hybridrl.single_controller import make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.single_controller.ray import (
@@ -29,7 +29,7 @@ from hybridrl.single_controller.ray import (
 )
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.base import micro_batching
+from hybridrl.workers.model_worker import micro_batching
 
 OVER_RANKS = make_nd_compute_dataproto_dispatch_fn(mesh_name="actor")
 

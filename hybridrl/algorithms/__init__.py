@@ -8,7 +8,8 @@ here: no Ray, no distributed, no config tree. A ``config`` argument is any objec
 from hybridrl.algorithms.advantages import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.advantages import __all__ as _advantages
 from hybridrl.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, global_counts
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.config_access import with_global_batch_info
+from hybridrl.algorithms.diagnostics import explained_variance, group_health, length_reward_correlation
 from hybridrl.algorithms.functional import (
     entropy_from_logits,
     full_kl_from_logits,
@@ -21,7 +22,6 @@ from hybridrl.algorithms.functional import (
     token_statistics,
 )
 from hybridrl.algorithms.groups import check_group_sizes
-from hybridrl.algorithms.health import explained_variance, group_health, length_reward_correlation
 from hybridrl.algorithms.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
@@ -51,8 +51,8 @@ from hybridrl.algorithms.registry import (
 )
 from hybridrl.algorithms.rollout_correction import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.rollout_correction import __all__ as _rollout_correction
-from hybridrl.algorithms.settings import with_global_batch_info
 from hybridrl.algorithms.value import compute_value_loss
+from hybridrl.errors import AlgorithmError
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",

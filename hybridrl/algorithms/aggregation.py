@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import entropy_from_logits, keep
+from hybridrl.errors import AlgorithmError
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 

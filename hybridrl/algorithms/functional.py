@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.errors import AlgorithmError
 
 EPS = 1e-8
 # exp of it is exactly 0 in float64 too, so a log-probability of -inf can be replaced by it beside its probability.

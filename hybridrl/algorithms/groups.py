@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import masked_row_sum, row_blocks
+from hybridrl.errors import AlgorithmError
 
 
 class Groups:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.config_access import number, setting
 from hybridrl.algorithms.functional import full_kl_from_logits, keep, masked_mean
-from hybridrl.algorithms.settings import number, setting
+from hybridrl.errors import AlgorithmError
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.groups import outcome_scores
+from hybridrl.errors import AlgorithmError
 
 PF_PPO_METHODS = ("pow", "max_min", "max_random")
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.config_access import setting
 from hybridrl.algorithms.sessions import SESSION_KEY, Sessions
-from hybridrl.algorithms.settings import setting
+from hybridrl.errors import AlgorithmError
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]

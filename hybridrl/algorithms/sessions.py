@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.groups import Groups
+from hybridrl.errors import AlgorithmError
 
 SESSION_KEY = "session_id"
 ORDER_KEY = "trajectory_index"

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import agg_loss
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import keep, masked_mean
+from hybridrl.errors import AlgorithmError
 
 
 def compute_value_loss(

@@ -1,8 +1,8 @@
 """Run state on disk: written beside and renamed, hashed, verified before it is read, kept to the newest N."""
 
-from hybridrl.checkpoint.errors import CheckpointError
 from hybridrl.checkpoint.files import digest, load_json, save_json
 from hybridrl.checkpoint.manifest import Manifest, read_manifest, verify
 from hybridrl.checkpoint.store import RunStore
+from hybridrl.errors import CheckpointError
 
 __all__ = ["CheckpointError", "Manifest", "RunStore", "digest", "load_json", "read_manifest", "save_json", "verify"]

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.checkpoint.errors import CheckpointError
+from hybridrl.errors import CheckpointError
 from hybridrl.utils.files import write_text
 
 _T = TypeVar("_T")

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridrl.checkpoint.errors import CheckpointError
 from hybridrl.checkpoint.manifest import MANIFEST, read_manifest, verify
 from hybridrl.checkpoint.store import RunStore
+from hybridrl.errors import CheckpointError
 
 
 def describe(folder: Path, *, check: bool) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import IO
 
-from hybridrl.checkpoint.errors import CheckpointError
+from hybridrl.errors import CheckpointError
 
 LOCK = ".lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl import __version__
-from hybridrl.checkpoint.errors import CheckpointError
 from hybridrl.checkpoint.files import in_threads, load_json, save_json, sha256, walk
+from hybridrl.errors import CheckpointError
 from hybridrl.utils.files import sync_file, sync_folder
 
 MANIFEST = "manifest.json"

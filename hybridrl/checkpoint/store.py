@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint import lock
-from hybridrl.checkpoint.errors import CheckpointError, disk_failure
+from hybridrl.checkpoint.disk_failure import disk_failure
 from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
+from hybridrl.errors import CheckpointError
 from hybridrl.utils.files import sync_folder, write_text
 
 LATEST = "latest_checkpointed_iteration.txt"

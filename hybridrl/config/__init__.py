@@ -12,16 +12,16 @@ config.actor_rollout_ref.actor.optim.lr
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.actor import ActorConfig, PolicyLossConfig, RefConfig
-from hybridrl.config.algorithm import (
+from hybridrl.config.schema.actor import ActorConfig, PolicyLossConfig, RefConfig
+from hybridrl.config.schema.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
     KLControlConfig,
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
-from hybridrl.config.critic import CriticConfig
-from hybridrl.config.data import (
+from hybridrl.config.schema.critic import CriticConfig
+from hybridrl.config.schema.data import (
     CustomClassConfig,
     DataConfig,
     EvaluationDataConfig,
@@ -30,18 +30,17 @@ from hybridrl.config.data import (
     SamplerConfig,
     SFTDataConfig,
 )
-from hybridrl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.model import ModelConfig
-from hybridrl.config.reward import (
+from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
+from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.reward import (
     CustomRewardConfig,
     RewardConfig,
     RewardManagerConfig,
     RewardModuleConfig,
     ScoringConfig,
 )
-from hybridrl.config.rollout import OpenAIConfig, PrometheusConfig, RolloutConfig, SamplingConfig, ServerConfig
-from hybridrl.config.root import (
+from hybridrl.config.schema.rollout import OpenAIConfig, PrometheusConfig, RolloutConfig, SamplingConfig, ServerConfig
+from hybridrl.config.schema.root import (
     ActorRolloutRefConfig,
     EvaluationConfig,
     GenerationConfig,
@@ -49,7 +48,7 @@ from hybridrl.config.root import (
     RootConfig,
     SFTTrainerConfig,
 )
-from hybridrl.config.trainer import (
+from hybridrl.config.schema.trainer import (
     HealthCheckConfig,
     HealthConfig,
     JobConfig,
@@ -59,15 +58,22 @@ from hybridrl.config.trainer import (
     RunConfig,
     TrainerConfig,
 )
+from hybridrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybridrl.config.checks import validate
+    from hybridrl.config.checks.run import validate
     from hybridrl.config.command import cli
     from hybridrl.config.compose import load_config
     from hybridrl.config.output import as_dict, to_yaml
 
 # The groups are imported by every process of a run; what composes them (OmegaConf, YAML) only where it is called.
-_LATER = {"cli": "command", "load_config": "compose", "validate": "checks", "as_dict": "output", "to_yaml": "output"}
+_LATER = {
+    "cli": "command",
+    "load_config": "compose",
+    "validate": "checks.run",
+    "as_dict": "output",
+    "to_yaml": "output",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hybridrl.config.checks import validate
+from hybridrl.config.checks.run import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
-from hybridrl.config.errors import ConfigError
 from hybridrl.config.output import to_yaml
+from hybridrl.errors import ConfigError, UserError, WorkerError
 
 _EXAMPLES = {
     "ppo_trainer": (
@@ -50,7 +50,7 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
 
     What ends the run is printed as one message on the standard error, and the process ends with status
 
-    - 2 for what the user can mend: a fault of the configuration, any `UserError` or `AlgorithmError`, a full disk;
+    - 2 for what the user can fix: any `UserError`, a faulty configuration among them, or a full disk;
     - 1 for a worker that failed or died: the message holds the worker's own traceback, where there is one;
     - 130 for Ctrl-C.
 
@@ -84,13 +84,9 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
 
 def _exit_status(error: Exception) -> int | None:
     """The exit status for an error whose message says all; None where the traceback is needed as well."""
-    # by name: this package imports nothing, and Ray derives its wrapped errors from their cause
-    names = {base.__name__ for base in type(error).__mro__}
-    if isinstance(error, ConfigError) or names & {"UserError", "AlgorithmError"}:
+    if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in _DISK_FULL):
         return 2
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return 2
-    return 1 if "WorkerError" in names else None
+    return 1 if isinstance(error, WorkerError) else None
 
 
 def _parser(name: str) -> argparse.ArgumentParser:

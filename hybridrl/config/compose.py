@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import build, nearest
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import Assignment, KeyBook, Outcome
-from hybridrl.config.node import ConfigNode, default_tree
-from hybridrl.config.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.schema.node import ConfigNode, default_tree
+from hybridrl.config.schema.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.userfile import UserFile, read_user_file
+from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome
+from hybridrl.errors import ConfigError
 
 _USER_CONFIG = "hybridrl_user_config"
 _notices_printed: set[str] = set()

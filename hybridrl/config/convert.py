@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.config.node import Limits, is_group
+from hybridrl.config.schema.node import Limits, is_group
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hybridrl.config.node import ConfigNode
+from hybridrl.config.schema.node import ConfigNode
 
 
 def as_dict(config: ConfigNode) -> dict[str, Any]:

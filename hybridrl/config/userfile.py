@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import nearest
-from hybridrl.config.errors import ConfigError
-from hybridrl.config.keys import KeyBook, Outcome
+from hybridrl.config.verl.keys import KeyBook, Outcome
+from hybridrl.errors import ConfigError
 
 
 @dataclass

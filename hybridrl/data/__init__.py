@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.errors import DataError
+
 if TYPE_CHECKING:
-    from hybridrl.data.build import (
+    from hybridrl.data.factory import (
         create_rl_dataset,
         create_sampler,
         create_sft_dataset,
@@ -17,26 +19,24 @@ if TYPE_CHECKING:
         create_train_loader,
         create_val_loader,
     )
-    from hybridrl.data.errors import DataError
     from hybridrl.data.loader import PromptLoader, SFTLoader, StatefulLoader
     from hybridrl.data.rl_dataset import RLHFDataset
     from hybridrl.data.sampler import EpochSampler
     from hybridrl.data.sft_dataset import SFTDataset
 
 _HOMES = {
-    "DataError": "errors",
     "EpochSampler": "sampler",
     "PromptLoader": "loader",
     "RLHFDataset": "rl_dataset",
     "SFTDataset": "sft_dataset",
     "SFTLoader": "loader",
     "StatefulLoader": "loader",
-    "create_rl_dataset": "build",
-    "create_sampler": "build",
-    "create_sft_dataset": "build",
-    "create_sft_loader": "build",
-    "create_train_loader": "build",
-    "create_val_loader": "build",
+    "create_rl_dataset": "factory",
+    "create_sampler": "factory",
+    "create_sft_dataset": "factory",
+    "create_sft_loader": "factory",
+    "create_train_loader": "factory",
+    "create_val_loader": "factory",
 }
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.errors import DataError
+from hybridrl.errors import DataError
 from hybridrl.models.chat import Message
 
 if TYPE_CHECKING:

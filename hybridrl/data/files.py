@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.errors import DataError
+from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hybridrl.data.errors import DataError
 from hybridrl.data.sampler import EpochSampler
+from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler

@@ -14,8 +14,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hybridrl.data.chat import check_chat_template, render, truncate
-from hybridrl.data.errors import DataError
 from hybridrl.data.files import Table, read_table
+from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, clean_messages, encode, fault_in_messages
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hybridrl.data.chat import check_chat_template, render
-from hybridrl.data.errors import DataError
 from hybridrl.data.files import Table, read_table
 from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
+from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, clean_messages, fault_in_messages
 
 if TYPE_CHECKING:

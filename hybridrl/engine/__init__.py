@@ -1,5 +1,5 @@
 """Training engines: a model that learns, saves and hands its weights out, behind one interface."""
 
-from hybridrl.engine.base import Engine, EngineRegistry, MicroBatching, NonFiniteError
+from hybridrl.engine.train_engine import Engine, MicroBatching, NonFiniteError, TrainEngines
 
-__all__ = ["Engine", "EngineRegistry", "MicroBatching", "NonFiniteError"]
+__all__ = ["Engine", "TrainEngines", "MicroBatching", "NonFiniteError"]

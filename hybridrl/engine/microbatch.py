@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.engine.base import MicroBatching
+from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.utils import device
 
 # Tokens, padding included, of one aligned micro-batch beyond which a larger one computes no faster.

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hybridrl.models.errors import ModelError
+from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import looks_local
 from hybridrl.utils import device
 

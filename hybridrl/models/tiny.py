@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.utils.errors import UserError
+from hybridrl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from hybridrl.errors import UserError
 from hybridrl.observe import jsonl
 from hybridrl.observe.dump import dumped_steps
 from hybridrl.observe.run_folder import CONFIG, VERSIONS
 from hybridrl.observe.tracking import METRICS
-from hybridrl.utils.errors import UserError
 
 # Metrics that have a better and a worse, by the start of their names.
 _HIGHER = ("val-core/", "critic/score/mean", "critic/rewards/mean", "perf/throughput")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.utils.errors import UserError
+from hybridrl.errors import UserError
 from hybridrl.utils.files import replacing
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

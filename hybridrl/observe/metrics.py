@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.observe.validation import (
+from hybridrl.observe.validation_metrics import (
     bootstrap_metric,
     calc_maj_val,
     process_validation_metrics,

@@ -17,6 +17,7 @@ from rich.panel import Panel as Box
 from rich.table import Table
 from rich.text import Text
 
+from hybridrl.errors import UserError
 from hybridrl.observe import textplot
 from hybridrl.observe.history import (
     RunHistory,
@@ -26,7 +27,6 @@ from hybridrl.observe.history import (
     show_number,
     show_seconds,
 )
-from hybridrl.utils.errors import UserError
 from hybridrl.utils.files import replacing
 
 REPORT, PICTURE = "report.html", "report.png"

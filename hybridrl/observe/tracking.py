@@ -10,12 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybridrl.errors import UserError
 from hybridrl.observe import backends
 from hybridrl.observe.backends import Backend, Rows
 from hybridrl.observe.console import ConsoleLogger
 from hybridrl.observe.dump import cut_dumps_after
 from hybridrl.observe.jsonl import JsonLines, keep_records, number, plain, read
-from hybridrl.utils.errors import UserError
 from hybridrl.utils.files import write_text
 
 METRICS = "metrics.jsonl"

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict, TensorDictBase
 
+from hybridrl.errors import UserError
 from hybridrl.protocol.rows import fields_of, jagged_parts, object_array
-from hybridrl.utils.errors import UserError
 
 FORMAT = "hybridrl.dataproto.1"
 JSON = "__json__"

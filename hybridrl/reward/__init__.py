@@ -9,22 +9,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.errors import RewardError
+
 if TYPE_CHECKING:
-    from hybridrl.reward.check import check_dataset, check_reward, create_reward_manager
-    from hybridrl.reward.errors import RewardError
+    from hybridrl.reward.factory import check_dataset, check_reward, create_reward_manager
     from hybridrl.reward.function import RewardFunction
     from hybridrl.reward.manager import RewardManager, get_reward_manager_cls, register
-    from hybridrl.reward.pool import RewardPool
+    from hybridrl.reward.processes.pool import RewardPool
     from hybridrl.reward.score import default_compute_score
 
 _HOMES = {
-    "RewardError": "errors",
     "RewardFunction": "function",
     "RewardManager": "manager",
-    "RewardPool": "pool",
-    "check_dataset": "check",
-    "check_reward": "check",
-    "create_reward_manager": "check",
+    "RewardPool": "processes.pool",
+    "check_dataset": "factory",
+    "check_reward": "factory",
+    "create_reward_manager": "factory",
     "default_compute_score": "score",
     "get_reward_manager_cls": "manager",
     "register": "manager",

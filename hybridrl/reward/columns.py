@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.reward.pool import Outcome
+from hybridrl.reward.processes.pool import Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.reward.errors import RewardError
+from hybridrl.errors import RewardError
 
 Form = Literal["sample", "batch"]
 

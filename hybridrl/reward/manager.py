@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
+from hybridrl.errors import RewardError
 from hybridrl.reward.columns import extra_columns, extra_of
-from hybridrl.reward.errors import RewardError
 from hybridrl.reward.function import Form, Sample
-from hybridrl.reward.pool import Outcome, RewardPool
+from hybridrl.reward.processes.pool import Outcome, RewardPool
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -104,7 +104,7 @@ class RewardManager:
         Raises:
             RewardError: the function cannot be loaded, or a row has an unknown data source or no ground truth.
         """
-        from hybridrl.reward.check import check_dataset
+        from hybridrl.reward.factory import check_dataset
 
         self.pool.start(wait_for_one=True)
         for dataset in datasets:

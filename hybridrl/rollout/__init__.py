@@ -1,14 +1,14 @@
 """A model that generates: one interface, in place or by engines of their own."""
 
-from hybridrl.rollout.base import Rollout
-from hybridrl.rollout.choice import IN_PLACE, resolve_rollout
-from hybridrl.rollout.engine import EngineRegistry, RolloutError
+from hybridrl.errors import RolloutError
 from hybridrl.rollout.hf.rollout import HFRollout
-from hybridrl.rollout.in_place import InPlaceRollout
+from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.rollout import InPlaceRollout, Rollout
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.select import IN_PLACE, resolve_rollout
 
 __all__ = [
-    "EngineRegistry",
+    "InferenceEngines",
     "HFRollout",
     "IN_PLACE",
     "InPlaceRollout",

@@ -10,8 +10,8 @@ import torch
 
 from hybridrl.config import RolloutConfig
 from hybridrl.protocol import DataProto
-from hybridrl.rollout.engine import Completion, Request
 from hybridrl.rollout.noise import stream_keys
+from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 
 #: version of the weights where there is no token

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybridrl.config import RolloutConfig
-from hybridrl.utils.errors import UserError
+from hybridrl.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from rich.table import Table as Grid
 from hybridrl.config import EvaluationConfig
 from hybridrl.data import DataError
 from hybridrl.data.files import Table, read_table
-from hybridrl.observe.validation import validation_metrics
+from hybridrl.observe.validation_metrics import validation_metrics
 from hybridrl.reward import RewardError, RewardFunction, RewardPool
 from hybridrl.reward.columns import extra_columns, extra_of
 from hybridrl.reward.function import Sample
-from hybridrl.reward.pool import Outcome
+from hybridrl.reward.processes.pool import Outcome
 from hybridrl.reward.score import check_data_source
 from hybridrl.utils.files import write_text
 
@@ -47,8 +47,8 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
     """Score, print a table, and write a JSON file.
 
     Returns:
-        The metrics: `val-core/*` and `val-aux/*` as validation logs them (`hybridrl.observe.validation`), and for each
-        data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
+        The metrics: `val-core/*` and `val-aux/*` as validation logs them (`hybridrl.observe.validation_metrics`),
+        and for each data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
 
     Raises:
         DataError: rows cannot be scored; they are named.

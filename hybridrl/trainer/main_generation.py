@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def run(config: "GenerationConfig") -> None:
     """Generate what is missing of the output."""
-    from hybridrl.trainer.generation.program import run_generation  # imports torch: not for `--help` and `--cfg`
+    from hybridrl.trainer.generation.run_generation import run_generation  # imports torch: not for `--help` and `--cfg`
 
     run_generation(config)
 

@@ -19,7 +19,7 @@ from hybridrl.observe.tracking import Tracking
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.storage import StorageError
 from hybridrl.single_controller import WorkerError
-from hybridrl.trainer.stop import StopRequest
+from hybridrl.trainer.interrupt import StopRequest
 from hybridrl.utils.metrics import Metric
 
 STATE_FILE = "trainer.json"

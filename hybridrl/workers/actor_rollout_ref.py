@@ -6,17 +6,17 @@ from contextlib import contextmanager
 import ray
 
 from hybridrl.config import ActorRolloutRefConfig
-from hybridrl.engine.base import Engine
-from hybridrl.hybrid_engine.transfer import Target, TransferReport, lanes_to, stream
-from hybridrl.models.facts import config_of, eos_token_ids, tokenizer_of
+from hybridrl.engine.train_engine import Engine
+from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.device import memory_stats
-from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
+from hybridrl.workers.loss_prepass import Preparation
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
-from hybridrl.workers.prepare import Preparation
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 
 ROLES = ("actor", "actor_rollout", "rollout", "ref")
 
@@ -96,7 +96,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, targets: Sequence[Target]) -> TransferReport:
-        """Send the present weights to generation engines that wait for them; see `hybridrl.hybrid_engine.transfer`."""
+        """Send the present weights to generation engines that wait for them; see `hybridrl.weight_sync.send`."""
         rollout = self.config.rollout
         dtype = resolve_dtype(rollout.dtype, "rollout.dtype")
         with self.engine.loaded(optimizer=False):

@@ -3,8 +3,8 @@
 from hybridrl.config import CriticConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 from hybridrl.workers.losses import value_loss_fn
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 
 
 class CriticWorker(ModelWorker):

@@ -20,7 +20,7 @@ from hybridrl.algorithms import (
     get_policy_loss_prepare_fn,
     kl_penalty,
 )
-from hybridrl.algorithms.settings import ConfigView
+from hybridrl.algorithms.config_access import ConfigView
 from hybridrl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
 from hybridrl.utils.metrics import Metric

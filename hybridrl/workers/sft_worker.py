@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from hybridrl.config import SFTTrainerConfig
-from hybridrl.engine.base import MicroBatching
+from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
-from hybridrl.workers.base import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 
 
 class SFTWorker(ModelWorker):

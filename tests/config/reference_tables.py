@@ -13,9 +13,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from hybridrl.config import load_config
-from hybridrl.config.keys import KeyBook
-from hybridrl.config.node import default_of, default_tree, is_group
-from hybridrl.config.root import ROOTS
+from hybridrl.config.schema.node import default_of, default_tree, is_group
+from hybridrl.config.schema.root import ROOTS
+from hybridrl.config.verl.keys import KeyBook
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent.parent / "docs"

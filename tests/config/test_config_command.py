@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hybridrl.config import ConfigError, cli, load_config
-from hybridrl.utils.errors import UserError
+from hybridrl.errors import UserError, WorkerError
 
 PROGRAM = """
 import sys
@@ -154,9 +154,6 @@ def test_errors_of_the_user_are_one_message_and_others_are_raised(ready, monkeyp
 
 
 def test_notes_interruptions_and_failed_workers_are_one_message_too(ready, monkeypatch, capsys):
-    class WorkerError(Exception):
-        """As the single controller's: its message holds the worker's own traceback."""
-
     noted = UserError("the thing is missing")
     noted.add_note("the batch is kept")
     cases = [

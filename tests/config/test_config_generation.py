@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from hybridrl.config import ConfigError, as_dict, load_config, to_yaml, validate
 from hybridrl.config.compose import compose_config
-from hybridrl.config.node import default_tree
-from hybridrl.config.root import ROOTS
+from hybridrl.config.schema.node import default_tree
+from hybridrl.config.schema.root import ROOTS
 
 
 def faults_of(root: str, *words: str) -> list[str]:

@@ -5,13 +5,13 @@ import re
 import pytest
 from reference_tables import value_of, verl_keys
 
-from hybridrl.config import names
-from hybridrl.config.branches import BRANCHES
-from hybridrl.config.keys import Assignment, KeyBook
-from hybridrl.config.legacy import ALIASES
-from hybridrl.config.node import declared, default_of
-from hybridrl.config.pending import DECLARED, PENDING
-from hybridrl.config.root import ROOTS
+from hybridrl.config.schema import names
+from hybridrl.config.schema.node import declared, default_of
+from hybridrl.config.schema.root import ROOTS
+from hybridrl.config.verl.branches import BRANCHES
+from hybridrl.config.verl.keys import Assignment, KeyBook
+from hybridrl.config.verl.legacy import ALIASES
+from hybridrl.config.verl.pending import DECLARED, PENDING
 
 BOOK = KeyBook("ppo_trainer")
 KEYS = verl_keys()

@@ -6,8 +6,8 @@ import pytest
 
 from hybridrl.algorithms.rollout_correction.presets import PRESETS
 from hybridrl.config import ConfigError, load_config, validate
-from hybridrl.config.checks import check_gpus, visible_gpus
-from hybridrl.config.trainer import RunConfig
+from hybridrl.config.checks.run import check_gpus, visible_gpus
+from hybridrl.config.schema.trainer import RunConfig
 
 POLICY = "actor_rollout_ref"
 

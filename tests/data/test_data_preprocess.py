@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from hybridrl.data import DataError
-from hybridrl.data.preprocess.common import write_rows
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
 from hybridrl.data.preprocess.math import write_math
 from hybridrl.data.preprocess.sort import write_sort_data
+from hybridrl.data.preprocess.source import write_rows
 from hybridrl.reward import default_compute_score
 
 

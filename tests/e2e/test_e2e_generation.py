@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import load_config, validate
 from hybridrl.data.preprocess.sort import write_sort_data
+from hybridrl.errors import UserError
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.rollout.server import OpenAIServer, Served, create_app
 from hybridrl.trainer.evaluation import run_evaluation
-from hybridrl.trainer.generation.program import run_generation
-from hybridrl.utils.errors import UserError
+from hybridrl.trainer.generation.run_generation import run_generation
 
 GENERATION, EVALUATION = "hybridrl.trainer.main_generation", "hybridrl.trainer.main_eval"
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from hybridrl.config.engine import FSDPConfig, OptimConfig
-from hybridrl.config.model import ModelConfig
-from hybridrl.engine import Engine, EngineRegistry
+from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
+from hybridrl.config.schema.model import ModelConfig
+from hybridrl.engine import Engine, TrainEngines
 from hybridrl.protocol import DataProto
 from hybridrl.utils.metrics import Metric
 
@@ -93,7 +93,7 @@ def make_engine(
         "lr_scheduler_type": "linear",
         "total_training_steps": 8,
     }
-    made = EngineRegistry.create(
+    made = TrainEngines.create(
         model_type,
         "fsdp2",
         model=ModelConfig(path=str(path), **(model or {})),

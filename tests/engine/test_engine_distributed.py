@@ -25,7 +25,7 @@ from engine_helpers import (
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.engine import MicroBatching, NonFiniteError
-from hybridrl.models.errors import ModelError
+from hybridrl.errors import ModelError
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.utils.rng import seed_rng
@@ -259,7 +259,7 @@ def check_variants(rank: int, model: Path, tied: Path, work: Path) -> None:
 
 
 def _config(settings):  # type: ignore[no-untyped-def]
-    from hybridrl.config.engine import WrapPolicyConfig
+    from hybridrl.config.schema.engine import WrapPolicyConfig
 
     return {name: WrapPolicyConfig(**v) if name == "wrap_policy" else v for name, v in settings.items()}
 

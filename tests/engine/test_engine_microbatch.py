@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.engine.base import MicroBatching
 from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan
+from hybridrl.engine.train_engine import MicroBatching
 
 
 def fields_of(prompts: list[int], responses: list[int]) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from hybridrl.config.engine import OptimConfig
-from hybridrl.engine.muon import hidden_matrices
-from hybridrl.engine.optimizer import build_optimizer, build_schedule, lr_factor
-from hybridrl.models.errors import ModelError
+from hybridrl.config.schema.engine import OptimConfig
+from hybridrl.engine.optim.muon import hidden_matrices
+from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, lr_factor
+from hybridrl.errors import ModelError
 from hybridrl.models.loading import load_model_config
 from hybridrl.models.value import load_value_model
 

@@ -23,8 +23,8 @@ from engine_helpers import (
 )
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from hybridrl.engine import EngineRegistry, MicroBatching, NonFiniteError
-from hybridrl.models.errors import ModelError
+from hybridrl.engine import MicroBatching, NonFiniteError, TrainEngines
+from hybridrl.errors import ModelError
 from hybridrl.utils.metrics import merge_metrics
 
 FIELDS = make_fields()
@@ -304,10 +304,10 @@ def test_a_torn_checkpoint_is_refused(micro_model: Path, tmp_path: Path) -> None
 
 
 def test_engine_without_optimizer_only_computes(micro_model: Path) -> None:
-    from hybridrl.config.engine import FSDPConfig
-    from hybridrl.config.model import ModelConfig
+    from hybridrl.config.schema.engine import FSDPConfig
+    from hybridrl.config.schema.model import ModelConfig
 
-    engine = EngineRegistry.create(
+    engine = TrainEngines.create(
         "language_model", "fsdp", model=ModelConfig(path=str(micro_model)), engine=FSDPConfig()
     )
     engine.initialize()
@@ -317,7 +317,7 @@ def test_engine_without_optimizer_only_computes(micro_model: Path) -> None:
     with pytest.raises(ValueError, match="asked for values"):
         engine.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",))
     with pytest.raises(ModelError, match=r"strategy='other'.*language_model/fsdp2"):
-        EngineRegistry.create("language_model", "other", model=None, engine=None)
+        TrainEngines.create("language_model", "other", model=None, engine=None)
 
 
 def test_faulty_batches_are_named(micro_model: Path) -> None:

@@ -9,10 +9,10 @@ import torch
 from hybridrl.config import load_config
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.protocol import DataProto
+from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.rollout import start_rollout
 
 pytestmark = pytest.mark.timeout(900)
 

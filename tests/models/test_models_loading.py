@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
-from hybridrl.models.errors import ModelError
+from hybridrl.errors import ModelError
 from hybridrl.models.loading import (
     attention_implementation,
     build_language_model,

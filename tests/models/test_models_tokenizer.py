@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hybridrl.models.errors import ModelError
+from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
 
 TEXT = "Sort: 31 24\n\n#### 12"

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hybridrl.errors import UserError
 from hybridrl.observe import textplot
 from hybridrl.observe.dump import dump_generations
 from hybridrl.observe.history import best, load_history, show_number, show_seconds
 from hybridrl.observe.report import main, summarize, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
-from hybridrl.utils.errors import UserError
 
 
 def make_run(folder: Path, steps: int, **changes: float) -> Path:

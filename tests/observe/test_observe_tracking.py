@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from hybridrl.errors import UserError
 from hybridrl.observe import jsonl
 from hybridrl.observe.console import step_line, validation_line
 from hybridrl.observe.dump import dump_generations, dumped_steps
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking, TrackingError, check_loggers
-from hybridrl.utils.errors import UserError
 
 
 def lines(folder: Path) -> list[dict]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hybridrl.data.preprocess import sort
+from hybridrl.errors import UserError
 from hybridrl.models import tiny
-from hybridrl.utils.errors import UserError
 
 
 def test_sort_rows_are_sorted_disjoint_and_complete(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.merge import same
-from hybridrl.utils.errors import UserError
 
 
 def test_every_kind_of_value_comes_back(tmp_path):

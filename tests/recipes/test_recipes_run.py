@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hybridrl.config import load_config, validate
-from hybridrl.trainer.ppo.prepare import prepare
+from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.start import workers_starting
+from hybridrl.trainer.startup import workers_starting
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))

@@ -287,8 +287,8 @@ def test_a_file_that_does_not_load(user_file):
 
 
 def test_a_file_that_hangs_on_import(user_file, monkeypatch):
-    monkeypatch.setattr("hybridrl.reward.pool._START_LIMIT_S", 0.5)
-    monkeypatch.setattr("hybridrl.reward.pool._POLL_S", 0.1)
+    monkeypatch.setattr("hybridrl.reward.processes.pool._START_LIMIT_S", 0.5)
+    monkeypatch.setattr("hybridrl.reward.processes.pool._POLL_S", 0.1)
     with (
         pool(user_file("import time; time.sleep(1000)")) as p,
         pytest.raises(RewardError, match="What does the file do"),

@@ -216,7 +216,7 @@ def test_a_sandbox_is_refused():
 
 def test_scorers_and_pool_processes_import_nothing_heavy():
     code = (
-        "import sys, hybridrl.reward.worker, hybridrl.reward.score.gsm8k, hybridrl.reward.score.exact, "
+        "import sys, hybridrl.reward.processes.child, hybridrl.reward.score.gsm8k, hybridrl.reward.score.exact, "
         "hybridrl.reward.score.math_dapo\n"
         "print([m for m in ('torch', 'numpy', 'ray', 'transformers', 'sympy', 'asyncio') if m in sys.modules])"
     )

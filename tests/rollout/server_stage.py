@@ -11,7 +11,7 @@ from typing import Any
 import openai
 from plain_engine import PlainEngine
 
-from hybridrl.rollout.engine import Completion, Request
+from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import (
     OpenAIServer,
     Served,

@@ -13,7 +13,7 @@ import pytest
 
 from hybridrl.config import ConfigError, OpenAIConfig, load_config, validate
 from hybridrl.rollout import RolloutError, SamplingParams
-from hybridrl.rollout.endpoint import Endpoint
+from hybridrl.rollout.openai_endpoint import Endpoint
 
 SAMPLING = SamplingParams(do_sample=True, temperature=0.5, top_p=1.0, top_k=-1, max_new_tokens=9, seed=4)
 MESSAGES = [{"role": "user", "content": "hi"}]

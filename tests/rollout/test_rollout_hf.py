@@ -6,12 +6,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import load_config
-from hybridrl.engine.base import EngineRegistry, MicroBatching
+from hybridrl.engine.train_engine import MicroBatching, TrainEngines
+from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.noise import stream_keys, uniforms
-from hybridrl.utils.errors import UserError
 
 EOS, PAD = 5, 0
 
@@ -27,7 +27,7 @@ def actor(tiny_model):
             "data.max_response_length=24",
         ],
     ).actor_rollout_ref
-    engine = EngineRegistry.create("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
+    engine = TrainEngines.create("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
     engine.initialize()
     return config, engine
 

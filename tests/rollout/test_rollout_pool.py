@@ -23,14 +23,16 @@ from plain_engine import BROKEN, DEADLY, HANGING, HANGS_VARIABLE, SLOW
 from ray.exceptions import OutOfMemoryError
 
 from hybridrl.config import load_config
-from hybridrl.hybrid_engine.transfer import SharedMemoryLane, stream
-from hybridrl.rollout.balancer import Balancer
-from hybridrl.rollout.engine import EngineSpec, Request, RolloutError
-from hybridrl.rollout.pool import PoolSettings, ReplicaPlace, ReplicaPool, request_number
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.inference_engine import EngineSpec
+from hybridrl.rollout.replicas.balancer import Balancer
+from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool, request_number
+from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import Router, make_server
+from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayResourcePool
-from hybridrl.workers.rollout import start_rollout
+from hybridrl.weight_sync.send import SharedMemoryLane, stream
 
 ENGINE = "plain_engine:PlainEngine"
 SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 12, ignore_eos=True)
@@ -322,7 +324,7 @@ def test_a_replica_that_hangs_while_memory_is_lent_is_ended(
     make_pool, monkeypatch, tmp_path: Path, method: str
 ) -> None:
     """Its process holds what others wait for: the trainer's bucket, or the device's memory."""
-    monkeypatch.setattr("hybridrl.rollout.pool._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.pool._HEALTH_EVERY_S", 0.2)
     hangs = tmp_path / "hangs"
     pool = make_pool(devices=(0,), hangs=str(hangs))
     pool.settings.stuck_timeout_s = 3.0
@@ -355,7 +357,7 @@ def test_a_replica_that_ray_ends_for_lack_of_memory_is_lost_like_any_other(pool,
             raise errors.pop()
         return real(ref, **options)
 
-    monkeypatch.setattr("hybridrl.rollout.pool.ray.get", get)
+    monkeypatch.setattr("hybridrl.rollout.replicas.pool.ray.get", get)
     pool.update_weights(pool.version + 1)
     until_ready(pool)
     assert not errors and pool.restarts == before + 1
@@ -404,7 +406,7 @@ def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_po
 
 
 def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.rollout.pool._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.pool._HEALTH_EVERY_S", 0.2)
     pool = make_pool(replicas=1, max_restarts=0)
     pool.settings.stuck_timeout_s = 3.0
     with pytest.raises(RolloutError, match=r"computed nothing for .*stuck_timeout_s"):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from plain_engine import PlainEngine
 
-from hybridrl.models.facts import tokenizer_of
-from hybridrl.rollout.engine import MEMORY_TAGS, Completion, Request
-from hybridrl.rollout.replica import Replica
+from hybridrl.models.info import tokenizer_of
+from hybridrl.rollout.replicas.actor import Replica
+from hybridrl.rollout.request import MEMORY_TAGS, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 
 SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8)

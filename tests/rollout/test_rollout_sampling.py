@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.errors import UserError
 from hybridrl.rollout.noise import stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw, truncate
-from hybridrl.utils.errors import UserError
 
 
 def params(**changes) -> SamplingParams:

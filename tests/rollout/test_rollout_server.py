@@ -18,7 +18,7 @@ from plain_engine import PlainEngine
 from server_stage import LIMIT, MESSAGES, TOKEN, Stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.rollout.engine import Completion, Request
+from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import (
     Served,
     create_app,

@@ -16,7 +16,7 @@ from server_stage import Stage
 
 from hybridrl.config import ModelConfig, PrometheusConfig, RolloutConfig, load_config
 from hybridrl.rollout import RolloutError
-from hybridrl.rollout.engine import Completion, Request
+from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import (
     OpenAIServer,
     check_installed,

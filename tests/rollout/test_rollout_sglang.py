@@ -27,14 +27,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ModelConfig, RolloutConfig, load_config
-from hybridrl.engine.base import EngineRegistry as TrainEngineRegistry
-from hybridrl.hybrid_engine.messages import Bucket, Entry
+from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout, RolloutError
-from hybridrl.rollout.engine import Completion, EngineBrokenError, EngineRegistry, EngineSpec, Request
-from hybridrl.rollout.replica import Replica
+from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngines
+from hybridrl.rollout.replicas.actor import Replica
+from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.weight_sync.messages import Bucket, Entry
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs in the SGLang environment"),
@@ -204,7 +205,7 @@ def hf_rollout(model_dir) -> HFRollout:
         "ppo_trainer",
         [f"actor_rollout_ref.model.path={model_dir}", "data.train_files=x", "data.val_files=x"],
     ).actor_rollout_ref
-    engine = TrainEngineRegistry.create("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
+    engine = TrainEngines.create("language_model", "fsdp2", model=config.model, engine=config.actor.fsdp_config)
     engine.initialize()
     return HFRollout(config.rollout, engine, EOS, pad_token_id=0, tokenizer=load_tokenizer(model_dir))
 
@@ -382,7 +383,7 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
     spec = spec_of(model_dir, tensor_model_parallel_size=2)
     before = set(psutil.Process().children(recursive=True))
     segments = set(glob.glob("/dev/shm/sgl*"))
-    engine = EngineRegistry.create("sglang", spec)
+    engine = InferenceEngines.create("sglang", spec)
     engine.check(spec.config, spec.model, on_gpu=False)
     run(engine.start(), START_S)
     started = [one for one in psutil.Process().children(recursive=True) if one not in before]
@@ -427,6 +428,6 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
 def test_a_start_that_fails_says_why(loop, model_dir) -> None:
     spec = spec_of(model_dir)
     spec.config.engine_kwargs.sglang["no_such_argument"] = 1
-    engine = EngineRegistry.create("sglang", spec)
+    engine = InferenceEngines.create("sglang", spec)
     with pytest.raises(RolloutError, match="no_such_argument"):
         asyncio.run_coroutine_threadsafe(engine.start(), loop).result(START_S)

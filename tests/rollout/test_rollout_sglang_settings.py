@@ -10,11 +10,11 @@ import torch
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.rollout import RolloutError
-from hybridrl.rollout.engine import EngineRegistry, EngineSpec
+from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang import compat
 from hybridrl.rollout.sglang.weights import joined
-from hybridrl.rollout.stop import StopStrings
+from hybridrl.rollout.stop_strings import StopStrings
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_settings_that_cannot_work_are_refused(sglang_version, tiny_model, rollo
     sglang_version("0.5.23")
     spec = spec_of(tiny_model, **rollout)
     with pytest.raises(RolloutError, match=message):
-        EngineRegistry.get("sglang").check(spec.config, spec.model, on_gpu=False)
+        InferenceEngines.get("sglang").check(spec.config, spec.model, on_gpu=False)
 
 
 def test_settings_become_arguments(tiny_model) -> None:

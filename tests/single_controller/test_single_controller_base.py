@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import (
     ClassWithInitArgs,
@@ -41,9 +42,8 @@ from hybridrl.single_controller.base.decorator import (
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
 )
-from hybridrl.single_controller.base.errors import RemoteFailure, is_collective_error
+from hybridrl.single_controller.base.failures import RemoteFailure, is_collective_error
 from hybridrl.single_controller.base.worker import PortReservation
-from hybridrl.utils.errors import UserError
 
 
 class Group:

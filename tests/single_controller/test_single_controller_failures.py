@@ -16,6 +16,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import (
     Dispatch,
@@ -30,7 +31,6 @@ from hybridrl.single_controller import (
     register,
 )
 from hybridrl.single_controller.ray import calls
-from hybridrl.utils.errors import UserError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("ray_session")

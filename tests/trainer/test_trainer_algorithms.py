@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import AlgorithmError
 from hybridrl.config import load_config, validate
-from hybridrl.trainer.ppo.health import HealthError
-from hybridrl.trainer.ppo.prepare import prepare
+from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.health_checks import HealthError
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.start import workers_starting
+from hybridrl.trainer.startup import workers_starting
 
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
 

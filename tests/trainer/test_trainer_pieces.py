@@ -20,15 +20,15 @@ from hybridrl.config import (
     RolloutCorrectionConfig,
     load_config,
 )
+from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.advantage import SLOT, compute_advantage, critic_metrics, draw_by_reward
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
-from hybridrl.trainer.ppo.collect import PromptPool
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
-from hybridrl.trainer.ppo.health import HealthError, HealthMonitor
-from hybridrl.trainer.ppo.rewards import RewardTransform
-from hybridrl.trainer.ppo.settings import check_algorithm, needs_old_log_prob
-from hybridrl.utils.errors import UserError
+from hybridrl.trainer.ppo.health_checks import HealthError, HealthMonitor
+from hybridrl.trainer.ppo.needs import check_algorithm, needs_old_log_prob
+from hybridrl.trainer.ppo.prompt_pool import PromptPool
+from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.utils.metrics import Metric, merge_metrics
 from hybridrl.workers.losses import policy_loss_fn
 

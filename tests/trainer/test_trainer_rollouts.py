@@ -7,8 +7,8 @@ import pytest
 import torch
 from trainer_tools import trained
 
+from hybridrl.errors import UserError
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
-from hybridrl.utils.errors import UserError
 
 ENGINE = next((name for name in ("vllm", "sglang") if importlib.util.find_spec(name)), None)
 pytestmark = [

@@ -17,7 +17,7 @@ from hybridrl.config import SFTTrainerConfig, load_config
 from hybridrl.data import create_sft_dataset, create_sft_loader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerError
-from hybridrl.trainer.sft.program import run_sft
+from hybridrl.trainer.sft.run_sft import run_sft
 from hybridrl.trainer.sft.trainer import as_responses
 
 pytestmark = pytest.mark.usefixtures("ray_session")

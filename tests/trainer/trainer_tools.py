@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from hybridrl.config import load_config, validate
-from hybridrl.trainer.ppo.prepare import prepare
+from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.start import workers_starting
+from hybridrl.trainer.startup import workers_starting
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import backwards, check_finite, check_same_shape, unit_interval
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import keep, masked_whiten, row_blocks
 from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
+from hybridrl.errors import AlgorithmError
 
 
 @register_adv_est(AdvantageEstimator.GAE)

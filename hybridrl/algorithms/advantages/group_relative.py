@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.config_access import setting
 from hybridrl.algorithms.functional import masked_whiten
 from hybridrl.algorithms.groups import Groups, group_samples, outcome_scores, spread
 from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
-from hybridrl.algorithms.settings import setting
+from hybridrl.errors import AlgorithmError
 
 Advantages = tuple[Tensor, Tensor]
 

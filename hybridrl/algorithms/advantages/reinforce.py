@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import rewards_to_go, unit_interval
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.config_access import number
 from hybridrl.algorithms.functional import keep, masked_whiten
 from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
-from hybridrl.algorithms.settings import number
+from hybridrl.errors import AlgorithmError
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import keep, masked_row_sum, row_blocks
+from hybridrl.errors import AlgorithmError
 
 # Rows of one block: wide enough for a step of the scan to be worth its call, small enough for the cache.
 _ROWS = 2048

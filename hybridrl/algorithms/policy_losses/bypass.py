@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import total_tokens_match
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.config_access import global_batch_info, setting, with_global_batch_info
 from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.policy_losses.common import Metrics
 from hybridrl.algorithms.policy_losses.soft import compute_policy_loss_reinforce
+from hybridrl.algorithms.policy_losses.tokens import Metrics
 from hybridrl.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from hybridrl.algorithms.registry import register_policy_loss
 from hybridrl.algorithms.rollout_correction.apply import LOSS_TYPES, correction_settings
-from hybridrl.algorithms.rollout_correction.common import ROOT, parse_is_threshold, parse_rs_thresholds, safe
 from hybridrl.algorithms.rollout_correction.rejection import accepted, parse_rs_options, statistic
+from hybridrl.algorithms.rollout_correction.thresholds import ROOT, parse_is_threshold, parse_rs_thresholds, safe
 from hybridrl.algorithms.rollout_correction.weights import bounded_weights, raw_weights, weights_mean
-from hybridrl.algorithms.settings import global_batch_info, setting, with_global_batch_info
+from hybridrl.errors import AlgorithmError
 
 
 def _settings(config: Any) -> tuple[dict[str, Any], str]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import total_tokens_match
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.algorithms.config_access import global_batch_info, number
 from hybridrl.algorithms.functional import masked_mean
-from hybridrl.algorithms.policy_losses.common import ACTOR, Metrics, Tokens, aggregate, clip_bounds, read_tokens
+from hybridrl.algorithms.policy_losses.tokens import ACTOR, Metrics, Tokens, aggregate, clip_bounds, read_tokens
 from hybridrl.algorithms.registry import register_policy_loss
-from hybridrl.algorithms.settings import global_batch_info, number
+from hybridrl.errors import AlgorithmError
 
 
 def _mix(z: Tensor) -> Tensor:

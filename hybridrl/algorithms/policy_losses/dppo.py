@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.policy_losses.common import Metrics, Tokens, aggregate, clip_bounds, read_tokens
+from hybridrl.algorithms.config_access import number
+from hybridrl.algorithms.policy_losses.tokens import Metrics, Tokens, aggregate, clip_bounds, read_tokens
 from hybridrl.algorithms.registry import register_policy_loss
-from hybridrl.algorithms.settings import number
 
 _EPS = 1e-8
 

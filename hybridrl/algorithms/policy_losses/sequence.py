@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import agg_loss
+from hybridrl.algorithms.config_access import global_batch_info
 from hybridrl.algorithms.functional import keep
-from hybridrl.algorithms.policy_losses.common import Metrics, aggregate, clip_bounds, read_tokens
+from hybridrl.algorithms.policy_losses.tokens import Metrics, aggregate, clip_bounds, read_tokens
 from hybridrl.algorithms.registry import register_policy_loss
-from hybridrl.algorithms.settings import global_batch_info
 
 
 @register_policy_loss("gspo")

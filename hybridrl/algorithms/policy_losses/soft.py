@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.policy_losses.common import Metrics, aggregate, clip_bounds, read_tokens
+from hybridrl.algorithms.config_access import number
+from hybridrl.algorithms.policy_losses.tokens import Metrics, aggregate, clip_bounds, read_tokens
 from hybridrl.algorithms.registry import register_policy_loss
-from hybridrl.algorithms.settings import number
 
 
 @register_policy_loss("gpg")

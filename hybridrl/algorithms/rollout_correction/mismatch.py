@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.rollout_correction.common import check_same_shape, floats, require_tokens, safe
+from hybridrl.algorithms.rollout_correction.thresholds import check_same_shape, floats, require_tokens, safe
+from hybridrl.errors import AlgorithmError
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.algorithms.errors import AlgorithmError
+from hybridrl.errors import AlgorithmError
 
 
 @dataclass(frozen=True)

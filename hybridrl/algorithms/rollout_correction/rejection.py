@@ -11,9 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.rollout_correction.common import (
+from hybridrl.algorithms.rollout_correction.thresholds import (
     ROOT,
     check_same_shape,
     floats,
@@ -21,6 +20,7 @@ from hybridrl.algorithms.rollout_correction.common import (
     require_tokens,
     safe,
 )
+from hybridrl.errors import AlgorithmError
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = (
     "token_k1",

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.errors import AlgorithmError
 from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.rollout_correction.common import (
+from hybridrl.algorithms.rollout_correction.thresholds import (
     ROOT,
     SAFETY_BOUND,
     check_same_shape,
@@ -19,6 +18,7 @@ from hybridrl.algorithms.rollout_correction.common import (
     require_tokens,
     safe,
 )
+from hybridrl.errors import AlgorithmError
 
 IS_LEVELS = ("token", "sequence")
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridrl.data.errors import DataError
-from hybridrl.data.preprocess.common import Row, command_line, convert, text_of
+from hybridrl.data.preprocess.source import Row, command_line, convert, text_of
+from hybridrl.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

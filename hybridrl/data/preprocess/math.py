@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridrl.data.errors import DataError
-from hybridrl.data.preprocess.common import Row, command_line, convert, text_of
+from hybridrl.data.preprocess.source import Row, command_line, convert, text_of
+from hybridrl.errors import DataError
 from hybridrl.reward.score.answers import last_boxed
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"

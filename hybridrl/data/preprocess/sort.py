@@ -15,8 +15,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hybridrl.data.preprocess.common import write_rows
-from hybridrl.utils.errors import UserError
+from hybridrl.data.preprocess.source import write_rows
+from hybridrl.errors import UserError
 
 DATA_SOURCE = "hybridrl/sort"
 DIGITS = "0123456789"

@@ -24,11 +24,11 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from hybridrl.engine import low_bit
-from hybridrl.engine.base import SAVE_CONTENTS
-from hybridrl.engine.optimizer import set_rate
+from hybridrl.engine.optim import low_bit
+from hybridrl.engine.optim.optimizer import set_rate
+from hybridrl.engine.train_engine import SAVE_CONTENTS
+from hybridrl.errors import ModelError
 from hybridrl.models import loading, value
-from hybridrl.models.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.utils import distributed
 from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state

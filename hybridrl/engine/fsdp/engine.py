@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybridrl.engine.base import Engine, EngineRegistry, LossFn, MicroBatching, NonFiniteError
 from hybridrl.engine.fsdp import checkpoint
 from hybridrl.engine.fsdp.forward import (
     LANGUAGE_OUTPUTS,
@@ -24,13 +23,14 @@ from hybridrl.engine.fsdp.forward import (
     compute_outputs,
     response_logits,
 )
-from hybridrl.engine.fsdp.masters import MasterWeights
+from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
-from hybridrl.engine.muon import hidden_matrices
-from hybridrl.engine.optimizer import build_optimizer, build_schedule, move_optimizer
+from hybridrl.engine.optim.muon import hidden_matrices
+from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, move_optimizer
+from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError, TrainEngines
+from hybridrl.errors import ModelError
 from hybridrl.models import loading, value
-from hybridrl.models.errors import ModelError
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
@@ -40,8 +40,8 @@ STRATEGIES = ("fsdp", "fsdp2")
 USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
 
 
-@EngineRegistry.register("language_model", STRATEGIES)
-@EngineRegistry.register("value_model", STRATEGIES)
+@TrainEngines.register("language_model", STRATEGIES)
+@TrainEngines.register("value_model", STRATEGIES)
 class FSDPEngine(Engine):
     """A Hugging Face causal language model, or a backbone with a value head.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hybridrl.algorithms.functional import full_kl_from_logits, token_statistics
 from hybridrl.engine.microbatch import Layout
-from hybridrl.models.errors import ModelError
+from hybridrl.errors import ModelError
 
 LANGUAGE_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "ref_kl")
 VALUE_OUTPUTS = ("values",)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hybridrl.models.errors import ModelError
+from hybridrl.errors import ModelError
 from hybridrl.models.loading import decoder_layer_classes
 from hybridrl.models.value import ValueModel
 from hybridrl.utils import device, distributed

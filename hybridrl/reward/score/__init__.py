@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hybridrl.reward.errors import RewardError
+from hybridrl.errors import RewardError
 
 # data source -> module of this package. A name that ends in * stands for every source that begins so.
 SCORERS: dict[str, str] = {

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from hybridrl.reward.errors import RewardError
+from hybridrl.errors import RewardError
 
 _TAIL = 300  # characters at the end of a response in which the answer is looked for: long texts are slow to search
 _NUMBER = r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+"

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from hybridrl.config import RolloutConfig
-from hybridrl.engine.base import Engine
+from hybridrl.engine.train_engine import Engine
+from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.batch import assemble
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.noise import stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
-from hybridrl.rollout.stop import StopStrings
+from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.utils.device import current_device
-from hybridrl.utils.errors import UserError
 
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch: dropping copies the cache
 

@@ -8,28 +8,27 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.rollout.engine import RolloutError
+from hybridrl.errors import RolloutError
 
 if TYPE_CHECKING:
     from hybridrl.rollout.server.app import Generates, Served, create_app
-    from hybridrl.rollout.server.listen import OpenAIServer, new_token, node_address
-    from hybridrl.rollout.server.metrics import metrics_text
+    from hybridrl.rollout.server.http import OpenAIServer, new_token, node_address
+    from hybridrl.rollout.server.prometheus import metrics_text, write_scrape_config
     from hybridrl.rollout.server.router import Router
-    from hybridrl.rollout.server.scrape import write_scrape_config
     from hybridrl.rollout.server.start import Access, make_server
 
 _HOMES = {
     "Access": "start",
     "Generates": "app",
-    "OpenAIServer": "listen",
+    "OpenAIServer": "http",
     "Router": "router",
     "Served": "app",
     "create_app": "app",
-    "metrics_text": "metrics",
-    "new_token": "listen",
-    "node_address": "listen",
+    "metrics_text": "prometheus",
+    "new_token": "http",
+    "node_address": "http",
     "make_server": "start",
-    "write_scrape_config": "scrape",
+    "write_scrape_config": "prometheus",
 }
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 

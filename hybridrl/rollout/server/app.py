@@ -14,13 +14,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
+from hybridrl.errors import UserError
 from hybridrl.models.chat import clean_messages, encode, fault_in_messages
-from hybridrl.rollout.engine import Completion, Request
-from hybridrl.rollout.server.answers import Answer
-from hybridrl.rollout.server.flight import ClientGone, Flight, Generates
-from hybridrl.rollout.server.metrics import CONTENT_TYPE, metrics_text
-from hybridrl.rollout.server.requests import ApiError, ChatRequest, CompletionRequest
-from hybridrl.utils.errors import UserError
+from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.server.pending import ClientGone, Flight, Generates
+from hybridrl.rollout.server.prometheus import CONTENT_TYPE, metrics_text
+from hybridrl.rollout.server.responses import Answer
+from hybridrl.rollout.server.schema import ApiError, ChatRequest, CompletionRequest
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def create_app(
         engine: generates, and aborts requests whose client is gone.
         served: the model behind it.
         token: what `/v1/*` wants as bearer token; None serves everybody.
-        stats: replica -> name -> value, see `hybridrl.rollout.server.metrics`.
+        stats: replica -> name -> value, see `hybridrl.rollout.server.prometheus`.
         health: what is wrong, or None.
     """
     app = FastAPI(title="hybridrl", docs_url=None, redoc_url=None, openapi_url=None)

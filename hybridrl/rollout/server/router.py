@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from hybridrl.rollout.engine import Completion, Request
-from hybridrl.rollout.pool import ReplicaPool
+from hybridrl.rollout.replicas.pool import ReplicaPool
+from hybridrl.rollout.request import Completion, Request
 
 
 class Router:

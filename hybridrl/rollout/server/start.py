@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.models.facts import config_of, tokenizer_of
+from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.rollout.server.app import Generates, Health, Served, Stats, always_healthy, create_app
-from hybridrl.rollout.server.listen import OpenAIServer, new_token
+from hybridrl.rollout.server.http import OpenAIServer, new_token
 
 ACCESS_FILE = "server.json"
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from hybridrl.models.facts import config_of
-from hybridrl.rollout.engine import EngineSpec, RolloutError
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of
+from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
 
 if TYPE_CHECKING:
-    from hybridrl.hybrid_engine.messages import Bucket
+    from hybridrl.weight_sync.messages import Bucket
 
 #: run against this code, on a CPU
 TESTED = ("0.5.23",)

@@ -16,18 +16,17 @@ from typing import Any
 import psutil
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.hybrid_engine.messages import Bucket
-from hybridrl.rollout.engine import (
-    Completion,
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
-    EngineRegistry,
     EngineSpec,
     InferenceEngine,
-    Request,
-    RolloutError,
+    InferenceEngines,
     check_tensor_parallel,
 )
+from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
+from hybridrl.weight_sync.messages import Bucket
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _LOG_LINES = 30
@@ -36,7 +35,7 @@ _SWEEP_S = 10
 _LAST_LINES_S = 1
 
 
-@EngineRegistry.register("sglang")
+@InferenceEngines.register("sglang")
 class SGLangEngine(InferenceEngine):
     """A process with SGLang's engine in it, and the calls to it."""
 

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.rollout.sglang import wire
 
 if TYPE_CHECKING:
-    from hybridrl.hybrid_engine.messages import Bucket
-    from hybridrl.rollout.engine import Completion, EngineSpec, Request
+    from hybridrl.rollout.inference_engine import EngineSpec
+    from hybridrl.rollout.request import Completion, Request
     from hybridrl.rollout.sglang.compat import Output, Server
-    from hybridrl.rollout.stop import StopStrings
+    from hybridrl.rollout.stop_strings import StopStrings
+    from hybridrl.weight_sync.messages import Bucket
 
 _NEWS_S = 0.25
 _ABORT_AGAIN_S = 0.05
@@ -83,7 +84,7 @@ class Host:
 
     async def generate(self, request: "Request") -> "Completion":
         """See `InferenceEngine.generate`."""
-        from hybridrl.rollout.engine import Completion
+        from hybridrl.rollout.request import Completion
         from hybridrl.rollout.sglang import compat
 
         if why := self._unfit(request.prompt_ids):
@@ -126,8 +127,8 @@ class Host:
 
     def _stop_strings(self, strings: Sequence[str]) -> "StopStrings":
         """Found here, because SGLang would load a tokenizer by the model's type, which rebuilds some wrongly."""
-        from hybridrl.models.facts import tokenizer_of
-        from hybridrl.rollout.stop import StopStrings
+        from hybridrl.models.info import tokenizer_of
+        from hybridrl.rollout.stop_strings import StopStrings
 
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self.spec.model)
@@ -168,7 +169,7 @@ class Host:
 
 
 def _completion(request_id: str, output: "Output", end: int | None, aborted: bool) -> "Completion":
-    from hybridrl.rollout.engine import Completion
+    from hybridrl.rollout.request import Completion
 
     answer = Completion(request_id, output.token_ids, output.log_probs, "stop", cached_tokens=output.cached_tokens)
     if end is not None:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from hybridrl.hybrid_engine.messages import Bucket
-from hybridrl.hybrid_engine.receive import WeightReceiver
+from hybridrl.weight_sync.messages import Bucket
+from hybridrl.weight_sync.receive import WeightReceiver
 
 #: how SGLang finds the loader
 LOADER = f"{__name__}.load"

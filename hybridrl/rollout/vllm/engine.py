@@ -7,22 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.hybrid_engine.messages import Bucket
-from hybridrl.models.facts import config_of
-from hybridrl.rollout.engine import (
-    MEMORY_TAGS,
-    Completion,
-    EngineRegistry,
-    EngineSpec,
-    FinishReason,
-    InferenceEngine,
-    Request,
-    RolloutError,
-    check_tensor_parallel,
-)
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of
+from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
+from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat
-from hybridrl.rollout.vllm.owner import OWNER_VARIABLE
+from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
+from hybridrl.weight_sync.messages import Bucket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,7 +26,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
 
 
-@EngineRegistry.register("vllm")
+@InferenceEngines.register("vllm")
 class VLLMEngine(InferenceEngine):
     """An `AsyncLLM` and its processes."""
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hybridrl.hybrid_engine.receive import WeightReceiver
 from hybridrl.rollout.vllm import compat
-from hybridrl.rollout.vllm.owner import end_with_owner
+from hybridrl.rollout.vllm.parent_watch import end_with_owner
+from hybridrl.weight_sync.receive import WeightReceiver
 
 
 class WeightReceiverExtension:

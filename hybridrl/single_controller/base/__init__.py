@@ -1,5 +1,6 @@
 """Worker groups as an idea: what a worker is and how its methods' arguments travel. Knows no Ray."""
 
+from hybridrl.errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, WorkerUserError
 from hybridrl.single_controller.base.decorator import (
     Dispatch,
     Execute,
@@ -8,13 +9,6 @@ from hybridrl.single_controller.base.decorator import (
     register,
     register_dispatch_mode,
     update_dispatch_mode,
-)
-from hybridrl.single_controller.base.errors import (
-    PlacementError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-    WorkerUserError,
 )
 from hybridrl.single_controller.base.padding import padding_mask, real_rows
 from hybridrl.single_controller.base.worker import Worker

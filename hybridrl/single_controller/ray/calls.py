@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from hybridrl.errors import WorkerError, WorkerTimeoutError
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.single_controller.base.decorator import PendingOutputs
-from hybridrl.single_controller.base.errors import (
-    RemoteFailure,
-    WorkerError,
-    WorkerTimeoutError,
-    is_collective_error,
-)
+from hybridrl.single_controller.base.failures import RemoteFailure, is_collective_error
 from hybridrl.single_controller.base.padding import CollectUnpadded
 from hybridrl.single_controller.ray import postmortem
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from hybridrl.single_controller.base.errors import PlacementError
+from hybridrl.errors import PlacementError
 
 if TYPE_CHECKING:
     from hybridrl.single_controller.ray.resource_pool import RayResourcePool

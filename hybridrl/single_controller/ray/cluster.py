@@ -17,7 +17,7 @@ import ray
 from ray._common.utils import get_default_ray_temp_dir
 from ray.job_config import JobConfig
 
-from hybridrl.single_controller.base.errors import PlacementError
+from hybridrl.errors import PlacementError
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayTaskError
 
+from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
-from hybridrl.single_controller.base.errors import RemoteFailure
+from hybridrl.single_controller.base.failures import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
-from hybridrl.utils.errors import UserError
 
 # Positional and keyword arguments of the user's constructor.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

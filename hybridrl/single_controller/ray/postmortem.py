@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from hybridrl.single_controller.base.errors import WorkerDiedError
+from hybridrl.errors import WorkerDiedError
 
 if TYPE_CHECKING:
     from ray.exceptions import RayActorError

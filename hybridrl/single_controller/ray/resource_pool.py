@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
-from hybridrl.single_controller.base.errors import PlacementError
+from hybridrl.errors import PlacementError
 from hybridrl.single_controller.base.worker_group import ResourcePool
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 

@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridrl.errors import WorkerError
 from hybridrl.single_controller.base.decorator import PADDING_KEY, finish_output
-from hybridrl.single_controller.base.errors import WorkerError
 from hybridrl.single_controller.base.worker import WorkerSettings
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from hybridrl.checkpoint import CheckpointError, load_json, save_json
 from hybridrl.checkpoint.lock import hold
-from hybridrl.utils.errors import UserError
+from hybridrl.errors import UserError
 from hybridrl.utils.files import replacing
 
 SETTINGS = b"hybridrl.generation"

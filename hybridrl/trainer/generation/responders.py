@@ -11,12 +11,12 @@ from hybridrl.data import DataError, RLHFDataset, create_rl_dataset
 from hybridrl.data.files import read_table
 from hybridrl.data.loader import PromptCollator
 from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
+from hybridrl.errors import UserError
 from hybridrl.models.chat import clean_messages, fault_in_messages
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.trainer.generation.output import Response
+from hybridrl.trainer.generation.processes import Endings, Endpoint, Reply, sampling_of
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
-from hybridrl.utils.errors import UserError
-from hybridrl.workers.generation import Endings, Endpoint, Reply, sampling_of
 
 
 class Responder(Protocol):

@@ -16,7 +16,7 @@ from hybridrl.algorithms import (
     penalise_rewards,
     rewards_to_go,
 )
-from hybridrl.algorithms.settings import ConfigView
+from hybridrl.algorithms.config_access import ConfigView
 from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.losses import FULL_KL

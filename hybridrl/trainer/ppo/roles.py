@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from hybridrl.config import PPOTrainerConfig, names
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.config.schema import names
 from hybridrl.single_controller.ray import (
     RayClassWithInitArgs,
     RayWorkerGroup,
     ResourcePoolManager,
     create_colocated_worker_cls,
 )
-from hybridrl.trainer.start import USES_GPU
+from hybridrl.trainer.startup import USES_GPU
 
 
 class Role(Enum):

@@ -25,6 +25,7 @@ from hybridrl.observe.metrics import (
 )
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
+from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.ppo.advantage import (
     SLOT,
@@ -43,20 +44,19 @@ from hybridrl.trainer.ppo.batching import (
     spread_over_ranks,
     trim,
 )
-from hybridrl.trainer.ppo.collect import PromptPool, endless
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe, probe_rows
-from hybridrl.trainer.ppo.health import HealthMonitor
+from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY, MemoryReport
-from hybridrl.trainer.ppo.rewards import RewardTransform
+from hybridrl.trainer.ppo.needs import needs_old_log_prob, needs_ref_kl, needs_ref_log_prob, total_training_steps
+from hybridrl.trainer.ppo.prompt_pool import PromptPool, endless
+from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
 from hybridrl.trainer.ppo.samples import Samples
-from hybridrl.trainer.ppo.settings import needs_old_log_prob, needs_ref_kl, needs_ref_log_prob, total_training_steps
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
-from hybridrl.workers.prepare import ROW_IDS
-from hybridrl.workers.rollout import start_rollout
+from hybridrl.workers.loss_prepass import ROW_IDS
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 

@@ -14,7 +14,7 @@ def validate(trainer: "RayPPOTrainer") -> dict[str, float]:
     """Generate `rollout.val_kwargs.n` answers to every validation prompt, score them and keep them in `validation/`.
 
     Returns:
-        `val-core/*` and `val-aux/*` (see `hybridrl.observe.validation`) and `timing_s/testing`.
+        `val-core/*` and `val-aux/*` (see `hybridrl.observe.validation_metrics`) and `timing_s/testing`.
     """
     run, settings = trainer.run, trainer.config.trainer
     n = trainer.config.actor_rollout_ref.rollout.val_kwargs.n

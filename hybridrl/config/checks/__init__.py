@@ -1,0 +1,1 @@
+"""Checks of settings against each other, the files they name and this machine."""

@@ -1,0 +1,141 @@
+"""Cross-checks of `algorithm` and the losses: settings each allowed that cannot work together, or would do nothing."""
+
+from collections.abc import Iterator
+
+from hybridrl.config.convert import nearest
+from hybridrl.config.schema import names
+from hybridrl.config.schema.root import PPOTrainerConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def own_code(config: PPOTrainerConfig) -> bool:
+    """Whether a module of the user may have registered names of its own."""
+    return config.actor_rollout_ref.model.external_lib is not None
+
+
+def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
+    name, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    own = "; your own is registered by a module named in actor_rollout_ref.model.external_lib"
+    if name not in names.ADV_ESTIMATORS and not own_code(config):
+        close = nearest(name, names.ADV_ESTIMATORS, 1)
+        yield f"algorithm.adv_estimator={name}: unknown; there are {', '.join(names.ADV_ESTIMATORS)}{close}{own}"
+    if loss not in names.POLICY_LOSSES and not own_code(config):
+        close = nearest(loss, names.POLICY_LOSSES, 1)
+        yield f"{_ACTOR}.policy_loss.loss_mode={loss}: unknown; there are {', '.join(names.POLICY_LOSSES)}{close}{own}"
+    if loss == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
+        yield f"{_ACTOR}.policy_loss.loss_mode=dro without {_ACTOR}.policy_loss.dro_beta; set it, a number above 0"
+    samples = config.actor_rollout_ref.rollout.n
+    if name in names.GROUP_ESTIMATORS and samples == 1:
+        yield (
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and {_ROLLOUT}.n=1; "
+            "set it to 2 or more, 8 is usual"
+        )
+    if name == "gae" and not config.use_critic:
+        yield "algorithm.adv_estimator=gae needs values, and critic.enable=False; leave it null, or use grpo"
+    if config.algorithm.filter_groups.metric == "seq_final_reward":
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward: groups are filtered before rewards are changed by a KL "
+            "penalty or normalised; use score, the summed score that the reward manager gives"
+        )
+    if config.algorithm.filter_groups.enable and samples == 1:
+        yield (
+            f"algorithm.filter_groups.enable=True drops prompts whose samples all score the same, and {_ROLLOUT}.n=1: "
+            "all would be dropped; set it to 2 or more, 8 is usual"
+        )
+    if config.trainer.critic_warmup > 0 and not config.use_critic:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic (algorithm.adv_estimator={name}): "
+            "the policy would wait for nothing; set it to 0"
+        )
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor} acts with loss_agg_mode=seq-mean-token-sum-norm "
+            f"only, and it is {actor.loss_agg_mode}"
+        )
+
+
+def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
+    """The KL coefficient's controller, and what `gdpo` reads in place of the reward."""
+    algorithm, keys, weights = config.algorithm, config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    control, rows = algorithm.kl_ctrl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    if algorithm.use_kl_in_reward and control.type == "adaptive" and rows >= 5 * control.horizon:
+        yield (
+            f"algorithm.kl_ctrl.horizon={control.horizon}: a step of {rows} samples (data.train_batch_size x "
+            f"{_ROLLOUT}.n) would change the coefficient by a factor of 1 - 0.2 x {rows} / {control.horizon}, which is "
+            f"not above 0; set horizon above {rows // 5}, {10 * rows} changes it by 2 % a step"
+        )
+    if algorithm.adv_estimator != "gdpo":
+        if keys and not own_code(config):
+            yield (
+                "algorithm.gdpo_reward_keys acts with algorithm.adv_estimator=gdpo only, and it is "
+                f"{algorithm.adv_estimator}"
+            )
+        return
+    if weights is not None and len(weights) != len(keys):
+        yield f"algorithm.gdpo_reward_weights={weights} and gdpo_reward_keys={keys}: one weight for each key"
+    takes = "algorithm.adv_estimator=gdpo takes the components of gdpo_reward_keys, not the reward that"
+    if algorithm.use_kl_in_reward:
+        yield f"{takes} algorithm.use_kl_in_reward=True changes; use {_ACTOR}.use_kl_loss=True in its place"
+    if algorithm.normalize_rewards != "none":
+        yield f"{takes} algorithm.normalize_rewards={algorithm.normalize_rewards} changes; set it to none"
+    if algorithm.clip_rewards is not None:
+        yield f"{takes} algorithm.clip_rewards={algorithm.clip_rewards} changes; set it to null"
+    buffer = config.reward.reward_kwargs.get("overlong_buffer_cfg")
+    if config.reward.reward_manager.name == "dapo" and isinstance(buffer, dict) and buffer.get("enable") is True:
+        yield (
+            f"{takes} reward.reward_kwargs.overlong_buffer_cfg penalises; disable it, and return a component for the "
+            "length from your reward function"
+        )
+
+
+def check_correction(config: PPOTrainerConfig) -> Iterator[str]:
+    """Settings of the rollout correction that would do nothing."""
+    where, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+        yield (
+            f"{where}.rollout_is={correction.rollout_is} does nothing with bypass_mode=True and loss_type=ppo_clip, "
+            "whose clipped ratio is against the sampler already; set rollout_is=null, or loss_type=reinforce"
+        )
+    if not correction.bypass_mode and correction.loss_type != "ppo_clip":
+        yield (
+            f"{where}.loss_type={correction.loss_type} acts with bypass_mode=True only; set that, or "
+            f"{_ACTOR}.policy_loss.loss_mode for the loss without it"
+        )
+    if correction.rollout_is_batch_normalize and correction.rollout_is is None:
+        yield f"{where}.rollout_is_batch_normalize=True without rollout_is: there are no weights; set token or sequence"
+    if correction.rollout_rs_threshold is not None and correction.rollout_rs is None:
+        yield (
+            f"{where}.rollout_rs_threshold={correction.rollout_rs_threshold} without rollout_rs: nothing is rejected; "
+            "set rollout_rs, e.g. seq_mean_k3, or remove the threshold"
+        )
+
+
+def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
+    """The KL over the vocabulary is computed where both policies' logits are: in the actor's process."""
+    algorithm, actor, roles = config.algorithm, config.actor_rollout_ref.actor, config.placement.roles
+    in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+    where = "algorithm.kl_penalty" if in_reward else f"{_ACTOR}.kl_loss_type"
+    own = roles.get("actor_rollout_ref")
+    if not in_reward and not (actor.use_kl_loss and actor.kl_loss_type == "full"):
+        return
+    if roles.get("ref", own) != own:
+        yield (
+            f"{where}=full compares the logits of both policies, too large to send between processes, and "
+            f"placement.roles.ref={roles['ref']} is not the actor's pool {own}; remove placement.roles.ref, or use "
+            "low_var_kl"
+        )
+    dtypes = [part.fsdp_config.dtype for part in (actor, config.actor_rollout_ref.ref)]
+    if dtypes[0] != dtypes[1]:
+        yield (
+            f"{where}=full compares both policies on the same micro-batches, and "
+            f"{_ACTOR}.fsdp_config.dtype={dtypes[0]} differs from "
+            f"actor_rollout_ref.ref.fsdp_config.dtype={dtypes[1]}; set them alike"
+        )
+    if in_reward and algorithm.rollout_correction.bypass_mode:
+        yield (
+            "algorithm.kl_penalty=full is computed in the pass over old log-probabilities, which "
+            "algorithm.rollout_correction.bypass_mode=True spares; use kl_penalty=kl, or bypass_mode=False"
+        )

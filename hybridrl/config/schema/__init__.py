@@ -1,0 +1,1 @@
+"""What each group of settings holds: dataclasses with types, limits and meanings."""

@@ -1,0 +1,86 @@
+"""Settings of a training engine: sharding, precision, optimizer, what its checkpoint holds."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.schema import names
+from hybridrl.config.schema.node import ConfigNode, group, key
+
+
+@dataclass
+class WrapPolicyConfig(ConfigNode):
+    """`fsdp_config.wrap_policy`."""
+
+    min_num_params: int = key(0, "shard modules of at least so many parameters; 0: one unit a transformer block", ge=0)
+
+
+@dataclass
+class FSDPConfig(ConfigNode):
+    """`actor.fsdp_config`, `ref.fsdp_config`, `critic.fsdp`, and `engine` of supervised fine-tuning."""
+
+    strategy: str = key(
+        "fsdp2",
+        "engine; fsdp means fsdp2",
+        choices=names.STRATEGIES,
+        later=names.STRATEGIES_LATER,
+        synonyms=names.STRATEGY_SYNONYMS,
+    )
+    wrap_policy: WrapPolicyConfig = group(WrapPolicyConfig)
+    fsdp_size: int = key(-1, "ranks that share one copy of the weights; -1: all (smaller: HSDP)", ge=-1)
+    param_offload: bool = key(False, "keep parameters in host memory between uses")
+    optimizer_offload: bool = key(False, "keep optimizer state in host memory between updates")
+    offload_policy: bool = key(False, "let FSDP2 itself hold parameters, gradients and optimizer in host memory")
+    reshard_after_forward: bool = key(True, "free gathered weights after the forward pass and gather them again")
+    forward_prefetch: bool = key(False, "gather the next block's weights while the present one computes")
+    model_dtype: str = key(
+        "float32", "dtype of the master weights", choices=names.DTYPES, synonyms=names.DTYPE_SYNONYMS
+    )
+    dtype: str = key(
+        "auto",
+        "dtype of the computation; auto: bfloat16 on a GPU, float32 on a CPU",
+        choices=names.DTYPES,
+        later=names.DTYPES_LATER,
+        synonyms=names.DTYPE_SYNONYMS,
+    )
+    forward_only: bool = key(False, "no gradients, no optimizer")
+    use_torch_compile: bool = key(False, "compile the model with torch.compile")
+    seed: int = key(42, "seed of each rank's random numbers", ge=0)
+    full_determinism: bool = key(False, "use deterministic kernels only; slower")
+
+
+@dataclass
+class OptimConfig(ConfigNode):
+    """`actor.optim`, `critic.optim`, and `optim` of supervised fine-tuning."""
+
+    optimizer: str = key("AdamW", "class name in `optimizer_impl`; Muon: with AdamW for what is no hidden matrix")
+    optimizer_impl: str = key(
+        "torch.optim", "module that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
+    )
+    lr: float = key(1e-6, "peak learning rate", ge=0)
+    betas: list[float] = key([0.9, 0.999], "Adam's decay rates", ge=0, lt=1)
+    weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
+    clip_grad: float = key(1.0, "largest global norm of the gradient", gt=0)
+    lr_scheduler_type: str = key("constant", "shape of the schedule after warm-up", choices=names.LR_SCHEDULERS)
+    lr_warmup_steps: int = key(-1, "optimizer steps of linear warm-up; negative: lr_warmup_steps_ratio decides")
+    lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
+    min_lr_ratio: float = key(0.0, "learning rate at the end of linear or cosine decay, as a share of lr", ge=0, le=1)
+    num_cycles: float = key(0.5, "waves of the cosine; 0.5 goes down once", gt=0)
+    total_training_steps: int = key(-1, "length of the schedule in steps; negative: the trainer fills it in")
+    override_optimizer_config: dict[str, Any] | None = key(
+        None, "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW"
+    )
+
+
+@dataclass
+class CheckpointConfig(ConfigNode):
+    """`actor.checkpoint`, `critic.checkpoint`, and `checkpoint` of supervised fine-tuning."""
+
+    save_contents: list[str] = key(
+        ["model", "optimizer", "extra", "hf_model"], "what is written", choices=names.CHECKPOINT_CONTENTS
+    )
+    load_contents: list[str] = key(
+        ["model", "optimizer", "extra", "hf_model"],
+        "what is read on resume; hf_model is for other programs and is never read",
+        follows="${.save_contents}",
+        choices=names.CHECKPOINT_CONTENTS,
+    )

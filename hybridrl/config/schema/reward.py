@@ -1,0 +1,58 @@
+"""Settings of the reward: `reward`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.schema import names
+from hybridrl.config.schema.node import ConfigNode, group, key
+
+
+@dataclass
+class CustomRewardConfig(ConfigNode):
+    """`reward.custom_reward_function`."""
+
+    path: str | None = key(None, "Python file with the user's function; null: built-in scorers by data source")
+    name: str | None = key(None, "its name; null: compute_score, compute_reward, or the only function of the file")
+    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
+
+
+@dataclass
+class RewardModuleConfig(ConfigNode):
+    """`reward.reward_manager.module`: where a manager of the user's own is found."""
+
+    path: str | None = key(None, "Python file that holds the manager class")
+    name: str | None = key(None, "name of the class")
+
+
+@dataclass
+class RewardManagerConfig(ConfigNode):
+    """`reward.reward_manager`."""
+
+    name: str = key(
+        "naive",
+        "how scores are asked for and shaped",
+        choices=names.REWARD_MANAGERS,
+        later=names.REWARD_MANAGERS_LATER,
+        open_names=True,
+    )
+    source: str = key("register", "register: by name; importlib: from module.path", choices=("register", "importlib"))
+    module: RewardModuleConfig = group(RewardModuleConfig)
+
+
+@dataclass
+class ScoringConfig(ConfigNode):
+    """`reward` of `evaluation`: which function scores, and its processes."""
+
+    custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
+    num_workers: int | None = key(None, "processes that score; null: as many as the machine has room for", gt=0)
+    timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
+
+
+@dataclass
+class RewardConfig(ScoringConfig):
+    """`reward` of `ppo_trainer`."""
+
+    reward_manager: RewardManagerConfig = group(RewardManagerConfig)
+    reward_kwargs: dict[str, Any] = key(
+        {}, "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}"
+    )

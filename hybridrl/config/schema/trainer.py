@@ -1,0 +1,129 @@
+"""Settings of a run: devices, steps, logging, checkpoints, and which role lives on which devices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.schema import names
+from hybridrl.config.schema.node import ConfigNode, group, key
+
+
+@dataclass
+class JobConfig(ConfigNode):
+    """`trainer` of `generation`, and what every program with worker processes shares: devices and processes."""
+
+    device: str = key(
+        "auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
+    )
+    nnodes: int = key(1, "machines", gt=0)
+    n_gpus_per_node: int = key(1, "processes a machine: one a GPU, or so many on a CPU", gt=0)
+    threads_per_worker: int | None = key(None, "CPU threads a worker computes with; null: cores shared evenly", gt=0)
+    phase_timeout_s: float = key(7200.0, "seconds a phase of a step may take before the run is ended", gt=0)
+    ray_wait_register_center_timeout: int = key(300, "seconds a worker group may take to start", gt=0)
+    progress_bar: bool = key(True, "show a progress bar")
+
+
+@dataclass
+class RunConfig(JobConfig):
+    """What the trainers of `ppo_trainer` and `sft_trainer` share."""
+
+    project_name: str = key("hybridrl", "name of the project in tracking and in default_local_dir")
+    experiment_name: str = key("default", "name of the run")
+    default_local_dir: str = key(
+        "checkpoints/hybridrl/default",
+        "folder of the run: configuration, metrics, report, checkpoints",
+        follows="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+    )
+    logger: list[str] = key(
+        ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
+    )
+    total_epochs: int = key(30, "passes over the training data", gt=0)
+    total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", gt=0)
+    save_freq: int = key(-1, "steps between checkpoints; -1: none", ge=-1)
+    test_freq: int = key(-1, "steps between validations; -1: none", ge=-1)
+    max_actor_ckpt_to_keep: int | None = key(None, "checkpoints kept, the newest; null: all", gt=0)
+    resume_mode: str = key(
+        "auto",
+        "auto: continue from the newest checkpoint of default_local_dir; resume_path: from resume_from_path",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = key(None, "checkpoint folder `.../global_step_N` of resume_mode=resume_path")
+    on_nonfinite: str = key(
+        "stop", "NaN or infinity in loss or gradient: stop the run, or skip the step", choices=("stop", "skip")
+    )
+    report: bool = key(True, "write report.html at the end")
+
+
+@dataclass
+class HealthCheckConfig(ConfigNode):
+    """One check of `trainer.health`."""
+
+    threshold: float = key(0.0, "the value that must not be passed; see the check for its direction")
+    patience: int = key(1, "steps in a row that pass it before something is done", gt=0)
+    action: str = key(
+        "warn",
+        "warn: say so; stop: end the run; rollback: go back to the last checkpoint's models; off: do not look",
+        choices=names.HEALTH_ACTIONS,
+    )
+
+
+@dataclass
+class LengthCheckConfig(HealthCheckConfig):
+    """`trainer.health.length_hacking`."""
+
+    growth: float = key(
+        0.1, "what the mean response must also be longer than over the last 20 steps or so, as a share", ge=0
+    )
+
+
+@dataclass
+class HealthConfig(ConfigNode):
+    """`trainer.health`: what shows a run going wrong before its reward does."""
+
+    entropy_collapse: HealthCheckConfig = group(HealthCheckConfig, threshold=0.01, patience=3)
+    kl_blowup: HealthCheckConfig = group(HealthCheckConfig, threshold=10.0, patience=2)
+    uniform_groups: HealthCheckConfig = group(HealthCheckConfig, threshold=0.95, patience=5)
+    length_hacking: LengthCheckConfig = group(LengthCheckConfig, threshold=0.5, patience=10)
+    logprob_mismatch: HealthCheckConfig = group(HealthCheckConfig, threshold=0.1, patience=3)
+    dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20)
+    max_rollbacks: int = key(3, "times a run goes back before it is stopped instead", ge=0)
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """`trainer` of `ppo_trainer`."""
+
+    balance_batch: bool = key(True, "give every process about the same number of tokens")
+    critic_warmup: int = key(0, "steps in which only the critic learns; the policy joins in the one after", ge=0)
+    val_before_train: bool = key(True, "validate before the first step")
+    val_only: bool = key(False, "validate and end")
+    log_val_generations: int = key(0, "validation samples sent to tracking", ge=0)
+    max_critic_ckpt_to_keep: int | None = key(
+        None, "must be the same: actor and critic are one checkpoint here", follows="${.max_actor_ckpt_to_keep}", gt=0
+    )
+    dump_freq: int = key(10, "steps between dumps of the rollouts as JSONL; -1: none", ge=-1)
+    rollout_data_dir: str | None = key(None, "folder of those dumps; null: rollouts/ in default_local_dir")
+    validation_data_dir: str | None = key(None, "folder of validation dumps; null: validation/ in default_local_dir")
+    health: HealthConfig = group(HealthConfig)
+
+
+@dataclass
+class PlacementConfig(ConfigNode):
+    """`placement`: pools of processes, and the pool of each role."""
+
+    pools: dict[str, list[int]] = key(
+        {"global": [1]},
+        "processes on each machine, by name of the pool",
+        follows={"global": "${global_pool:${trainer.n_gpus_per_node},${trainer.nnodes}}"},
+        gt=0,
+    )
+    roles: dict[str, str] = key(
+        {"actor_rollout_ref": "global", "critic": "global"},
+        "pool of actor_rollout_ref and critic; ref: only where it has workers of its own",
+    )
+
+
+@dataclass
+class RayConfig(ConfigNode):
+    """`ray_kwargs`."""
+
+    ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init")

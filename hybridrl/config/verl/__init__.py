@@ -1,0 +1,1 @@
+"""verl's keys: synonyms, keys of engines not selected, keys refused by name."""

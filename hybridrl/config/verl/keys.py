@@ -1,0 +1,205 @@
+"""Names of settings: which are declared, which are old spellings, which wait, and what an unknown one was meant to be.
+
+Every assignment, from the command line or from a file, passes `KeyBook.rewrite` before anything is composed.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.config.convert import nearest, show
+from hybridrl.config.schema.node import declared, default_of, is_free
+from hybridrl.config.schema.root import ROOTS, SHARED_GROUPS
+from hybridrl.config.verl.branches import BRANCHES, Branch
+from hybridrl.config.verl.legacy import ALIASES
+from hybridrl.config.verl.pending import PENDING, Pending
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One key set to one value; `origin` says where, as a clause to append to the key (may be empty)."""
+
+    key: str
+    value: Any
+    origin: str = ""
+    delete: bool = False
+
+
+@dataclass
+class Outcome:
+    """What became of a number of assignments."""
+
+    assignments: list[Assignment] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
+    unselected: dict[Branch, list[str]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, other: "Outcome") -> None:
+        """Take in what became of further assignments."""
+        self.assignments += other.assignments
+        self.renamed += other.renamed
+        self.faults += other.faults
+        for branch, keys in other.unselected.items():
+            self.unselected.setdefault(branch, []).extend(keys)
+
+    def notices(self) -> list[str]:
+        """What to tell the user, each thing once; keys of one unselected engine in one line."""
+        unselected = [branch.notice(list(dict.fromkeys(keys))) for branch, keys in self.unselected.items()]
+        return list(dict.fromkeys([*self.renamed, *unselected]))
+
+
+class KeyBook:
+    """The keys of one tree.
+
+    Args:
+        root: a name of `ROOTS`.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.fields = declared(ROOTS[root])
+        self.free = {name for name, item in self.fields.items() if is_free(item)}
+        self._aliases = {alias.old: alias for alias in ALIASES if self._has(alias.roots, alias.old, alias.new)}
+        self._pending = {
+            key: (entry, value) for entry in PENDING for key, value in entry.items() if self._has(entry.roots, key)
+        }
+        self._branches = {key: branch for branch in BRANCHES for key in branch.items() if self._has(branch.roots, key)}
+        every = (*self.fields, *self._pending, *self._branches, *self._aliases)
+        self.groups = {name[:i] for name in every for i, letter in enumerate(name) if letter == "."}
+
+    def _has(self, roots: tuple[str, ...], *keys: str | None) -> bool:
+        """Whether keys of these trees are keys of this one: it is among them, or shares the groups that hold them."""
+        other, groups = SHARED_GROUPS.get(self.root, ("", ()))
+        shared = all(key is None or key.startswith(tuple(f"{name}." for name in groups)) for key in keys)
+        return self.root in roots or (other in roots and shared)
+
+    def known(self) -> list[str]:
+        """Every key that may be written, for suggestions."""
+        return sorted({*self.fields, *self._pending, *self._branches})
+
+    def free_parent(self, name: str) -> str | None:
+        """The free-form mapping that holds this key, if one does."""
+        return next((name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in self.free), None)
+
+    def kind(self, name: str) -> str:
+        """`acting`, `alias`, `pending`, `branch`, `group` or `unknown`."""
+        if self._find(self._aliases, name):
+            return "alias"
+        if self._find(self._pending, name):
+            return "pending"
+        if name in self.fields or self.free_parent(name):
+            return "acting"
+        if self._find(self._branches, name):
+            return "branch"
+        return "group" if name in self.groups else "unknown"
+
+    def flatten(self, tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> Iterable[Assignment]:
+        """The leaves of a nested mapping; a free-form mapping is one leaf for each of its top entries."""
+        for name, value in tree.items():
+            path = f"{prefix}{name}"
+            walk = isinstance(value, Mapping) and (value or path in self.groups)
+            if walk and path not in self.free and self.free_parent(path) is None:
+                yield from self.flatten(value, origins, f"{path}.")
+            else:
+                yield Assignment(path, value, origins.get(path, ""))
+
+    @staticmethod
+    def _find(table: Mapping[str, Any], name: str) -> tuple[str, Any] | None:
+        """The entry of the table for `name` or for its longest listed parent."""
+        parts = name.split(".")
+        for count in range(len(parts), 0, -1):
+            if (prefix := ".".join(parts[:count])) in table:
+                return prefix, table[prefix]
+        return None
+
+    def rewrite(self, assignments: Iterable[Assignment]) -> Outcome:
+        """Rename old keys, refuse what this build cannot honour, drop what has no effect, name what is unknown."""
+        out = Outcome()
+        weak: list[Assignment] = []
+        given = set()
+        for item in assignments:
+            for single in self._renamed(item, out, weak):
+                given.add(single.key)
+                self._sort_in(single, out)
+        for item in weak:
+            if item.key not in given:
+                self._sort_in(item, out)
+        return out
+
+    def _renamed(self, item: Assignment, out: Outcome, weak: list[Assignment]) -> list[Assignment]:
+        found = self._find(self._aliases, item.key)
+        if found is None:
+            return [item]
+        _, alias = found
+        if item.value is None and alias.null_is_unset and not item.delete:
+            return []
+        target = alias.target(item.key)
+        try:
+            value = alias.transform(item.value) if alias.transform and not item.delete else item.value
+        except (KeyError, TypeError, ValueError):
+            out.faults.append(f"{item.key}={show(item.value)}{item.origin}: {alias.note}")
+            return []
+        if target is None or (value is None and item.value is not None):
+            out.renamed.append(f"{item.key}={show(item.value)}{item.origin} has no effect: {alias.note}")
+            return []
+        note = f" ({alias.note})" if alias.note else ""
+        out.renamed.append(f"{item.key}{item.origin} is now {target}{note}")
+        renamed = Assignment(target, value, item.origin, item.delete)
+        if alias.weak:
+            weak.append(renamed)
+            return []
+        return [renamed]
+
+    def _sort_in(self, item: Assignment, out: Outcome) -> None:
+        """Put one assignment with a current name where it belongs."""
+        if (pending := self._find(self._pending, item.key)) is not None:
+            entry, default = pending[1]
+            self._weigh(item, entry, default, out)
+        elif item.key in self.fields or self.free_parent(item.key):
+            out.assignments.append(item)
+        elif (branch := self._find(self._branches, item.key)) is not None:
+            if not item.delete:
+                out.unselected.setdefault(branch[1], []).append(f"{item.key}{item.origin}")
+        elif item.key in self.groups:
+            if item.delete or item.value not in ({}, None):  # null: a group of which nothing is set
+                what = "deleted" if item.delete else f"set to {show(item.value)}"
+                out.faults.append(
+                    f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it"
+                )
+        else:
+            out.faults.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
+
+    def _weigh(self, item: Assignment, entry: Pending, default: Any, out: Outcome) -> None:
+        """A key that waits: harmless at its default, refused otherwise."""
+        if item.key in self.fields:
+            out.assignments.append(item)
+            default = default_of(self.fields[item.key])
+        if item.delete or item.value is None or _same(item.value, default):
+            return
+        out.faults.append(
+            f"{item.key}={show(item.value)}{item.origin}: not supported yet: {entry.why}. {entry.instead}"
+        )
+
+    def suggest(self, name: str) -> str:
+        """Nearest valid keys for an unknown one: by whole name, and by equal last part."""
+        known = self.known()
+        last = name.rsplit(".", 1)[-1]
+        same_end = [key for key in known if key.rsplit(".", 1)[-1] == last and key in self.fields]
+        if same_end:
+            close = sorted(same_end, key=lambda key: -_likeness(key, name))[:3]
+            return f"; nearest: {', '.join(close)}"
+        return nearest(name, known) or "; `--cfg job` prints every key"
+
+
+def _likeness(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether a value means the default, in whatever spelling it was written."""
+    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
+        return list(value) == list(default)
+    if isinstance(value, str) and not isinstance(default, str):
+        return value.lower() == str(default).lower()
+    return bool(value == default)

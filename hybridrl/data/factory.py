@@ -1,0 +1,206 @@
+"""From the configuration to datasets, samplers and loaders."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.data.loader import PromptLoader, Rows, SFTLoader
+from hybridrl.data.rl_dataset import RLHFDataset, seed_of
+from hybridrl.data.sampler import EpochSampler
+from hybridrl.data.sft_dataset import SFTDataset
+from hybridrl.errors import DataError
+
+if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.config import DataConfig, PromptConfig, SFTDataConfig
+
+Files = str | Path | Sequence[str | Path]
+
+
+def create_rl_dataset(
+    files: Files,
+    config: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+    key: str = "data.train_files",
+) -> Rows:
+    """The prompts of ``files``: an ``RLHFDataset``, or the class that ``data.custom_cls.{path,name}`` names.
+
+    Args:
+        files: a path or several.
+        config: ``DataConfig`` or ``GenerationDataConfig``.
+        tokenizer: with a chat template.
+        max_samples: use only so many rows; -1: all.
+        key: the configuration key that named the files, for messages.
+
+    Raises:
+        DataError: the files or rows cannot be used, or the class cannot be loaded.
+    """
+    return _create(files, config, tokenizer, max_samples, key, RLHFDataset)
+
+
+def create_sft_dataset(
+    files: Files,
+    config: SFTDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+    key: str = "data.train_files",
+) -> Rows:
+    """The conversations of ``files``: an ``SFTDataset``, or the class that ``data.custom_cls.{path,name}`` names.
+
+    Args and errors: those of ``create_rl_dataset``.
+    """
+    return _create(files, config, tokenizer, max_samples, key, SFTDataset)
+
+
+def _create(
+    files: Files,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+    key: str,
+    default: type[RLHFDataset] | type[SFTDataset],
+) -> Rows:
+    custom = config.custom_cls
+    cls: Any = default
+    if custom is not None and custom.path is not None:
+        cls = load_class(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
+    arguments: dict[str, Any] = {
+        "data_files": files,
+        "tokenizer": tokenizer,
+        "config": config,
+        "max_samples": max_samples,
+    }
+    if issubclass(cls, default):
+        arguments["key"] = key
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise DataError(
+            f"data.custom_cls: {cls.__name__} in {custom.path} is not made for this use ({error}). It is called as "
+            f"{cls.__name__}(data_files=, tokenizer=, config=, max_samples=); the simplest is to derive it from "
+            f"hybridrl.data.{default.__name__}."
+        ) from error
+    return cls(**arguments)
+
+
+def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler:
+    """The order of training: ``EpochSampler``, or the class that ``data.sampler.{class_path,class_name}`` names.
+
+    A custom class is called as ``cls(data_source=dataset, data_config=config)``; see ``StatefulLoader`` for what it may
+    bring.
+
+    Raises:
+        DataError: the class cannot be loaded or called so.
+    """
+    custom = getattr(config, "sampler", None)
+    if custom is None or custom.class_path is None:
+        return EpochSampler(len(dataset), shuffle=config.shuffle, seed=seed_of(config))
+    cls = load_class(custom.class_path, custom.class_name, "data.sampler.class_path", "data.sampler.class_name")
+    arguments: dict[str, Any] = {"data_source": dataset, "data_config": config}
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise DataError(
+            f"data.sampler: {cls.__name__} in {custom.class_path} is not made for this use ({error}). "
+            f"It is called as {cls.__name__}(data_source=, data_config=)."
+        ) from error
+    return cls(**arguments)
+
+
+def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | None = None) -> PromptLoader:
+    """Training prompts: ``batch_size`` (default ``data.train_batch_size``) a batch, full batches only."""
+    return PromptLoader(
+        dataset,
+        batch_size or config.train_batch_size,
+        create_sampler(config, dataset),
+        drop_last=True,
+        num_workers=config.dataloader_num_workers,
+        seed=seed_of(config),
+    )
+
+
+def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
+    """Validation prompts: ``data.val_batch_size`` (default: all at once) a batch, every row once.
+
+    Each pass has the same order and the same uids, however many came before, so that a resumed run
+    validates as one never stopped.
+    """
+    size = config.val_batch_size or len(dataset)
+    sampler = EpochSampler(len(dataset), shuffle=config.validation_shuffle, seed=seed_of(config))
+    return PromptLoader(
+        dataset,
+        size,
+        sampler,
+        drop_last=False,
+        num_workers=config.dataloader_num_workers,
+        seed=seed_of(config),
+        every_epoch_alike=True,
+        key="data.val_batch_size",
+    )
+
+
+def create_sft_loader(
+    config: SFTDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
+) -> SFTLoader:
+    """Conversations for training (in the sampler's order, full batches) or validation (each row once)."""
+    sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
+    return SFTLoader(
+        dataset,
+        batch_size,
+        sampler,
+        drop_last=train,
+        num_workers=config.num_workers,
+        seed=seed_of(config),
+        every_epoch_alike=not train,
+        key=key,
+    )
+
+
+def load_class(path: str, name: str | None, path_key: str, name_key: str) -> Any:
+    """A class out of a Python file, or out of a module named as ``pkg://package.module`` or ``package.module``.
+
+    Raises:
+        DataError: no such file or module, it fails to import, or it has no class of that name.
+    """
+    if not name:
+        raise DataError(
+            f"{path_key}={path} is set but {name_key} is not. Set {name_key} to the name of the class in it."
+        )
+    module_name = path.removeprefix("pkg://")
+    file = Path(path).expanduser()
+    if file.suffix != ".py" and (path.startswith("pkg://") or not file.exists()):
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise DataError(
+                f"{path_key}={path}: neither a Python file nor a module that can be imported ({error})."
+            ) from error
+    else:
+        if not file.is_file():
+            raise DataError(f"{path_key}={path}: no such file (looked for {file.absolute()}).")
+        module_name = f"hybridrl_user_{file.stem}_{zlib.crc32(str(file.resolve()).encode())}"
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None  # a .py file always has both
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # so that its classes can be pickled to reading processes of this one
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise DataError(f"{path_key}={path}: fails to import: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not inspect.isclass(found):
+        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
+        raise DataError(
+            f"{name_key}={name}: no such class in {path}. Classes defined there: {', '.join(classes) or 'none'}."
+        )
+    return found

@@ -1,0 +1,171 @@
+"""Optimizers and learning-rate schedules by configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from hybridrl.engine.optim.low_bit import row_blocks
+from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
+from hybridrl.errors import ModelError
+from hybridrl.utils import device
+
+# Share of the steps after warm-up that the "wsd" schedule stays at its peak.
+STABLE_SHARE = 0.9
+
+
+def build_optimizer(
+    parameters: Iterable[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer class ``optim.optimizer`` of module ``optim.optimizer_impl`` over `parameters`.
+
+    ``betas`` is passed to classes that take it; ``override_optimizer_config`` is passed last and wins. Where the
+    class has a fused kernel (one pass over memory) and nothing else is asked for, that is used: it is several times
+    faster, also on a CPU. ``Muon`` of ``torch.optim`` takes `matrices` and AdamW the rest; ``AdamW8bit`` and
+    ``Adam8bit`` of ``torchao.optim`` keep their moments in 8 bits.
+
+    Args:
+        matrices: those of `parameters` that Muon orthogonalises (`hidden_matrices`).
+
+    Raises:
+        ModelError: there is no such module or class, or it does not take an argument.
+    """
+    kind = _optimizer_class(optim)
+    parameters, overrides = list(parameters), dict(optim.override_optimizer_config or {})
+    if kind is torch.optim.Muon:
+        return _build_muon(parameters, optim, matrices, overrides)
+    if optim.optimizer_impl.split(".")[0] == "torchao":
+        kind = row_blocks(kind)
+    return _make(kind, parameters, optim, overrides)
+
+
+def _optimizer_class(optim: Any) -> Any:
+    try:
+        return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"optim.optimizer={optim.optimizer!r} of optim.optimizer_impl={optim.optimizer_impl!r} cannot be "
+            f"imported: {error}"
+        ) from error
+
+
+def _build_muon(
+    parameters: Sequence[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor], overrides: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Muon with the settings of `overrides`, and AdamW with those that begin with ``adamw_``.
+
+    Muon's update is brought to the size of AdamW's (``adjust_lr_fn=match_rms_adamw``) where nothing else is asked for,
+    so that one learning rate and weight decay, known from AdamW, serve both.
+    """
+    if not matrices:
+        raise ModelError("optim.optimizer=Muon: the model has no hidden matrix that is trained; use AdamW")
+    chosen = {id(matrix) for matrix in matrices}
+    rest = [parameter for parameter in parameters if id(parameter) not in chosen]
+    prefix = "adamw_"
+    for_adamw = {name[len(prefix) :]: overrides.pop(name) for name in list(overrides) if name.startswith(prefix)}
+    muon = _make(ShardedMuon, list(matrices), optim, {"adjust_lr_fn": "match_rms_adamw", **overrides})
+    adamw = _make(torch.optim.AdamW, rest, optim, for_adamw) if rest else None
+    return MuonAndAdamW(muon, adamw)
+
+
+def _make(kind: Any, parameters: Sequence[torch.Tensor], optim: Any, overrides: Mapping[str, Any]) -> Any:
+    takes = inspect.signature(kind).parameters
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    arguments: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    if "betas" in takes:
+        arguments["betas"] = tuple(optim.betas)
+    arguments.update(overrides)
+    if "fused" in takes and not {"fused", "foreach", "capturable", "differentiable"} & arguments.keys():
+        # Shards (DTensor) know how to split the fused kernels of Adam and AdamW only.
+        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        arguments["fused"] = (not sharded or kind in (torch.optim.Adam, torch.optim.AdamW)) and all(
+            parameter.is_floating_point() for parameter in parameters
+        )
+    unknown = [] if anything else sorted(arguments.keys() - takes.keys())
+    if unknown:
+        raise ModelError(
+            f"optimizer {optim.optimizer_impl}.{kind.__name__} takes no argument {', '.join(unknown)} "
+            "(see optim.override_optimizer_config); it takes " + ", ".join(name for name in takes if name != "params")
+        )
+    return kind(parameters, **arguments)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, optim: Any) -> LambdaLR:
+    """The schedule ``optim.lr_scheduler_type``; call its ``step()`` after each optimizer step."""
+    return LambdaLR(optimizer, lr_factor(optim))
+
+
+def lr_factor(optim: Any) -> Callable[[int], float]:
+    """Learning rate of step 0, 1, 2, ... as a share of ``optim.lr``.
+
+    With w warm-up steps, n steps in all, m = ``min_lr_ratio``, q = (step - w) / (n - w) within [0, 1]:
+
+        step < w   step / w
+        constant   1
+        linear     m + (1 - m) (1 - q)
+        cosine     max(m, (1 + m) / 2 + (1 - m) / 2 cos(2 pi num_cycles q))
+        wsd        1 while q < 0.9, then the cosine from 1 to m over the rest
+
+    w is ``lr_warmup_steps``, or, where that is negative, ``lr_warmup_steps_ratio`` of n.
+
+    Raises:
+        ModelError: the type is unknown, or it needs ``total_training_steps`` and has none.
+    """
+    kind, total = optim.lr_scheduler_type, optim.total_training_steps
+    if kind not in ("constant", "linear", "cosine", "wsd"):
+        raise ModelError(f"optim.lr_scheduler_type={kind!r} is not known; use constant, linear, cosine or wsd")
+    needs_total = kind != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
+    if needs_total and total <= 0:
+        raise ModelError(
+            f"optim.total_training_steps={total}: lr_scheduler_type={kind} with "
+            f"lr_warmup_steps={optim.lr_warmup_steps} and "
+            f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio} has to know how long training is"
+        )
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * max(total, 0))
+    floor, cycles = optim.min_lr_ratio, optim.num_cycles
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        if kind == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        if kind == "linear":
+            return floor + (1 - floor) * (1 - progress)
+        if kind == "wsd":
+            progress = max(0.0, (progress - STABLE_SHARE) / (1 - STABLE_SHARE))
+            return (1 + floor) / 2 + (1 - floor) / 2 * math.cos(math.pi * progress)
+        return max(floor, (1 + floor) / 2 + (1 - floor) / 2 * math.cos(2 * math.pi * cycles * progress))
+
+    return factor
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set a group's learning rate; torchao's optimizers keep it as a tensor that has to stay the same."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, target: torch.device) -> None:
+    """Move the optimizer's state tensors.
+
+    A fused step counter moves along; a plain one stays in main memory, where it belongs.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and (
+                    value.ndim > 0 or group.get("fused") or group.get("capturable")
+                ):
+                    state[name] = value.to(target, non_blocking=True)
+    device.synchronize()

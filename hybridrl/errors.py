@@ -1,0 +1,116 @@
+"""Every exception that hybridrl raises on purpose for its caller, in one module without dependencies.
+
+An error that the user can fix derives from `UserError`: the command line prints it as one message, without a traceback,
+and exits with status 2.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class UserError(Exception):
+    """Something that the user set or supplied cannot work; the message says what was found and what to change."""
+
+
+class ConfigError(UserError):
+    """The configuration cannot be used; `faults` lists every reason, each naming its key and what to change.
+
+    Args:
+        faults: one fault, or all that were found; each is a complete sentence for the user.
+    """
+
+    def __init__(self, faults: str | Sequence[str]) -> None:
+        self.faults: list[str] = [faults] if isinstance(faults, str) else list(faults)
+        super().__init__(self.faults)
+
+    def __str__(self) -> str:
+        if len(self.faults) == 1:
+            return self.faults[0]
+        return f"{len(self.faults)} faults in the configuration:\n" + "\n".join(f"  - {fault}" for fault in self.faults)
+
+
+class AlgorithmError(UserError, ValueError):
+    """An algorithm was given a setting or data it cannot work with.
+
+    The message names the setting or the tensor at fault, the value found, what is allowed and what to change. It is a
+    `ValueError` because code written for verl expects one.
+    """
+
+
+class DataError(UserError):
+    """A data file, row, dataset class or sampler cannot be used; the message names it and says what to change."""
+
+
+class ModelError(UserError):
+    """A model directory, tokenizer or checkpoint cannot be used as asked; the message says which and what to change."""
+
+
+class RewardError(UserError):
+    """A reward function, manager or score cannot be used; the message names the sample or file and what to change."""
+
+
+class RolloutError(UserError):
+    """A rollout engine is not available or cannot do what is asked."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, is incomplete, or belongs to another model; the message says what to do."""
+
+
+class PlacementError(UserError):
+    """The processes that were requested do not fit on the available devices."""
+
+
+class WorkerError(Exception):
+    """A worker method failed on some rank, or a worker died; the message holds the worker's own traceback.
+
+    Attributes:
+        role: the name of the worker group, e.g. `"actor"`.
+        rank: the rank that failed first.
+        method: the worker method that was running; `"__init__"` while the worker was being built.
+        node: address of the worker's node.
+        pid: the worker's process id on that node.
+        remote_traceback: the traceback text of the worker's exception; empty when the process died without one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str = "",
+        rank: int = -1,
+        method: str = "",
+        node: str = "",
+        pid: int = 0,
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+        self.method = method
+        self.node = node
+        self.pid = pid
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args[0], {**self.__dict__})
+
+
+class WorkerUserError(WorkerError, UserError):
+    """A worker refused something that the user can fix: the worker's message, without a traceback."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker's process ended: killed, out of memory, or crashed."""
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """Some ranks did not answer in time; `missing` lists them."""
+
+    missing: tuple[int, ...] = ()
+
+
+def _rebuild(cls: type[WorkerError], message: str, fields: dict[str, Any]) -> WorkerError:
+    error = cls(message)
+    error.__dict__.update(fields)
+    return error

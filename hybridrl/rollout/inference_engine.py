@@ -1,0 +1,213 @@
+"""What a generation engine is: requests in, completions out, new weights in between.
+
+An engine lives in the process of its replica (`hybridrl.rollout.replicas.actor`), on that process's event loop. No
+other code knows its library. It is a class in a file of its own, registered with `InferenceEngines.register(name)`.
+"""
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of
+from hybridrl.rollout.request import Completion, Request
+from hybridrl.weight_sync.messages import Bucket
+
+
+class EngineBrokenError(RuntimeError):
+    """The engine's processes have ended, or do not do what they are told: the replica has to be started again."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is started with.
+
+    Attributes:
+        config: `actor_rollout_ref.rollout`.
+        model: `actor_rollout_ref.model`.
+        eos_token_ids: a response ends with the first of these.
+        pad_token_id: the tokenizer's.
+        index: which replica this is; engines of different replicas draw different noise.
+        devices: accelerators of this replica by their index on the node; empty on a CPU.
+        threads: threads for arithmetic, of each process of the engine.
+        load_weights: whether to read the checkpoint at the start. Without, weights are random until the first update.
+    """
+
+    config: RolloutConfig
+    model: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    index: int = 0
+    devices: tuple[int, ...] = ()
+    threads: int = 1
+    load_weights: bool = False
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self.config.max_model_len or self.config.prompt_length + self.config.response_length
+
+
+class InferenceEngine(ABC):
+    """One engine over the devices of its replica.
+
+    Attributes:
+        name: `rollout.name`.
+        always_seeded: draws by a request's own seed even without `full_determinism`.
+    """
+
+    name: ClassVar[str]
+    always_seeded: ClassVar[bool] = True
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    def heeds_seeds(cls, config: RolloutConfig) -> bool:
+        """Whether a request's own seed decides what is drawn for it."""
+        return cls.always_seeded or config.full_determinism
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
+        """What can be known without starting: version, parallel sizes against the model's heads, lengths.
+
+        Must not import the engine's library (which takes seconds) where the package's metadata do.
+
+        Args:
+            on_gpu: where it is to run; this process may be elsewhere.
+
+        Raises:
+            RolloutError: it cannot work; the message says what to change.
+        """
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model and get ready to generate.
+
+        Raises:
+            RolloutError: the engine's own message, with what to change where that is known.
+        """
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """The completion of one request, `versions` left empty. Many calls are in flight at once.
+
+        A request that the engine refuses is a completion with `finish_reason` "error"; an engine that is broken raises
+        anything but a `RolloutError`, here and in the methods below, and its replica is started again.
+        """
+
+    @abstractmethod
+    async def abort(self, ids: Sequence[str]) -> None:
+        """End these requests now; their `generate` returns what there is, with `finish_reason` "abort"."""
+
+    @abstractmethod
+    async def begin_update(self) -> None:
+        """Get ready for new weights; nothing is generated until `end_update`."""
+
+    @abstractmethod
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Take in a part of the weights. When this returns the sender may overwrite the bucket."""
+
+    @abstractmethod
+    async def end_update(self) -> None:
+        """All weights have arrived: make them the ones that generate, and drop every cache made with the old ones."""
+
+    @abstractmethod
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give the device memory of `tags` (of `MEMORY_TAGS`) back; what was in it is lost."""
+
+    @abstractmethod
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take the device memory of `tags` again; weights have to be updated before they are used."""
+
+    @abstractmethod
+    def last_progress(self) -> float:
+        """When (`time.monotonic`) the engine last said that it computed something; by this a stuck engine is found."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: `generated_tokens`, `prompt_tokens`, `prefix_cache_queries`, `prefix_cache_hits`
+        (tokens), and gauges `running`, `waiting`, `kv_cache_usage` (0 to 1), where the engine tells them."""
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the engine's worker processes by name, such as one of a worker extension of the user's.
+
+        Returns:
+            What each process answered.
+        """
+        raise RolloutError(f"{self.name} offers no calls into its worker processes")
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine's processes."""
+
+
+class InferenceEngines:
+    """Engines that run in replicas, by `rollout.name`; their modules are imported when they are used.
+
+    `module:Class` names one that is not registered.
+    """
+
+    _modules: ClassVar[dict[str, str]] = {
+        "vllm": "hybridrl.rollout.vllm.engine",
+        "sglang": "hybridrl.rollout.sglang.engine",
+    }
+    _packages: ClassVar[dict[str, str]] = {"vllm": "vllm", "sglang": "sglang"}
+    _classes: ClassVar[dict[str, type[InferenceEngine]]] = {}
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type[InferenceEngine]], type[InferenceEngine]]:
+        """Class decorator: this class is the engine `name`."""
+
+        def add(engine: type[InferenceEngine]) -> type[InferenceEngine]:
+            engine.name = name
+            cls._classes[name] = engine
+            return engine
+
+        return add
+
+    @classmethod
+    def get(cls, name: str) -> type[InferenceEngine]:
+        """The class of the engine `name`, imported now."""
+        module, _, attribute = name.partition(":")
+        if attribute:
+            found: type[InferenceEngine] = getattr(importlib.import_module(module), attribute)
+            return found
+        if name not in cls._classes:
+            importlib.import_module(cls._modules[name])
+        return cls._classes[name]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return sorted({*cls._modules, *cls._classes})
+
+    @classmethod
+    def is_installed(cls, name: str) -> bool:
+        package = cls._packages.get(name)
+        return package is None or importlib.util.find_spec(package) is not None
+
+    @classmethod
+    def create(cls, name: str, spec: EngineSpec, **kwargs: Any) -> InferenceEngine:
+        return cls.get(name)(spec, **kwargs)
+
+
+def check_tensor_parallel(config: RolloutConfig, model: ModelConfig) -> None:
+    """Refuse a tensor-parallel size that does not divide the model's attention heads.
+
+    Raises:
+        RolloutError: names the sizes that do.
+    """
+    text = config_of(model).get_text_config()
+    heads, size = text.num_attention_heads, config.tensor_model_parallel_size
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if size not in fitting:
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {heads} attention heads "
+            f"and {kv_heads} key-value heads of {model.path}; use one of {', '.join(map(str, fitting))}"
+        )

@@ -1,0 +1,385 @@
+"""One engine and its process: a Ray actor that takes requests, hands completions out, and takes new weights in."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import tokenizer_of
+from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
+from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.stop_strings import StopStrings
+from hybridrl.weight_sync.messages import Bucket
+
+#: completions travel together, for a call of Ray's costs milliseconds: as many as this part of the requests in flight,
+#: or as there are after this time
+_GATHER_PART, _GATHER_S = 8, 0.05
+_DRAIN_POLL_S = 0.01
+_WARM_UP_TOKENS = 2
+#: values of `rollout.server.host` that mean the same on every node; another is the router's alone
+_ANY_NODES_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
+_LOG_LINES = 60
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """Where a replica runs."""
+
+    pid: int
+    node_id: str
+    node_ip: str
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class ReplicaHealth:
+    """How a replica is.
+
+    Attributes:
+        in_flight: requests that were taken and not handed out.
+        silent_s: seconds without a sign of the engine while it had something to do; 0 where it has nothing.
+        version: of the weights.
+    """
+
+    in_flight: int
+    silent_s: float
+    version: int
+
+
+class Replica:
+    """The actor's class; `ReplicaPool` starts it.
+
+    Args:
+        engine_name: `rollout.name`.
+        spec: what the engine is started with.
+        environment: variables that have to stand before the engine's library is imported.
+        log_file: where this process and the engine's write; None leaves it to Ray.
+    """
+
+    def __init__(
+        self, engine_name: str, spec: EngineSpec, environment: dict[str, str], log_file: str | None = None
+    ) -> None:
+        os.environ.update(environment)
+        self._log_file = None if log_file is None else Path(log_file)
+        if self._log_file is not None:
+            _write_output_to(self._log_file)
+        self.spec = spec
+        self.version = 0 if spec.load_weights else -1
+        self._engine_name = engine_name
+        self._engine: InferenceEngine
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._inside: set[str] = set()  # requests that the engine has
+        self._tokenizer: Any = None
+        self._direct: set[str] = set()  # requests that came over HTTP and not from the pool
+        self._aborted: set[str] = set()
+        self._done: list[Completion] = []
+        self._awaited = 1  # so many of `_done` are news
+        self._news = asyncio.Event()
+        self._generating = spec.load_weights  # else from the end of the first update
+        self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
+        self._busy_since = 0.0
+        self._doing: dict[object, float] = {}  # since when it does what is neither generating nor idling
+
+    async def start(self) -> ReplicaInfo:
+        """Start the engine, and let it generate a few tokens: the first call compiles.
+
+        Raises:
+            RolloutError: with the end of the log, which may lie on another node than the reader.
+        """
+        started = time.perf_counter()
+        try:
+            self._engine = InferenceEngines.create(self._engine_name, self.spec)
+            await self._engine.start()
+            warm_up = SamplingParams(True, 1.0, 1.0, -1, _WARM_UP_TOKENS, ignore_eos=True)
+            await self._engine.generate(Request("warm-up", [self.spec.pad_token_id], warm_up))
+        except Exception as error:
+            message = str(error) if isinstance(error, RolloutError) else repr(error)
+            raise RolloutError(message + end_of_log(self._log_file)) from error
+        context = ray.get_runtime_context()
+        seconds = time.perf_counter() - started
+        return ReplicaInfo(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address(), seconds)
+
+    # ------------------------------------------------------------------ requests
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; their completions are handed out by `collect`."""
+        for request in requests:
+            if not self._tasks:
+                self._busy_since = time.monotonic()
+            self._tasks[request.id] = asyncio.create_task(self._answer(request))
+
+    async def collect(self, wait_s: float) -> list[Completion]:
+        """Completions since the last call; waits up to `wait_s` for the first, and a moment for more."""
+        if await self._await_done(1, wait_s):
+            await self._await_done(max(1, len(self._tasks) // _GATHER_PART), _GATHER_S)
+        found, self._done = self._done, []
+        return found
+
+    async def _await_done(self, count: int, wait_s: float) -> bool:
+        """Wait for so many completions, or the last there can be; False where none came in time."""
+        self._awaited = count
+        if len(self._done) < count and (self._tasks or not self._done):
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait_s)
+        return bool(self._done)
+
+    async def generate(self, request: Request) -> Completion:
+        """The completion of one request; `versions` say which weights each token comes from.
+
+        A request that is in flight while weights are updated goes on with its tokens under the new ones.
+        """
+        answer = Completion(request.id, [], [], "abort")
+        try:
+            while await self._may_generate(request.id):
+                version = self.version
+                if not self._inside:
+                    self._busy_since = time.monotonic()
+                self._inside.add(request.id)
+                try:
+                    part = await self._engine.generate(_rest_of(request, answer))
+                finally:
+                    self._inside.discard(request.id)
+                answer.token_ids += part.token_ids
+                answer.log_probs += part.log_probs
+                answer.cached_tokens += part.cached_tokens
+                if part.token_ids:
+                    answer.versions.append((version, len(part.token_ids)))
+                answer.finish_reason, answer.error = part.finish_reason, part.error
+                self._cut_at_stop(answer, request.sampling.stop, len(part.token_ids))
+                if answer.finish_reason != "abort":
+                    break
+                if not request.sampling.ignore_eos and set(answer.token_ids[-1:]) & set(self.spec.eos_token_ids):
+                    answer.finish_reason = "stop"  # the token that an engine was at when it was told to end
+                    break
+                if len(answer.token_ids) >= request.sampling.max_new_tokens:
+                    answer.finish_reason = "length"
+                    break
+        finally:
+            self._aborted.discard(request.id)
+        return answer
+
+    def _cut_at_stop(self, answer: Completion, stop: Sequence[str], new: int) -> None:
+        """End an answer at a stop string that its engine missed: begun in the part before, or cut off by an abort."""
+        whole = new == len(answer.token_ids) and answer.finish_reason != "abort"
+        if not stop or not new or whole:
+            return
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self.spec.model)
+        end = StopStrings(self._tokenizer, stop).first_end(answer.token_ids, len(answer.token_ids) - new)
+        if end is None:
+            return
+        surplus = len(answer.token_ids) - end
+        del answer.token_ids[end:], answer.log_probs[end:]
+        version, count = answer.versions.pop()
+        answer.versions.append((version, count - surplus))
+        answer.finish_reason = "stop"
+
+    async def _may_generate(self, request_id: str) -> bool:
+        """Wait while the replica is paused; False where the request was aborted."""
+        if not self._generating and request_id not in self._aborted:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._generating or request_id in self._aborted)
+        return request_id not in self._aborted
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            completion = await self.generate(request)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            self._die()
+        del self._tasks[request.id]
+        self._done.append(completion)
+        if len(self._done) >= self._awaited or not self._tasks:
+            self._news.set()
+
+    async def serve(self, token: str, port: int = 0) -> str:
+        """Speak the OpenAI API on this node's address, until the process ends; returns `host:port`.
+
+        Args:
+            token: that clients have to send.
+            port: 0 takes a free one.
+        """
+        from hybridrl.rollout.server import make_server
+
+        direct = _Direct(self)
+        spec = self.spec
+        server, _ = make_server(
+            spec.config,
+            spec.model,
+            direct,
+            direct.stats,
+            token=token,
+            host=spec.config.server.host if spec.config.server.host in _ANY_NODES_HOSTS else None,
+            port=port,
+            heeds_seeds=self._engine.heeds_seeds(spec.config),
+        )
+        await server.start()
+        return server.address
+
+    def _die(self) -> NoReturn:
+        """The engine is broken: whoever started this replica finds it dead, starts it again and asks again."""
+        traceback.print_exc()
+        print(f"replica {self.spec.index}: the engine failed, see above", file=sys.stderr, flush=True)
+        os._exit(70)
+
+    async def _engine_does(self, work: Coroutine[Any, Any, None]) -> None:
+        self._doing[work] = time.monotonic()
+        try:
+            await work
+        except RolloutError:
+            raise
+        except Exception:
+            self._die()
+        finally:
+            del self._doing[work]
+
+    async def abort(self, ids: Sequence[str] | None = None, after: Any = None) -> None:
+        """End these requests (all, where None) now; they are handed out with the tokens there are.
+
+        Args:
+            after: what Ray has to have finished before, such as the call that submitted them.
+        """
+        here = self._tasks.keys() | self._direct
+        chosen = here if ids is None else here & set(ids)
+        self._aborted.update(chosen)
+        await self._wake()
+        while inside := chosen & self._inside:
+            await self._engine_does(self._engine.abort(list(inside)))
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def pause(self) -> None:
+        """Stop generating; requests keep their tokens and go on at `unpause`."""
+        self._generating = False
+        while self._inside:  # one may just be on its way into the engine, which does not know it yet
+            await self._engine_does(self._engine.abort(list(self._inside)))
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def unpause(self) -> None:
+        """Go on generating; without weights, from the first `unpause` behind an update."""
+        self._generating = self.version >= 0
+        self._busy_since = time.monotonic()
+        await self._wake()
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ weights and memory
+
+    async def begin_update(self) -> None:
+        """Get ready for new weights; the replica has to be paused."""
+        if self._generating:
+            raise RuntimeError("weights are updated while the replica generates: pause it first")
+        await self._engine_does(self._engine.begin_update())
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        """Take in a part of the weights; when this returns the bucket may be overwritten."""
+        await self._engine_does(self._engine.load_bucket(bucket))
+
+    async def end_update(self, version: int) -> None:
+        """All weights of `version` have arrived."""
+        await self._engine_does(self._engine.end_update())
+        self.version = version
+
+    async def release(self, tags: Sequence[str]) -> None:
+        """Give the device memory of `tags` back; nothing may be in flight."""
+        if self._inside:
+            raise RuntimeError(
+                f"memory of {', '.join(tags)} is released while {len(self._inside)} requests are in flight"
+            )
+        await self._engine_does(self._engine.release(tags))
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take the device memory of `tags` again."""
+        await self._engine_does(self._engine.resume(tags))
+
+    # ------------------------------------------------------------------ state
+
+    async def health(self) -> ReplicaHealth:
+        """How this replica is."""
+        silent = 0.0
+        if self._doing:
+            silent = time.monotonic() - min(self._doing.values())
+        elif self._inside:
+            silent = time.monotonic() - max(self._busy_since, self._engine.last_progress())
+        return ReplicaHealth(len(self._tasks) + len(self._done), silent, self.version)
+
+    async def stats(self) -> dict[str, float]:
+        """The engine's counters; see `InferenceEngine.stats`."""
+        return self._engine.stats()
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the engine's worker processes; see `InferenceEngine.call`."""
+        return await self._engine.call(method, *args)
+
+    async def close(self) -> None:
+        """End the engine."""
+        for task in self._tasks.values():
+            task.cancel()
+        if hasattr(self, "_engine"):
+            await self._engine.close()
+
+
+class _Direct:
+    """A replica as its own HTTP server sees it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def generate(self, request: Request) -> Completion:
+        self._replica._direct.add(request.id)
+        try:
+            return await self._replica.generate(request)
+        except Exception:
+            self._replica._die()
+        finally:
+            self._replica._direct.discard(request.id)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._replica.abort(ids)
+
+    async def stats(self) -> dict[str, dict[str, float]]:
+        own = {"weights_version": float(self._replica.version)}
+        return {str(self._replica.spec.index): await self._replica.stats() | own}
+
+
+def _rest_of(request: Request, so_far: Completion) -> Request:
+    """What is left to generate of a request."""
+    done = len(so_far.token_ids)
+    if not done:
+        return request
+    sampling = request.sampling
+    seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
+    sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
+    return replace(request, prompt_ids=request.prompt_ids + so_far.token_ids, sampling=sampling)
+
+
+def end_of_log(log_file: Path | None) -> str:
+    """The last lines of a replica's log, as the end of a message."""
+    if log_file is None or not log_file.is_file():
+        return ""
+    lines = log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return f"\nThe end of {log_file}:\n  " + "\n  ".join(lines)
+
+
+def _write_output_to(path: Path) -> None:
+    """Send what this process and its children print into a file of their own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

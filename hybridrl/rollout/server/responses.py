@@ -1,0 +1,144 @@
+"""Completions as OpenAI's objects, with token ids, log-probabilities and the weights' version added to them."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.rollout.request import Completion
+from hybridrl.rollout.server.schema import ChatRequest, CompletionRequest
+
+_LOWEST = -9999.0  # JSON has no infinity
+
+
+@dataclass
+class Answer:
+    """What is known of one call while its answer is put together.
+
+    Attributes:
+        id, model: as the client sees them.
+        tokenizer: makes text of tokens.
+        request: what was asked.
+        prompts: token ids of each prompt; choice i belongs to prompt `i // n`.
+    """
+
+    id: str
+    model: str
+    tokenizer: Any
+    request: ChatRequest | CompletionRequest
+    prompts: Sequence[list[int]]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer of a call that is not streamed."""
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        head = self._head("chat.completion" if self.chat else "text_completion", completions)
+        if self.chat and self.request.return_token_ids:
+            head["prompt_token_ids"] = self.prompts[0]
+        return head | {"choices": choices, "usage": self.usage(completions)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The first chunks of a stream: the role of each choice (chat only)."""
+        if not self.chat:
+            return []
+        head = self._head("chat.completion.chunk", ())
+        if self.request.return_token_ids:
+            head["prompt_token_ids"] = self.prompts[0]
+        delta = {"role": "assistant", "content": ""}
+        return [
+            head | {"choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+            for index in range(self.request.n)
+        ]
+
+    def chunk(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A whole choice as one chunk of a stream."""
+        choice = self._choice(index, completion)
+        if self.chat:
+            choice["delta"] = {"content": choice.pop("message")["content"]}
+        return self._head("chat.completion.chunk" if self.chat else "text_completion", [completion]) | {
+            "choices": [choice]
+        }
+
+    def usage_chunk(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The last chunk of a stream with `stream_options.include_usage`."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return self._head(kind, completions) | {"choices": [], "usage": self.usage(completions)}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        prompt = sum(map(len, self.prompts))
+        generated = sum(len(completion.token_ids) for completion in completions)
+        cached = [completion.cached_tokens for completion in completions]
+        first_of_prompt = cached[:: self.request.n]  # a prompt is counted once, and so is what of it was cached
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(first_of_prompt)},
+        }
+
+    def _head(self, kind: str, completions: Sequence[Completion]) -> dict[str, Any]:
+        versions = [version for completion in completions for version, _ in completion.versions]
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "weights_version": max(versions, default=None),
+        }
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        request = self.request
+        text, ids = self._text(completion), completion.token_ids
+        choice: dict[str, Any] = {"index": index, "finish_reason": completion.finish_reason, "stop_reason": None}
+        if isinstance(request, ChatRequest):
+            choice["message"] = {"role": "assistant", "content": text}
+            choice["logprobs"] = {"content": self._chat_logprobs(completion)} if request.logprobs else None
+        else:
+            choice["text"] = text
+            choice["logprobs"] = None if request.logprobs is None else self._text_logprobs(completion)
+            if request.return_token_ids:
+                choice["prompt_token_ids"] = self.prompts[index // request.n]
+        if request.return_token_ids:
+            choice["token_ids"] = ids
+            choice["token_logprobs"] = [_finite(value) for value in completion.log_probs]
+        choice["weights_versions"] = [list(pair) for pair in completion.versions]
+        return choice
+
+    def _text(self, completion: Completion) -> str:
+        """The response without special tokens, cut before the first stop string unless it was asked for."""
+        text: str = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        if completion.finish_reason != "stop":
+            return text
+        found = [(text.find(stop), len(stop)) for stop in self.request.stops if stop in text]
+        if not found:
+            return text
+        start, length = min(found)
+        return text[: start + length] if self.request.include_stop_str_in_output else text[:start]
+
+    def _chat_logprobs(self, completion: Completion) -> list[dict[str, Any]]:
+        entries = []
+        for token, value in zip(self._tokens(completion), completion.log_probs, strict=True):
+            entry = {"token": token, "logprob": _finite(value), "bytes": list(token.encode())}
+            entries.append(entry | {"top_logprobs": [entry] if self.request.top_logprobs else []})  # type: ignore[union-attr]
+        return entries
+
+    def _text_logprobs(self, completion: Completion) -> dict[str, Any]:
+        tokens = self._tokens(completion)
+        values = [_finite(value) for value in completion.log_probs]
+        offsets = [0]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        top = [{token: value} for token, value in zip(tokens, values, strict=True)] if self.request.logprobs else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets[:-1]}
+
+    def _tokens(self, completion: Completion) -> list[str]:
+        return [self.tokenizer.decode([token]) for token in completion.token_ids]
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else _LOWEST

@@ -1,0 +1,97 @@
+"""What generates for a program that only generates: `main_generation`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hybridrl.config import ActorRolloutRefConfig, GenerationConfig, RolloutConfig
+from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, SamplingParams
+from hybridrl.rollout.noise import stream_keys
+from hybridrl.rollout.openai_endpoint import Endpoint, Reply
+from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.stop_strings import StopStrings
+from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+__all__ = ["Endings", "Endpoint", "Reply", "Rollout", "sampling_of", "start_processes"]
+
+ROLE = "actor_rollout_ref"
+
+
+def start_processes(
+    config: GenerationConfig, engine: str, manager: ResourcePoolManager, log_folder: Path
+) -> Callable[[], Rollout]:
+    """Take the devices of the manager's pool for generation, and start there what starts without a model.
+
+    Args:
+        engine: `rollout.name`, resolved.
+        manager: maps the role "actor_rollout_ref" to a pool.
+        log_folder: where replicas' output goes.
+
+    Returns:
+        Loads the model, and returns what generates with it. With an engine a replica stands on as many devices as its
+        parallel sizes make, and reads the checkpoint itself.
+    """
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    manager.create_resource_pool()
+    pool = manager.get_resource_pool(ROLE)
+    start_timeout_s = trainer.ray_wait_register_center_timeout
+    if engine != IN_PLACE:
+
+        def start_replicas() -> Rollout:
+            return start_rollout(
+                policy,
+                None,
+                pool,
+                start_timeout_s=start_timeout_s,
+                threads=trainer.threads_per_worker,
+                log_folder=log_folder,
+            )
+
+        return start_replicas
+    group = RayWorkerGroup(
+        resource_pool=pool,
+        ray_cls_with_init=RayClassWithInitArgs(
+            cls=ActorRolloutRefWorker, config=policy, role="rollout", timeout_s=policy.nccl_timeout
+        ),
+        ray_wait_register_center_timeout=start_timeout_s,
+        timeout_s=trainer.phase_timeout_s,
+        threads=trainer.threads_per_worker,
+    )
+
+    def load() -> Rollout:
+        group.init_model()
+        return InPlaceRollout(group)
+
+    return load
+
+
+def sampling_of(rollout: RolloutConfig, row: int, sample: int) -> SamplingParams:
+    """How an endpoint is to sample: as training does, with a seed that belongs to the sample.
+
+    Raises:
+        UserError: a setting is out of range.
+    """
+    key = stream_keys(rollout.seed, 0, "generate", [f"0-{row}"], [sample])[0]
+    return replace(SamplingParams.for_training(rollout), seed=int(key) >> 33)  # 31 bits: what every endpoint takes
+
+
+class Endings:
+    """Tells from a response's tokens whether it ended by itself.
+
+    Args:
+        config: whose `rollout` says where a response ends, and whose `model` with which tokens.
+    """
+
+    def __init__(self, config: ActorRolloutRefConfig) -> None:
+        model, tokenizer = config.model, tokenizer_of(config.model)
+        sampling = SamplingParams.for_training(config.rollout)
+        self._limit = sampling.max_new_tokens
+        self._eos = set() if sampling.ignore_eos else set(eos_token_ids(model.path, config_of(model), tokenizer))
+        self._stop = StopStrings(tokenizer, sampling.stop)
+
+    def reason(self, token_ids: Sequence[int]) -> str:
+        """``stop`` where it ended by itself, be it with the last token that it may have; else ``length``."""
+        cut_off = len(token_ids) >= self._limit and token_ids[-1] not in self._eos and not self._stop.ends(token_ids)
+        return "length" if cut_off else "stop"

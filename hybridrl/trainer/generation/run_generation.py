@@ -1,0 +1,153 @@
+"""The generation program, from a configuration to the output file."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from hybridrl.checkpoint import digest
+from hybridrl.checkpoint.files import sha256
+from hybridrl.config import GenerationConfig, as_dict
+from hybridrl.models.info import checked_identity, tokenizer_of
+from hybridrl.models.loading import import_external_lib
+from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
+from hybridrl.single_controller.ray import ResourcePoolManager
+from hybridrl.trainer.generation.output import Output, parts_folder
+from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
+from hybridrl.trainer.generation.report import Report
+from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
+from hybridrl.trainer.startup import USES_GPU, workers_starting
+
+_OVERLAP = 2  # parts under way with an engine: the end of one, where few long responses are left, leaves room
+_WEIGHTS = (".safetensors", ".bin", ".json")
+
+
+def run_generation(config: GenerationConfig) -> None:
+    """Generate as `config` says, or what is left of it.
+
+    Raises:
+        UserError: a setting, file or endpoint of the user's cannot work. Parts that were written stay.
+    """
+    import_external_lib(config.actor_rollout_ref.model.external_lib)
+    if config.actor_rollout_ref.rollout.name == "openai":
+        _through_endpoint(config)
+    else:
+        _in_cluster(config)
+
+
+def _through_endpoint(config: GenerationConfig) -> None:
+    responder = EndpointResponder(config)
+    with contextlib.closing(responder.endpoint):
+        output = _output(config, responder, {"endpoint": responder.endpoint.model})
+        if not output.is_complete:
+            _generate(config, responder, output)
+
+
+def _in_cluster(config: GenerationConfig) -> None:
+    placement, device = config.placement, config.trainer.device
+    pool = placement.roles[ROLE]
+    engine = resolve_rollout(config.actor_rollout_ref, USES_GPU[device])
+    if engine != IN_PLACE:
+        check_layout(devices_per_replica(config.actor_rollout_ref), placement.pools[pool])
+    manager = ResourcePoolManager({pool: list(placement.pools[pool])}, mapping={ROLE: pool}, use_gpu=USES_GPU[device])
+
+    logs = parts_folder(config.data.output_path) / "logs"
+
+    def spawn() -> Callable[[], Rollout]:
+        return start_processes(config, engine, manager, logs)
+
+    with workers_starting(config.ray_kwargs.ray_init, manager, device, spawn) as started:
+        tokenizer = tokenizer_of(config.actor_rollout_ref.model)
+        identity = checked_identity(config.actor_rollout_ref.model, tokenizer)
+        responder = ClusterResponder.of(config, tokenizer, Endings(config.actor_rollout_ref))
+        output = _output(config, responder, {"engine": engine, "model": identity})
+        if output.is_complete:
+            return
+        load = started()
+        with contextlib.closing(load()) as rollout:
+            responder.generate, responder.in_flight = rollout.generate, 1 if rollout.in_place else _OVERLAP
+            _generate(config, responder, output)
+
+
+def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, Any]) -> Output:
+    data = config.data
+    settings = made_by | _settings(config)
+    path = Path(data.output_path).expanduser()
+    output = Output(
+        path, responder.rows, data.batch_size, data.response_key, data.log_probs, settings, overwrite=data.overwrite
+    )
+    if output.is_complete:
+        print(f"{path} is there already, made with these settings: nothing to do")
+    return output
+
+
+def _settings(config: GenerationConfig) -> dict[str, Any]:
+    """What the responses depend on, and the parts; not where they are computed."""
+    data, rollout, model = as_dict(config.data), config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    del data["path"], data["output_path"], data["overwrite"], data["filter_overlong_prompts_workers"]
+    names = ("do_sample", "temperature", "top_k", "top_p", "ignore_eos", "stop", "seed", "dtype")
+    openai = {"base_url": rollout.openai.base_url, "extra_body": rollout.openai.extra_body}
+    return {
+        "files": [[Path(file).name, sha256(Path(file).expanduser())] for file in config.data.path],
+        **{f"data.{name}": value for name, value in data.items()},
+        **{f"rollout.{name}": rollout[name] for name in names},
+        "model.path": model.path,
+        "model.weights": _weights(model.path),
+        "model.custom_chat_template": model.custom_chat_template,
+        "model.override_config": model.override_config,
+        **({"rollout.openai": openai} if rollout.name == "openai" else {}),
+    }
+
+
+def _weights(path: str) -> str:
+    """A digest that changes when the model's files are replaced: names, sizes and times, not contents."""
+    folder = Path(path).expanduser()
+    files = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS) if path and folder.is_dir() else []
+    return digest([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+
+
+def _generate(config: GenerationConfig, responder: Responder, output: Output) -> None:
+    """Every missing part, then the whole."""
+    missing = output.missing()
+    with Report(output, len(missing), config.data.response_key, config.trainer.progress_bar) as report:
+        for number, responses in _answered(responder, output, missing):
+            output.write(number, responses)
+            report.wrote(number, responses)
+        output.join()
+        report.finish()
+
+
+def _answered(responder: Responder, output: Output, numbers: list[int]) -> Iterator[tuple[int, Any]]:
+    """The responses of each part, as parts are done; no more than `in_flight` are under way."""
+    if responder.in_flight == 1:
+        for number in numbers:
+            yield number, responder.respond(output.rows_of(number))
+        return
+    left = iter(numbers)
+    running: dict[Future[Any], int] = {}
+    with _threads(responder.in_flight) as threads:
+
+        def begin() -> None:
+            number = next(left, None)
+            if number is not None:
+                running[threads.submit(responder.respond, output.rows_of(number))] = number
+
+        for _ in range(responder.in_flight):
+            begin()
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in sorted(done, key=lambda ended: running[ended]):
+                number = running.pop(future)
+                begin()
+                yield number, future.result()
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that an error in one part does not wait for: what they wait for ends with the responder."""
+    threads = ThreadPoolExecutor(count, thread_name_prefix="part")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,91 @@
+"""Everything that can fail cheaply, checked before a model is loaded.
+
+The user's own modules, tokenizer, data, reward function, sampling and the checkpoint to resume from are looked at here
+while Ray and the worker processes start beside it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.data import create_rl_dataset
+from hybridrl.models.info import checked_identity, tokenizer_of
+from hybridrl.models.loading import check_weights, import_external_lib
+from hybridrl.observe.tracking import check_loggers
+from hybridrl.reward import RewardManager, create_reward_manager
+from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
+from hybridrl.single_controller import ResourcePoolManager
+from hybridrl.trainer.ppo.needs import check_algorithm
+from hybridrl.trainer.ppo.roles import Role, needs_critic
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.startup import USES_GPU
+
+
+def prepare(
+    config: PPOTrainerConfig,
+    role_worker_mapping: Mapping[Role, Any] | None = None,
+    resource_pool_manager: ResourcePoolManager | None = None,
+) -> RayPPOTrainer:
+    """The trainer with everything that lives on the controller.
+
+    Raises:
+        UserError: a setting, file or function of the user's cannot work; nothing was loaded yet.
+    """
+    model = config.actor_rollout_ref.model
+    _check_rollout(config)
+    check_loggers(config.trainer.logger)
+    import_external_lib(model.external_lib)  # estimators run here; losses and model classes in the workers
+    check_algorithm(config)
+    tokenizer = tokenizer_of(model)
+    identity = checked_identity(model, tokenizer)
+    if needs_critic(config):
+        check_weights(config.critic.model.path)
+    reward = create_reward_manager(config, tokenizer)
+    try:
+        reward.start()
+        trainer = _with_data(config, tokenizer, reward, role_worker_mapping, resource_pool_manager, identity)
+        trainer.run.look_for_checkpoint()
+        return trainer
+    except BaseException:
+        reward.close()
+        raise
+
+
+def _check_rollout(config: PPOTrainerConfig) -> None:
+    """Refuse an engine, or a layout of its replicas, that cannot work."""
+    policy, placement = config.actor_rollout_ref, config.placement
+    name = resolve_rollout(policy, USES_GPU[config.trainer.device])
+    if name != policy.rollout.name:
+        print(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}", flush=True)
+    if name == IN_PLACE:
+        return
+    rollout = policy.rollout
+    shared = placement.pools[placement.roles["actor_rollout_ref"]]
+    check_layout(devices_per_replica(policy), [rollout.n_gpus_per_node] * rollout.nnodes or list(shared))
+
+
+def _with_data(
+    config: PPOTrainerConfig,
+    tokenizer: Any,
+    reward: RewardManager,
+    role_worker_mapping: Mapping[Role, Any] | None,
+    resource_pool_manager: ResourcePoolManager | None,
+    identity: Mapping[str, Any],
+) -> RayPPOTrainer:
+    """Read the data while the reward function's processes start."""
+    data = config.data
+    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
+    val = None
+    if data.val_files:
+        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
+    reward.check(train, val)
+    return RayPPOTrainer(
+        config,
+        tokenizer,
+        role_worker_mapping,
+        resource_pool_manager,
+        reward_fn=reward,
+        train_dataset=train,
+        val_dataset=val,
+        identity=identity,
+    )

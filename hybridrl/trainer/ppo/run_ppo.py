@@ -1,0 +1,31 @@
+"""The PPO program, from a configuration to the last step."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.single_controller.ray import RayWorkerGroup
+from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
+from hybridrl.trainer.startup import workers_starting
+
+
+def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> None:
+    """Train as `config` says.
+
+    Args:
+        role_worker_mapping: worker classes of one's own; the library's where None.
+    """
+    manager = resource_pools(config)
+
+    def spawn() -> dict[Role, RayWorkerGroup]:
+        return spawn_worker_groups(config, role_worker_mapping, manager)
+
+    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
+        from hybridrl.trainer.ppo.build import prepare  # takes seconds (transformers, datasets), as Ray's start does
+
+        trainer = prepare(config, role_worker_mapping, manager)
+        with closing(trainer.reward_fn):
+            trainer.init_workers(started())
+            with closing(trainer.rollout):
+                trainer.fit()

@@ -1,0 +1,35 @@
+"""The supervised program, from a configuration to the last step."""
+
+from hybridrl.config import SFTTrainerConfig
+from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from hybridrl.trainer.startup import USES_GPU, workers_starting
+
+ROLE = "model"
+
+
+def run_sft(config: SFTTrainerConfig) -> None:
+    """Train as `config` says."""
+    placement, trainer_config = config.placement, config.trainer
+    pool = placement.roles[ROLE]
+    manager = ResourcePoolManager(
+        {pool: list(placement.pools[pool])}, mapping={ROLE: pool}, use_gpu=USES_GPU[trainer_config.device]
+    )
+
+    def spawn() -> RayWorkerGroup:
+        from hybridrl.workers.sft_worker import SFTWorker  # takes seconds (transformers), and Ray runs already
+
+        manager.create_resource_pool()
+        return RayWorkerGroup(
+            resource_pool=manager.get_resource_pool(ROLE),
+            ray_cls_with_init=RayClassWithInitArgs(cls=SFTWorker, config=config),
+            ray_wait_register_center_timeout=trainer_config.ray_wait_register_center_timeout,
+            timeout_s=trainer_config.phase_timeout_s,
+            threads=trainer_config.threads_per_worker,
+        )
+
+    with workers_starting(config.ray_kwargs.ray_init, manager, trainer_config.device, spawn) as started:
+        from hybridrl.trainer.sft.build import prepare  # takes seconds, as Ray's start does
+
+        trainer = prepare(config)
+        trainer.init_workers(started())
+        trainer.fit()

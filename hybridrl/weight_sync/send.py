@@ -1,0 +1,341 @@
+"""The training weights into running generation engines: parameter by parameter, in buckets, under their HF names.
+
+Every training rank iterates over the whole parameters together (that gathers them), and some ranks write what comes by
+into a bucket that engines read:
+
+    same node, CPU    shared memory; the first rank of each node writes, every engine process there reads
+    same GPU          CUDA IPC; each rank writes on its device, the engine's process there reads
+    other devices     broadcast from rank 0 to all engine processes, over gloo or NCCL
+
+A bucket is sent while the one before is being loaded. So beyond the shards and the engines' own weights there are two
+buckets on a device at most, and the parameter that is being gathered and cast. A parameter is never split: a bucket
+grows to the largest one.
+"""
+
+import os
+import pickle
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing import shared_memory
+from typing import Any, ClassVar
+
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+
+from hybridrl.utils import device, distributed
+from hybridrl.utils.distributed import StandaloneGroup
+from hybridrl.weight_sync.messages import Bucket, Entry, LaneKind
+
+_ALIGNMENT = 512  # bytes; more than any dtype or vector load asks for
+_SLOTS = 2
+_PIPELINED = 8  # buckets at least, so that writing and loading go on side by side
+_LEAST_BUCKET = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine that is to get weights.
+
+    Attributes:
+        replica: the Ray actor that it runs in.
+        incarnation: names this start of it.
+        node_id: Ray's name of the node it runs on.
+        ranks: the training ranks that share its devices; none where it has devices of its own.
+        processes: of the engine that hold weights.
+    """
+
+    replica: Any
+    incarnation: str
+    node_id: str
+    ranks: tuple[int, ...]
+    processes: int
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What one rank did. `bytes` counts each parameter once; 0 where the rank sent nothing itself."""
+
+    bytes: int
+    seconds: float
+    buckets: int
+
+
+class Lane(ABC):
+    """One way to the engines. Writes into one of two slots while the other is being read."""
+
+    kind: LaneKind
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = list(targets)
+        self.capacity = 0
+        self._slot = 0
+        self._acks: list[list[Any]] = [[] for _ in range(_SLOTS)]
+
+    def reserve(self, size: int) -> torch.Tensor:
+        """The bytes to write the next bucket into, at least `size`; waits until nobody reads them any more."""
+        self._wait(self._slot)
+        if size > self.capacity:
+            self._drain()
+            self._open(size)
+            self.capacity = size
+        return self._buffer(self._slot)
+
+    def send(self, entries: Sequence[Entry]) -> None:
+        """Tell the engines of what was written."""
+        self._acks[self._slot] = self._announce(self._slot, tuple(entries))
+        self._slot = (self._slot + 1) % _SLOTS
+
+    def finish(self) -> None:
+        """Wait until everything is loaded, and free the buckets."""
+        self._drain()
+        self.close()
+
+    def _drain(self) -> None:
+        """Wait until every slot is loaded, and have the engines let go of the slots."""
+        for slot in range(_SLOTS):
+            self._wait(slot)
+        if self.capacity and self.kind != "broadcast":
+            self._acks[0] = self._load(Bucket(self.kind, None, ()))
+            self._wait(0)
+
+    def _wait(self, slot: int) -> None:
+        acks, self._acks[slot] = self._acks[slot], []
+        for ack in acks:
+            try:
+                ray.get(ack)
+            except RayTaskError:
+                raise
+            except RayError:  # the replica is gone: whoever started it sees that, too
+                continue
+
+    def _load(self, bucket: Bucket) -> list[Any]:
+        return [target.replica.load_bucket.remote(bucket) for target in self.targets]
+
+    @abstractmethod
+    def _open(self, size: int) -> None:
+        """Make slots of this size; those there were are free."""
+
+    @abstractmethod
+    def _buffer(self, slot: int) -> torch.Tensor:
+        """The slot's bytes."""
+
+    @abstractmethod
+    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
+        """Start the transfer of a slot; what to wait for before it may be overwritten."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the slots."""
+
+
+class SharedMemoryLane(Lane):
+    """To the engines of this node, through /dev/shm."""
+
+    kind: LaneKind = "shared_memory"
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        super().__init__(targets)
+        self._segments: list[shared_memory.SharedMemory] = []
+
+    def _open(self, size: int) -> None:
+        self.close()
+        room = os.statvfs("/dev/shm")
+        free = room.f_bavail * room.f_frsize
+        if free < _SLOTS * size:
+            raise MemoryError(
+                f"/dev/shm has {free / 2**20:.0f} MiB free, and two buckets of weights take "
+                f"{_SLOTS * size / 2**20:.0f}: "
+                "lower actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or mount it larger"
+            )
+        self._segments = [shared_memory.SharedMemory(create=True, size=size) for _ in range(_SLOTS)]
+
+    def _buffer(self, slot: int) -> torch.Tensor:
+        return torch.frombuffer(self._segments[slot].buf, dtype=torch.uint8)
+
+    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
+        device.synchronize()
+        bucket = Bucket(self.kind, self._segments[slot].name, entries)
+        return self._load(bucket)
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+            segment.unlink()
+        self._segments = []
+
+
+class CudaIpcLane(Lane):
+    """To the engines on the trainer's own GPUs. All ranks take part; the first of each replica's tells it."""
+
+    kind: LaneKind = "cuda_ipc"
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        super().__init__([target for target in targets if target.ranks[0] == distributed.get_rank()])
+        self._buffers: list[torch.Tensor] = []
+        self._handles: list[dict[str, bytes]] = []
+
+    def _open(self, size: int) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        self.close()
+        here = device.current_device()
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=here) for _ in range(_SLOTS)]
+        own = [pickle.dumps(reduce_tensor(buffer)) for buffer in self._buffers]
+        gathered = distributed.all_gather_object((device.uuid_of(here), own))
+        self._handles = [{uuid: handles[slot] for uuid, handles in gathered} for slot in range(_SLOTS)]
+
+    def _buffer(self, slot: int) -> torch.Tensor:
+        return self._buffers[slot]
+
+    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
+        device.synchronize()
+        distributed.barrier()
+        bucket = Bucket(self.kind, self._handles[slot], entries)
+        return self._load(bucket)
+
+    def _wait(self, slot: int) -> None:
+        super()._wait(slot)
+        distributed.barrier()
+
+    def close(self) -> None:
+        self._buffers, self._handles = [], []
+        device.empty_cache()
+
+
+class BroadcastLane(Lane):
+    """From rank 0 to engines on devices of their own.
+
+    The group of processes is kept for the next update, as long as the engines are the same.
+    """
+
+    kind: LaneKind = "broadcast"
+    _kept: ClassVar[tuple[str, StandaloneGroup] | None] = None
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        super().__init__(targets)
+        self._buffers: list[torch.Tensor] = []
+        self._failed = False
+        self._host = ray.util.get_node_ip_address()
+        self._size = 1 + sum(target.processes for target in targets)
+        self._members = " ".join(target.incarnation for target in targets)
+        if self._kept is None or self._kept[0] != self._members:
+            group = StandaloneGroup(self._host, 0, 0, self._size, device.current_device())
+            type(self)._kept = self._members, group
+
+    def _open(self, size: int) -> None:
+        here = device.current_device()
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=here) for _ in range(_SLOTS)]
+
+    def _buffer(self, slot: int) -> torch.Tensor:
+        return self._buffers[slot]
+
+    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
+        if self._failed:
+            return []
+        assert self._kept is not None
+        group = self._kept[1]
+        membership = (self._host, group.port, self._size, self._members)
+        acks, first_rank = [], 1
+        for target in self.targets:
+            acks.append(target.replica.load_bucket.remote(Bucket(self.kind, (membership, first_rank), entries)))
+            first_rank += target.processes
+        try:
+            group.connect()
+            group.broadcast(self._buffers[slot][: entries[-1].offset + entries[-1].size], root=0)
+        except RuntimeError as error:
+            # An engine died. The others may lack this bucket, and wait for what does not come: all start anew.
+            print(f"a broadcast of weights failed, its engines start anew: {error}", file=sys.stderr, flush=True)
+            for target in self.targets:
+                ray.kill(target.replica)
+            type(self)._kept, self._failed = None, True
+        return acks
+
+    def close(self) -> None:
+        self._buffers = []
+
+
+def lanes_to(targets: Sequence[Target], node_id: str) -> list[Lane]:
+    """The lanes that this rank writes to; all ranks call this together.
+
+    Args:
+        targets: the engines.
+        node_id: the node of this rank.
+    """
+    lanes: list[Lane] = []
+    shared = [target for target in targets if target.ranks]
+    apart = [target for target in targets if not target.ranks]
+    if shared and device.is_gpu():
+        lanes.append(CudaIpcLane(shared))
+    elif shared:
+        nodes = distributed.all_gather_object(node_id)
+        here = [target for target in shared if target.node_id == node_id]
+        if here and nodes.index(node_id) == distributed.get_rank():
+            lanes.append(SharedMemoryLane(here))
+    if apart and distributed.get_rank() == 0:
+        lanes.append(BroadcastLane(apart))
+    return lanes
+
+
+def stream(
+    weights: Iterable[tuple[str, torch.Tensor]], lanes: Sequence[Lane], total_bytes: int, bucket_bytes: int
+) -> TransferReport:
+    """Send `weights` through every lane.
+
+    Args:
+        weights: name and whole value of each parameter; iterated to its end on every rank.
+        lanes: none on a rank that only takes part in gathering.
+        total_bytes: of all weights together.
+        bucket_bytes: a bucket is at most so large, where no single parameter is larger.
+    """
+    started = time.perf_counter()
+    packer = _Packer(lanes, min(bucket_bytes, max(total_bytes // _PIPELINED, _LEAST_BUCKET), total_bytes))
+    try:
+        for name, tensor in weights:
+            if lanes:
+                packer.add(name, tensor.detach())
+        packer.flush()
+        for lane in lanes:
+            lane.finish()
+    except BaseException:
+        for lane in lanes:
+            lane.close()
+        raise
+    return TransferReport(packer.bytes, time.perf_counter() - started, packer.buckets)
+
+
+class _Packer:
+    """Puts parameters one behind the other into buckets."""
+
+    def __init__(self, lanes: Sequence[Lane], bucket_bytes: int) -> None:
+        self.lanes = lanes
+        self.bucket_bytes = bucket_bytes
+        self.bytes = self.buckets = 0
+        self._entries: list[Entry] = []
+        self._buffers: list[torch.Tensor] = []
+        self._offset = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        flat = tensor.reshape(-1).view(torch.uint8)
+        size = flat.numel()
+        if self._entries and self._offset + size > self._buffers[0].numel():
+            self.flush()
+        if not self._entries:
+            self._buffers = [lane.reserve(max(self.bucket_bytes, size)) for lane in self.lanes]
+        for buffer in self._buffers:
+            buffer[self._offset : self._offset + size].copy_(flat)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._entries.append(Entry(name, dtype, tuple(tensor.shape), self._offset, size))
+        self.bytes += size
+        self._offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def flush(self) -> None:
+        self._buffers = []
+        if self._entries:
+            for lane in self.lanes:
+                lane.send(self._entries)
+            self.buckets += 1
+        self._entries, self._offset = [], 0

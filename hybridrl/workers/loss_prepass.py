@@ -1,0 +1,65 @@
+"""The preliminary pass of a policy loss that must see the whole mini-batch: to choose tokens, or to normalise.
+
+Every rank computes its rows' current log-probabilities, all ranks exchange them with what else the loss wants to see,
+and each makes the same choice over the whole mini-batch in its canonical order and keeps its own rows of it. So the
+choice depends on neither the number of ranks nor the order of rows nor the split into micro-batches.
+
+Shapes: b rows of this rank, B of all ranks, T response tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridrl.engine.train_engine import Engine, MicroBatching
+from hybridrl.protocol import DataProto
+from hybridrl.utils import distributed
+from hybridrl.workers.losses import PREPARED, PolicyLoss
+
+ROW_IDS = "row_ids"  # [b] int64: what names a row wherever it stands
+FIELDS = ("old_log_probs", "log_probs", "advantages", "response_mask")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Runs a loss's preliminary pass.
+
+    Attributes:
+        loss: whose `prepare` is called.
+        micro: how the log-probabilities are computed.
+    """
+
+    loss: PolicyLoss
+    micro: MicroBatching
+
+    def add_to(self, mini_batch: DataProto, engine: Engine, seed: int, temperature: float) -> None:
+        """Add `prepared` [b, T] to this rank's part of a mini-batch. All ranks call it together.
+
+        Without `old_log_probs` the update is on-policy, and the current ones stand for them.
+
+        Args:
+            mini_batch: this rank's rows, with `row_ids`; copies that only fill up have an empty `response_mask`.
+            seed: of this mini-batch, the same on every rank.
+        """
+        prepare = self.loss.prepare
+        assert prepare is not None
+        tensors = mini_batch.batch
+        current = engine.infer(mini_batch, self.micro, temperature)["log_probs"]
+        own = {
+            "log_probs": current,
+            "old_log_probs": tensors.get("old_log_probs", current),
+            "advantages": tensors["advantages"],
+            "response_mask": tensors["response_mask"],
+        }
+        ids = tensors[ROW_IDS]
+        gathered = distributed.all_gather_object((distributed.get_rank(), ids, [own[name] for name in FIELDS]))
+        all_ids = torch.cat([part[1] for part in gathered])
+        whole = [torch.cat(parts) for parts in zip(*(part[2] for part in gathered), strict=True)]
+        rank_of = torch.cat([torch.full_like(part[1], part[0]) for part in gathered])
+        # Copies that fill up a rank come behind the row that they repeat, and hold no token to be chosen.
+        is_copy = ~whole[-1].bool().any(dim=1)
+        order = torch.argsort(all_ids * 2 + is_copy, stable=True)
+        found = prepare(*(tensor[order] for tensor in whole), self.loss.settings, seed, row_ids=all_ids[order])
+        back = torch.empty_like(found)
+        back[order] = found
+        tensors[PREPARED] = back[rank_of == distributed.get_rank()]

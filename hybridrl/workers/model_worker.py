@@ -1,0 +1,155 @@
+"""What every worker with a model shares: process group, place in a dispatch mesh, updates, run state."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from hybridrl.config import FSDPConfig, ModelConfig, OptimConfig
+from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
+from hybridrl.errors import ModelError
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller import Dispatch, Worker, register
+from hybridrl.utils.distributed import init_process_group
+from hybridrl.utils.metrics import Metric, merge_metrics
+from hybridrl.workers.loss_prepass import Preparation
+from hybridrl.workers.losses import LossFn
+
+COLLECTIVE_TIMEOUT_S = 600.0  # verl's nccl_timeout
+
+
+class ModelWorker(Worker):
+    """A rank of a group that holds one trainable model.
+
+    Args:
+        timeout_s: how long a collective may wait for its peers before it fails.
+    """
+
+    engine: Engine
+    metric_prefix: ClassVar[str]
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__()
+        address, port = self.get_master_addr_port()
+        init_process_group(self.rank, self.world_size, address, int(port), timeout_seconds=timeout_s)
+
+    def build_engine(
+        self,
+        model_type: str,
+        strategy: str,
+        model: ModelConfig,
+        engine: FSDPConfig,
+        optim: OptimConfig | None,
+        steps: int | None,
+        updates_per_step: int,
+    ) -> None:
+        """Build, load and shard this rank's model.
+
+        Args:
+            steps: training steps of the run, the length of the learning-rate schedule where
+                `optim.total_training_steps` sets none.
+            updates_per_step: optimizer steps in each. The schedule's settings count training steps; the engine counts
+                its own.
+        """
+        if optim is not None:
+            total = optim.total_training_steps if optim.total_training_steps > 0 else (steps or -1)
+            optim = replace(
+                optim,
+                total_training_steps=total * updates_per_step if total > 0 else total,
+                lr_warmup_steps=optim.lr_warmup_steps * updates_per_step
+                if optim.lr_warmup_steps > 0
+                else optim.lr_warmup_steps,
+            )
+        self.engine = TrainEngines.create(model_type, strategy, model=model, engine=engine, optim=optim)
+        self.engine.initialize()
+
+    def place_in_mesh(self, mesh_name: str) -> None:
+        """Tell the controller which shard of a batch this rank takes in calls dispatched over `mesh_name`."""
+        self._register_dispatch_collect_info(
+            mesh_name, dp_rank=self.engine.dp_rank, is_collect=self.engine.is_collect_rank
+        )
+
+    def update(
+        self,
+        batch: DataProto,
+        micro: MicroBatching,
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        preparation: Preparation | None = None,
+        ref_kl: bool = False,
+    ) -> DataProto:
+        """One optimizer step for each mini-batch of the shard.
+
+        Args:
+            batch: this rank's rows, mini-batch after mini-batch; meta holds, an entry a mini-batch, `mini_batch_rows`
+                (rows on this rank), `mini_batch_tokens` and `mini_batch_sequences` (over all ranks); and `updates` (in
+                the whole step), `response_length` (the limit), `on_nonfinite`; for a `preparation` also
+                `mini_batch_seeds`.
+            preparation: run on each mini-batch, over all ranks, before its update.
+            ref_kl: the loss needs the KL to the reference policy over the vocabulary.
+
+        Returns:
+            A batch without rows whose meta `metrics` holds mergeable metrics.
+        """
+        meta = batch.meta_info
+        on_nonfinite: Literal["skip", "raise"] = "skip" if meta["on_nonfinite"] == "skip" else "raise"
+        results: list[dict[str, Metric]] = []
+        start = 0
+        with self.engine.loaded(optimizer=True):
+            for number, (rows, tokens, sequences) in enumerate(
+                zip(meta["mini_batch_rows"], meta["mini_batch_tokens"], meta["mini_batch_sequences"], strict=True)
+            ):
+                mini_batch = batch[start : start + rows]
+                mini_batch.meta_info = meta | {"batch_num_tokens": tokens, "global_batch_size": sequences}
+                if preparation is not None:
+                    preparation.add_to(mini_batch, self.engine, meta["mini_batch_seeds"][number], temperature)
+                metrics = self.engine.train_batch(
+                    mini_batch,
+                    micro,
+                    loss_fn,
+                    temperature=temperature,
+                    entropy=entropy,
+                    on_nonfinite=on_nonfinite,
+                    ref_kl=ref_kl,
+                )
+                results.append(
+                    {self._named(name): _per_update(metric, meta["updates"]) for name, metric in metrics.items()}
+                )
+                start += rows
+        return DataProto(meta_info={"metrics": merge_metrics(results)})
+
+    def _named(self, name: str) -> str:
+        """The engine's own metrics (`grad_norm`, `lr`, ...) under the name of the role."""
+        return name if "/" in name else f"{self.metric_prefix}/{name}"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
+        """Write this rank's part of `contents` ("model", "optimizer", "extra", "hf_model") into `folder`."""
+        with self.engine.loaded(optimizer="optimizer" in contents):
+            self.engine.save(Path(folder), contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
+        """Read back what `save_checkpoint` wrote, for any number of ranks.
+
+        Raises:
+            ModelError: `contents` lacks the model, so the run would go on with other weights than it was saved with.
+        """
+        if "model" not in contents:
+            raise ModelError(
+                f"{folder} cannot be resumed from: checkpoint.load_contents is {list(contents)}, without 'model'. "
+                "Add it (and to checkpoint.save_contents), or begin anew with trainer.resume_mode=disable"
+            )
+        with self.engine.loaded(optimizer="optimizer" in contents):
+            self.engine.load(Path(folder), contents)
+
+
+def micro_batching(size: int | None, dynamic: bool, max_tokens: int) -> MicroBatching:
+    """Micro-batches by token budget when `dynamic`, by a fixed number of sequences otherwise."""
+    return MicroBatching(max_tokens=max_tokens) if dynamic else MicroBatching(size=size)
+
+
+def _per_update(metric: Metric, updates: int) -> Metric:
+    """A loss adds up over micro-batches and ranks, but is averaged over the updates of a step."""
+    return Metric(metric.value / updates, metric.weight, metric.kind) if metric.kind == "sum" else metric
