@@ -5,8 +5,11 @@ with its formula, key and paper, and where the numbers depart from verl's. Nothi
 here: no Ray, no distributed, no config tree. A ``config`` argument is any object with attributes.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from hybridrl.algorithms.advantages import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.advantages import __all__ as _advantages
+from hybridrl.algorithms.advantages.outcome import outcome_estimator
 from hybridrl.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, global_counts
 from hybridrl.algorithms.config_access import with_global_batch_info
 from hybridrl.algorithms.diagnostics import explained_variance, group_health, length_reward_correlation
@@ -36,10 +39,12 @@ from hybridrl.algorithms.kl import (
 from hybridrl.algorithms.pf_ppo import PF_PPO_METHODS, compute_pf_ppo_reweight_data, pf_ppo_weights
 from hybridrl.algorithms.policy_losses import *  # noqa: F403 - the package's own __all__
 from hybridrl.algorithms.policy_losses import __all__ as _policy_losses
+from hybridrl.algorithms.policy_losses.tokens import Tokens, policy_loss
 from hybridrl.algorithms.registry import (
     ADV_ESTIMATOR_REGISTRY,
     POLICY_LOSS_REGISTRY,
     AdvantageEstimator,
+    call_policy_loss,
     check_adv_inputs,
     estimate_advantages,
     get_adv_estimator_fn,
@@ -66,7 +71,9 @@ __all__ = [
     "AlgorithmError",
     "FixedKLController",
     "KLController",
+    "Tokens",
     "agg_loss",
+    "call_policy_loss",
     "check_adv_inputs",
     "check_group_sizes",
     "compute_entropy_loss",
@@ -93,7 +100,9 @@ __all__ = [
     "masked_whiten",
     "named_inputs",
     "penalise_rewards",
+    "outcome_estimator",
     "pf_ppo_weights",
+    "policy_loss",
     "register_adv_est",
     "register_policy_loss",
     "required_inputs",
@@ -104,3 +113,8 @@ __all__ = [
     *_policy_losses,
     *_rollout_correction,
 ]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The functions that the modules of `advantages` and `policy_losses` define."""

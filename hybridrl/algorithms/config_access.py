@@ -1,17 +1,20 @@
 """Reading settings from ``config``, which may be any object with attributes.
 
 A loss or an estimator takes its few settings from a dataclass, an OmegaConf node, a ``SimpleNamespace`` or a mapping.
-Nothing is assumed of the object but its attributes, so this room does not depend on the config tree.
+Nothing is assumed of the object but its attributes, so this package does not depend on the config tree.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridrl.errors import AlgorithmError
 
 _MISSING: Any = object()
+S = TypeVar("S")
+COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
 
 
 def _step(node: Any, name: str) -> Any:
@@ -72,6 +75,56 @@ def number(
     return float(value)
 
 
+def read_settings(cls: type[S], config: Any, *, who: str, root: str, group: str = "") -> S:
+    """The settings that the dataclass ``cls`` names, checked against the limits of its fields.
+
+    Args:
+        cls: a dataclass; its fields may be declared with `hybridrl.config.key`. A field stands at its ``path`` below
+            ``config``, else in ``group``. Absent and null take the field's default.
+        config: any object with attributes, or a mapping.
+        who: what needs them, for messages.
+        root: where ``config`` stands in the user's configuration, for messages.
+
+    Raises:
+        AlgorithmError: no config, a field without a default that is not set, or a number out of its limits.
+    """
+    own = getattr(config, "own", None) if not group else getattr(_step(config, group.rstrip(".")), "own", None)
+    if isinstance(own, cls):
+        return own
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        given = field.metadata.get("path")
+        path = (group if given is None else given) + field.name
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if config is None or required:
+            value = setting(config, path, who=who, root=root)
+        else:
+            value = setting(config, path, None, who=who, root=root)
+            if value is None:
+                continue
+        limits = field.metadata.get("limits")
+        values[field.name] = value
+        if "float" in str(field.type) or "int" in str(field.type):
+            values[field.name] = _within(limits, number(config, path, who=who, root=root), f"{root}.{path}", who)
+    return cls(**values)
+
+
+def _within(limits: Any, value: float, name: str, who: str) -> float:
+    """A number within the bounds of its field, an int where it is whole and was one."""
+    if limits is None:
+        return value
+    low = limits.ge if limits.gt is None else limits.gt
+    if low is not None and limits.le is not None and not low <= value <= limits.le:
+        raise AlgorithmError(f"{name} is {value}; {who} needs a number in [{low:g}, {limits.le:g}].")
+    if limits.ge is not None and value < limits.ge:
+        raise AlgorithmError(f"{name} is {value}; {who} needs a number at least {limits.ge:g}.")
+    if limits.gt is not None and value <= limits.gt:
+        raise AlgorithmError(f"{name} is {value}; {who} needs a number greater than {limits.gt:g}.")
+    if limits.le is not None and value > limits.le:
+        raise AlgorithmError(f"{name} is {value}; {who} needs a number at most {limits.le:g}.")
+    return value
+
+
 def has_setting(config: Any, name: str) -> bool:
     """Whether ``config`` has that attribute or key at all, null included."""
     return _step(config, name) is not _MISSING
@@ -92,7 +145,7 @@ class ConfigView:
 
 
 def with_global_batch_info(config: Any, **info: Any) -> ConfigView:
-    """``config`` with ``global_batch_info`` laid over it, the way losses learn about the whole mini-batch.
+    """``config`` with ``global_batch_info`` laid over it, where losses written for verl look for the counts.
 
     Args:
         config: the actor's settings; any object with attributes. It is left as it is.
@@ -101,18 +154,30 @@ def with_global_batch_info(config: Any, **info: Any) -> ConfigView:
     Returns:
         An object with all attributes of ``config`` plus ``global_batch_info``.
     """
-    allowed = {"dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"}
-    unknown = sorted(set(info) - allowed)
-    if unknown:
-        raise AlgorithmError(f"global_batch_info has unknown entries {unknown}; known are {sorted(allowed)}.")
-    return ConfigView(config, global_batch_info=info)
+    return ConfigView(config, global_batch_info=checked_counts(info))
 
 
-def global_batch_info(config: Any) -> dict[str, Any]:
-    """Keyword arguments for `agg_loss` from ``config.global_batch_info``; empty when it is absent (local counts)."""
-    info = setting(config, "global_batch_info", {}, who="loss aggregation")
-    names = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
-    found = {name: info[name] for name in names if info.get(name) is not None}
+def checked_counts(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts with their names checked.
+
+    Raises:
+        AlgorithmError: an unknown one.
+    """
+    if unknown := sorted(set(counts) - set(COUNTS)):
+        raise AlgorithmError(f"global counts have unknown entries {unknown}; known are {sorted(COUNTS)}.")
+    return dict(counts)
+
+
+def counts_of(counts: Mapping[str, Any] | None, config: Any) -> dict[str, Any]:
+    """Keyword arguments for `agg_loss`.
+
+    Args:
+        counts: of the whole mini-batch; None: ``config.global_batch_info``, as verl hands them over, where it is
+            there. With neither the call's own counts are used.
+        config: its ``loss_scale_factor`` is used where the counts have none.
+    """
+    info = setting(config, "global_batch_info", {}, who="loss aggregation") if counts is None else counts
+    found = {name: info[name] for name in COUNTS if info.get(name) is not None}
     if "loss_scale_factor" not in found:
         factor = setting(config, "loss_scale_factor", None, who="loss aggregation")
         if factor is not None:

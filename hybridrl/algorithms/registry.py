@@ -1,12 +1,12 @@
-"""Names of advantage estimators and policy losses, and how to add one's own.
+"""Advantage estimators and policy losses by name, and how to add your own.
 
 An estimator is called with keywords and returns (advantages, returns), both [B, T]:
 
-    @register_adv_est("mine")
-    def mine(token_level_rewards, response_mask, index, config=None, **kwargs): ...
+    @register_adv_est("mine", compares_samples=True, settings=MySettings)
+    def mine(token_level_rewards, response_mask, index, settings, **kwargs): ...
 
-It is handed what its parameters name, see `estimate_advantages`. A policy loss is called with positions or keywords and
-returns (loss, metrics), see `hybridrl.algorithms.policy_losses`:
+It is handed what its parameters name, see `estimate_advantages`. A policy loss is a function of the tokens, see
+`hybridrl.algorithms.policy_losses.tokens.policy_loss`, or one with verl's signature:
 
     @register_policy_loss("mine")
     def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None): ...
@@ -14,100 +14,110 @@ returns (loss, metrics), see `hybridrl.algorithms.policy_losses`:
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, StrEnum
 from typing import Any
 
 from torch import Tensor
 
-from hybridrl.algorithms.config_access import setting
+from hybridrl.algorithms.config_access import ConfigView, checked_counts, read_settings, setting
 from hybridrl.algorithms.sessions import SESSION_KEY, Sessions
 from hybridrl.errors import AlgorithmError
+from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts, with_inputs
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 PrepareFn = Callable[..., Tensor]
 
-ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = {}
-POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {}
-_PREPARE_REGISTRY: dict[str, tuple[PrepareFn, Callable[[Any], bool] | None]] = {}
+#: verl's names for the entries that were imported
+ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = ADV_ESTIMATORS.objects
+POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = POLICY_LOSSES.objects
+_PREPARE: dict[str, tuple[PrepareFn, Callable[[Any], bool] | None]] = {}
 
-
-class AdvantageEstimator(StrEnum):
-    """The estimators that come with the library (``algorithm.adv_estimator``)."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    GRPO_PASSK = "grpo_passk"
-    GDPO = "gdpo"
-    RLOO = "rloo"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    OPO = "opo"
-    GPG = "gpg"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+#: verl's enum of the built-in estimators
+AdvantageEstimator: Any = StrEnum(  # type: ignore[misc]
+    "AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATORS.names()}
+)
 
 
 def _name(name_or_enum: Any) -> str:
     return name_or_enum.value if isinstance(name_or_enum, Enum) else str(name_or_enum)
 
 
-def _add(registry: dict[str, Any], name: str, fn: Any, kind: str) -> None:
-    if registry.get(name, fn) is not fn:
-        raise AlgorithmError(
-            f"{kind} {name!r} is registered already, as {registry[name].__module__}."
-            f"{registry[name].__qualname__}; choose another name."
-        )
-    registry[name] = fn
+def import_modules(package: str, path: Iterable[str], prefix: str) -> dict[str, Any]:
+    """Import every module of a package.
+
+    Returns:
+        Their functions whose names begin with ``prefix``.
+    """
+    modules = [importlib.import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules(path)]
+    return {name: fn for module in modules for name, fn in vars(module).items() if name.startswith(prefix)}
 
 
-def _find(registry: dict[str, Any], name: str, key: str, decorator: str) -> Any:
-    if name not in registry:
-        raise AlgorithmError(
-            f"{key} is {name!r}; known are {', '.join(sorted(registry))}. One's own is added with {decorator}(name) of "
-            "hybridrl.algorithms, in a module that the run imports."
-        )
-    return registry[name]
+def register_adv_est(
+    name_or_enum: str | Enum,
+    *,
+    needs: Iterable[str] = (),
+    compares_samples: bool = False,
+    reads_components: bool = False,
+    settings: type | None = None,
+) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator that makes an advantage estimator known under a name. A name taken by another function is refused.
 
-
-def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator that makes an advantage estimator known under a name. A name taken by another function is refused."""
+    Args:
+        name_or_enum: value of ``algorithm.adv_estimator``.
+        needs, compares_samples, reads_components: see `hybridrl.registry.EstimatorFacts`. A parameter without a default
+            is an input that it needs, whether it is listed or not.
+        settings: dataclass of its own settings, which then are keys of ``algorithm``. The estimator reads them from its
+            parameter ``settings``.
+    """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
-        _add(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), fn, "advantage estimator")
+        facts = EstimatorFacts(
+            needs=tuple(needs), compares_samples=compares_samples, reads_components=reads_components, settings=settings
+        )
+        ADV_ESTIMATORS.add(_name(name_or_enum), fn, with_inputs(facts, _required(fn)))
         return fn
 
     return decorate
 
 
-def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
     """The estimator of a name; AlgorithmError with the known names otherwise."""
-    return _find(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "algorithm.adv_estimator", "register_adv_est")
+    found: AdvantageFn = ADV_ESTIMATORS.get(_name(name_or_enum))
+    return found
 
 
 def register_policy_loss(
-    name: str, prepare: PrepareFn | None = None, prepare_needed: Callable[[Any], bool] | None = None
+    name: str,
+    *,
+    settings: type | None = None,
+    needs: Iterable[str] = (),
+    prepare: PrepareFn | None = None,
+    prepare_needed: Callable[[Any], bool] | None = None,
+    selectable: bool = True,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Decorator that makes a policy loss known under a name. A name taken by another function is refused.
 
     Args:
         name: value of ``actor.policy_loss.loss_mode``.
+        settings: dataclass of its own settings, which then are keys of ``actor.policy_loss``: the loss finds them as
+            ``config.policy_loss.<name>``.
+        needs, selectable: see `hybridrl.registry.LossFacts`.
         prepare: for a loss that needs to see the whole mini-batch, to choose tokens or to normalise:
             ``prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]``.
-            The caller of the update runs it once a mini-batch, without gradients, on the log-probabilities of the
+            The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
             policy as it stands before that update, and hands each micro-batch its rows as the keyword ``prepared``.
         prepare_needed: whether ``prepare`` is needed under a config; always when None.
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
-        _add(POLICY_LOSS_REGISTRY, name, fn, "policy loss")
+        POLICY_LOSSES.add(name, fn, LossFacts(needs=tuple(needs), settings=settings, selectable=selectable))
         if prepare is not None:
-            _PREPARE_REGISTRY[name] = (prepare, prepare_needed)
+            _PREPARE[name] = (prepare, prepare_needed)
         return fn
 
     return decorate
@@ -115,7 +125,70 @@ def register_policy_loss(
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
     """The policy loss of a name; AlgorithmError with the known names otherwise."""
-    return _find(POLICY_LOSS_REGISTRY, name, "actor_rollout_ref.actor.policy_loss.loss_mode", "register_policy_loss")
+    found: PolicyLossFn = POLICY_LOSSES.get(name)
+    return found
+
+
+def call_policy_loss(
+    name: str, *, counts: Mapping[str, Any], config: Any, **tensors: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """Call a policy loss with the counts of the whole mini-batch, however it takes them.
+
+    A loss that names ``counts`` gets them as that argument. Every other one is written for verl and finds them in
+    ``config.global_batch_info``.
+
+    Args:
+        name: of the loss.
+        counts: of the whole mini-batch, as `agg_loss` takes them.
+        config: the actor's settings.
+        tensors: its other keyword arguments.
+
+    Raises:
+        AlgorithmError: it cannot be called so, or does not return a loss and metrics (verl's older form of four values,
+            loss, clip fraction, KL and lower clip fraction, is accepted).
+    """
+    fn = get_policy_loss_fn(name)
+    parameters = inspect.signature(fn).parameters
+    if "counts" in parameters:
+        tensors["counts"] = checked_counts(counts)
+    else:
+        config = ConfigView(config, global_batch_info=checked_counts(counts))
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = {"config": config, **tensors}
+    optional = {key for key, value in given.items() if value is None}
+    given = {key: value for key, value in given.items() if open_ended or key in parameters or key not in optional}
+    missing = [
+        p.name for p in parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given
+    ]  # fmt: skip
+    surplus = [] if open_ended else [key for key in given if key not in parameters]
+    if missing or surplus:
+        what = f"requires {', '.join(missing)}, which nothing provides" if missing else f"lacks {', '.join(surplus)}"
+        raise AlgorithmError(
+            f"{POLICY_LOSSES.key}={name}: the function {getattr(fn, '__qualname__', fn)} {what}. Its parameters are "
+            "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config and rollout_is_weights=None."
+        )
+    return _checked_loss(name, fn(**given))
+
+
+def _checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
+    """(loss, metrics) of what a loss returned."""
+    if isinstance(result, tuple) and len(result) == 4:
+        loss, clipped, kl, lower = result
+        result = loss, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        found = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+        raise AlgorithmError(
+            f"{POLICY_LOSSES.key}={name} returned {found}; a policy loss returns (loss, metrics), metrics a dict, or "
+            "(loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)."
+        )
+    loss, metrics = result
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise AlgorithmError(
+            f"{POLICY_LOSSES.key}={name} returned a loss of {getattr(loss, 'shape', type(loss).__name__)}; it must be "
+            "one number with a gradient: aggregate it with agg_loss."
+        )
+    return loss, dict(metrics)
 
 
 def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | None:
@@ -123,8 +196,9 @@ def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | Non
 
     With ``config``, the actor's settings, also None where these settings do not need it.
     """
-    get_policy_loss_fn(name)
-    prepare, needed = _PREPARE_REGISTRY.get(name, (None, None))
+    fn = get_policy_loss_fn(name)
+    registered = next((known for known, entry in POLICY_LOSS_REGISTRY.items() if entry is fn and known in _PREPARE), "")
+    prepare, needed = _PREPARE.get(registered, (None, None))
     if config is not None and needed is not None and not needed(config):
         return None
     return prepare
@@ -132,9 +206,9 @@ def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | Non
 
 # What provides an input that an estimator needs, for messages.
 _PROVIDERS = {
-    "values": "a critic (critic.enable=True, or leave it to adv_estimator=gae)",
+    "values": "a critic (critic.enable=True, or leave it null)",
     "index": "the prompts' uid (non_tensor_batch['uid'])",
-    "reward_baselines": "the greedy baseline pass, which the trainer runs for adv_estimator=remax",
+    "reward_baselines": "the greedy baseline pass, which the trainer runs for an estimator that names reward_baselines",
     "old_log_probs": "the old-log-prob pass of the actor, actor_rollout_ref.actor.recompute_old_log_prob=always",
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
     "gamma": "algorithm.gamma",
@@ -144,24 +218,31 @@ _PROVIDERS = {
 _SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 
-def required_inputs(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
-    """Parameters that an estimator cannot do without, besides rewards, mask, settings and the whole batch (``index`` is
-    the uid)."""
-    parameters = inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters.values()
-    given = {"token_level_rewards", "response_mask", "config", "batch", "non_tensor_batch", *_SETTINGS}
-    return tuple(
+def _required(fn: Callable[..., Any]) -> list[str]:
+    """Parameters that an estimator cannot do without, besides what every estimator is offered."""
+    given = {"token_level_rewards", "response_mask", "config", "settings", "batch", "non_tensor_batch", *_SETTINGS}
+    return [
         p.name
-        for p in parameters
+        for p in inspect.signature(fn).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given
+    ]
+
+
+def required_inputs(name_or_enum: str | Enum) -> tuple[str, ...]:
+    """Inputs that an estimator cannot do without, besides rewards, mask, settings and the whole batch (``index`` is
+    the uid)."""
+    name = _name(name_or_enum)
+    return with_inputs(ADV_ESTIMATORS.facts(name), _required(get_adv_estimator_fn(name))).needs
+
+
+def named_inputs(name_or_enum: str | Enum) -> frozenset[str]:
+    """Everything that an estimator names as a parameter, with or without a default."""
+    return frozenset(inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters) | set(
+        ADV_ESTIMATORS.facts(_name(name_or_enum)).needs
     )
 
 
-def named_inputs(name_or_enum: str | AdvantageEstimator) -> frozenset[str]:
-    """Everything that an estimator names as a parameter, with or without a default."""
-    return frozenset(inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters)
-
-
-def check_adv_inputs(name_or_enum: str | AdvantageEstimator, available: Iterable[str], config: Any = None) -> None:
+def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config: Any = None) -> None:
     """Refuse, before training starts, an estimator whose inputs nothing will provide.
 
     Args:
@@ -181,15 +262,15 @@ def check_adv_inputs(name_or_enum: str | AdvantageEstimator, available: Iterable
         for need in required_inputs(name)
         if need not in have
     ]
-    gdpo_keys = setting(config, "gdpo_reward_keys", None, who=name, root="algorithm")
-    if name == AdvantageEstimator.GDPO.value and not gdpo_keys:
+    keys = setting(config, "gdpo_reward_keys", None, who=name, root="algorithm")
+    if ADV_ESTIMATORS.facts(name).reads_components and not keys:
         missing.append("the names of the reward components (algorithm.gdpo_reward_keys)")
     if missing:
         raise AlgorithmError(f"algorithm.adv_estimator={name} misses {'; '.join(missing)}.")
 
 
 def estimate_advantages(
-    adv_estimator: str | AdvantageEstimator, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any], config: Any
+    adv_estimator: str | Enum, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any], config: Any
 ) -> tuple[Tensor, Tensor]:
     """Call an estimator with what its parameters name.
 
@@ -223,6 +304,9 @@ def estimate_advantages(
     offered.update(config=config, non_tensor_batch=non_tensors, batch=tensors)
     if "uid" in non_tensors:
         offered["index"] = non_tensors["uid"]
+    own = ADV_ESTIMATORS.settings(_name(adv_estimator))
+    if own is not None:
+        offered["settings"] = read_settings(own, config, who=_name(adv_estimator), root="algorithm")
     for key in _SETTINGS:
         value = setting(config, key, None, who=_name(adv_estimator), root="algorithm")
         if value is not None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages.scan import backwards, check_finite, check_same_shape, unit_interval
 from hybridrl.algorithms.functional import keep, masked_whiten, row_blocks
-from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
+from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
 
-@register_adv_est(AdvantageEstimator.GAE)
+@register_adv_est("gae", needs=("values",))
 @torch.no_grad()
 def compute_gae_advantage_return(
     token_level_rewards: Tensor,

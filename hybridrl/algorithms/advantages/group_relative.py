@@ -1,13 +1,13 @@
 """Estimators that compare the samples of one prompt with each other.
 
 Legend: B samples, T response tokens; R_i = sum of the rewards on sample i's response tokens; g its group (same
-``index``) of n samples. Every estimator here gives all tokens of a sample the same advantage A_i and returns it twice,
-as advantages and as returns, [B, T] and zero outside the mask.
+``index``) of n samples. Every function here computes one advantage A_i per sample from R and the groups, and
+`outcome.outcome_estimator` makes it an estimator.
 
-Arguments are the same throughout: ``token_level_rewards, response_mask`` [B, T]; ``index`` [B] the prompts' uid,
-samples of a group may stand anywhere; ``epsilon`` what is added to a standard deviation; ``config`` the ``algorithm``
-settings, any object with attributes. All raise AlgorithmError on rewards that are not finite and on an index of another
-length.
+An estimator's arguments are the same throughout: ``token_level_rewards, response_mask`` [B, T]; ``index`` [B] the
+prompts' uid, samples of a group may stand anywhere; ``epsilon`` what is added to a standard deviation; ``config`` the
+``algorithm`` settings, any object with attributes. All raise AlgorithmError on rewards that are not finite and on an
+index of another length.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.advantages.outcome import outcome_estimator
 from hybridrl.algorithms.config_access import setting
-from hybridrl.algorithms.functional import masked_whiten
-from hybridrl.algorithms.groups import Groups, group_samples, outcome_scores, spread
-from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
+from hybridrl.algorithms.groups import Groups
+from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
-
-Advantages = tuple[Tensor, Tensor]
 
 
 def _divide_by_std(argument: bool, config: Any) -> bool:
@@ -38,48 +36,40 @@ def _centred(scores: Tensor, groups: Groups) -> Tensor:
     return scores - torch.where(groups.size > 1, groups.mean(scores), 0.0)
 
 
-@register_adv_est(AdvantageEstimator.GRPO)
-@torch.no_grad()
+@outcome_estimator("grpo", compares_samples=True)
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
-) -> Advantages:
+) -> Tensor:
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): A_i = (R_i - mean_g R) / (std_g R + epsilon).
 
     The standard deviation is the unbiased one. A group of one is not centred: A_i = R_i / (1 + epsilon).
     With ``norm_adv_by_std_in_grpo=False``, as an argument or in ``config``, there is no division: Dr. GRPO (Liu et al.
     2025, arXiv 2503.20783), which takes away the weight that easy and hard prompts get from a small spread.
     """
-    scores = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, scores)
     advantages = _centred(scores, groups)
     if _divide_by_std(norm_adv_by_std_in_grpo, config):
         advantages = advantages / (groups.std(scores) + epsilon)
-    advantages = spread(advantages, token_level_rewards, response_mask)
-    return advantages, advantages
+    return advantages
 
 
 # The computation is vectorised anyway: two names, one function.
-compute_grpo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(
+compute_grpo_vectorized_outcome_advantage = register_adv_est("grpo_vectorized", compares_samples=True)(
     compute_grpo_outcome_advantage
 )
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK)
-@torch.no_grad()
+@outcome_estimator("grpo_passk", compares_samples=True)
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
+) -> Tensor:
     """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best sample of a group counts, by how much it beats the
     second.
 
@@ -91,8 +81,6 @@ def compute_grpo_passk_outcome_advantage(
     Raises:
         AlgorithmError: a group of one; there is no second best.
     """
-    scores = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, scores)
     alone = (groups.sizes[groups.ids] < 2).nonzero().squeeze(-1)
     if len(alone):
         raise AlgorithmError(
@@ -103,8 +91,7 @@ def compute_grpo_passk_outcome_advantage(
     advantages = torch.where(is_best, scores - second, 0.0)
     if _divide_by_std(norm_adv_by_std_in_grpo, config):
         advantages = advantages / (groups.std(scores) + epsilon)
-    advantages = spread(advantages, token_level_rewards, response_mask)
-    return advantages, advantages
+    return advantages
 
 
 def _gdpo_components(
@@ -144,19 +131,16 @@ def _gdpo_components(
     return components, weights
 
 
-@register_adv_est(AdvantageEstimator.GDPO)
-@torch.no_grad()
+@outcome_estimator("gdpo", compares_samples=True, reads_components=True, whitened=True)
 def compute_gdpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
     non_tensor_batch: Mapping[str, Any] | None = None,
     batch: Mapping[str, Any] | None = None,
-    **kwargs: Any,
-) -> Advantages:
+) -> Tensor:
     """GDPO (Liu et al. 2026, arXiv 2601.05242): every reward component is normalised by itself, then they are added.
 
         A^k_i = (r^k_i - mean_g r^k) / (std_g r^k + epsilon)        for each component k
@@ -169,96 +153,71 @@ def compute_gdpo_outcome_advantage(
     Raises:
         AlgorithmError: no keys, keys that the batch does not have, weights of another number, components not finite.
     """
-    rows = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, rows)
-    components, weights = _gdpo_components(rows, config, non_tensor_batch)
-    total = torch.zeros_like(rows)
+    components, weights = _gdpo_components(scores, config, non_tensor_batch)
+    total = torch.zeros_like(scores)
     for values, weight in zip(components, weights, strict=True):
         advantage = _centred(values, groups)
         if _divide_by_std(norm_adv_by_std_in_grpo, config):
             advantage = advantage / (groups.std(values) + epsilon)
         total += weight * advantage
-    advantages = masked_whiten(spread(total, token_level_rewards, response_mask), response_mask)
-    return advantages, advantages
+    return total
 
 
-@register_adv_est(AdvantageEstimator.RLOO)
-@torch.no_grad()
+@outcome_estimator("rloo", compares_samples=True)
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = 1e-6,
     config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
+) -> Tensor:
     """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): each sample against the mean of the others.
 
         A_i = R_i - 1/(n-1) sum_{j != i} R_j = n/(n-1) (R_i - mean_g R)
 
     A group of one has no others: A_i = R_i, plain REINFORCE. (`rloo_vectorized` gives 0 there.)
     """
-    scores = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, scores)
     size = groups.size
-    leave_one_out = _centred(scores, groups) * torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
-    advantages = spread(leave_one_out, token_level_rewards, response_mask)
-    return advantages, advantages
+    return _centred(scores, groups) * torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
 
 
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
-@torch.no_grad()
+@outcome_estimator("rloo_vectorized", compares_samples=True)
 def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = 1e-6,
     config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
+) -> Tensor:
     """RLOO that gives a group of one no advantage: A_i = n/(n-1) (R_i - mean_g R) for n > 1, and 0 for n = 1."""
-    scores = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, scores)
     size = groups.size
-    leave_one_out = torch.where(size > 1, (scores - groups.mean(scores)) * size / (size - 1).clamp(min=1), 0.0)
-    advantages = spread(leave_one_out, token_level_rewards, response_mask)
-    return advantages, advantages
+    return torch.where(size > 1, (scores - groups.mean(scores)) * size / (size - 1).clamp(min=1), 0.0)
 
 
-@register_adv_est(AdvantageEstimator.OPO)
-@torch.no_grad()
+@outcome_estimator("opo", compares_samples=True)
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
+    scores: Tensor,
+    groups: Groups,
     response_mask: Tensor,
-    index: np.ndarray,
     epsilon: float = 1e-6,
     config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
+) -> Tensor:
     """OPO (Hao et al. 2025, arXiv 2505.23585): the baseline of least variance when a sample's squared gradient
     grows with its length L_i: A_i = R_i - sum_g L_j R_j / sum_g L_j. A group of one has baseline 0.
     """
-    scores = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, scores)
     lengths = response_mask.bool().sum(-1).to(scores.dtype)
     # A group whose responses are all empty has no tokens to give an advantage to; 0 / 1 instead of 0 / 0.
     baseline = (groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1))[groups.ids]
-    advantages = spread(scores - torch.where(groups.size > 1, baseline, 0.0), token_level_rewards, response_mask)
-    return advantages, advantages
+    return scores - torch.where(groups.size > 1, baseline, 0.0)
 
 
-@register_adv_est(AdvantageEstimator.GPG)
-@torch.no_grad()
+@outcome_estimator("gpg", compares_samples=True)
 def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = 1e-6,
     f_norm: float = 1.0,
     alpha: float = 1.0,
     config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
+) -> Tensor:
     """GPG (Chu et al. 2025, arXiv 2504.02546): A_i = alpha B / (B - M) (R_i - mean_g R) / f_norm.
 
     M is the number of samples without a gradient: those of groups in which all rewards are equal (all right or all
@@ -269,26 +228,20 @@ def compute_gpg_outcome_advantage(
         f_norm: F_norm of the paper; 1 for none.
         alpha: a further factor.
     """
-    scores = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, scores)
     centred = _centred(scores, groups)
     smallest, largest = groups.extremes(scores)
     with_gradient = torch.where(groups.size > 1, (smallest < largest)[groups.ids], scores != 0)
     factor = alpha * len(scores) / with_gradient.sum().clamp(min=1).to(scores.dtype)
-    advantages = spread(factor * centred / f_norm, token_level_rewards, response_mask)
-    return advantages, advantages
+    return factor * centred / f_norm
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
-@torch.no_grad()
+@outcome_estimator("reinforce_plus_plus_baseline", compares_samples=True, whitened=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
+    scores: Tensor,
+    groups: Groups,
     epsilon: float = 1e-6,
     config: Any = None,
-    **kwargs: Any,
-) -> Advantages:
+) -> Tensor:
     """REINFORCE++-baseline (Hu et al. 2025, arXiv 2501.03262): the group's mean as baseline, the batch's spread as
     scale.
 
@@ -296,7 +249,4 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     A group of one has baseline 0. Raises AlgorithmError on a batch of fewer than two response tokens.
     """
-    scores = outcome_scores(token_level_rewards, response_mask)
-    groups = group_samples(index, scores)
-    advantages = masked_whiten(spread(_centred(scores, groups), token_level_rewards, response_mask), response_mask)
-    return advantages, advantages
+    return _centred(scores, groups)

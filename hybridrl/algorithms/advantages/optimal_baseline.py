@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridrl.algorithms.advantages.scan import check_finite, rewards_to_go
 from hybridrl.algorithms.functional import keep
 from hybridrl.algorithms.groups import Groups, group_samples
-from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
+from hybridrl.algorithms.registry import register_adv_est
 
 
 def _energy(
@@ -51,7 +51,7 @@ def _baseline(
     return baseline
 
 
-@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
+@register_adv_est("optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"), compares_samples=True)
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
@@ -95,7 +95,7 @@ def compute_optimal_token_baseline_advantage(
     return keep(returns - baseline, response_mask), returns
 
 
-@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
+@register_adv_est("tir_optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"), compares_samples=True)
 @torch.no_grad()
 def compute_multi_turn_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,

@@ -13,11 +13,11 @@ from torch import Tensor
 from hybridrl.algorithms.advantages.scan import rewards_to_go, unit_interval
 from hybridrl.algorithms.config_access import number
 from hybridrl.algorithms.functional import keep, masked_whiten
-from hybridrl.algorithms.registry import AdvantageEstimator, register_adv_est
+from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@register_adv_est("reinforce_plus_plus")
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
@@ -41,7 +41,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return masked_whiten(returns, response_mask), returns
 
 
-@register_adv_est(AdvantageEstimator.REMAX)
+@register_adv_est("remax", needs=("reward_baselines",))
 @torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor,

@@ -5,15 +5,16 @@ Legend: B sequences of a micro-batch, T response tokens; log rho = log pi - log 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.aggregation import total_tokens_match
-from hybridrl.algorithms.config_access import global_batch_info, setting, with_global_batch_info
+from hybridrl.algorithms.config_access import counts_of, setting
 from hybridrl.algorithms.functional import keep, masked_mean
-from hybridrl.algorithms.policy_losses.soft import compute_policy_loss_reinforce
+from hybridrl.algorithms.policy_losses.soft import reinforce
 from hybridrl.algorithms.policy_losses.tokens import Metrics
 from hybridrl.algorithms.policy_losses.vanilla import compute_policy_loss_vanilla
 from hybridrl.algorithms.registry import register_policy_loss
@@ -79,7 +80,7 @@ def _remaining(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> tuple
     return remaining, metrics
 
 
-@register_policy_loss("bypass_mode", prepare=prepare_bypass_mode, prepare_needed=needs_preparation)
+@register_policy_loss("bypass_mode", selectable=False, prepare=prepare_bypass_mode, prepare_needed=needs_preparation)
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -89,6 +90,7 @@ def compute_policy_loss_bypass_mode(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
     prepared: Tensor | None = None,
+    counts: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Two policies instead of three (Liu, Li et al. 2025, "When speed kills stability"): rho = pi / pi_rollout.
 
@@ -115,8 +117,8 @@ def compute_policy_loss_bypass_mode(
     mask = response_mask.bool()
     log_ratio = keep(log_prob.detach() - old_log_prob, mask)
     remaining, rejected = _remaining(log_ratio, mask, chosen)
-    counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **global_batch_info(config)}
-    counted = with_global_batch_info(config, **counts)
+    given = counts_of(counts, config)
+    all_counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **given}
     metrics: Metrics = {
         "rollout_corr/kl": masked_mean(-log_ratio, mask),
         "rollout_corr/k3_kl": masked_mean(safe(log_ratio).exp() - 1.0 - log_ratio, mask),
@@ -128,14 +130,14 @@ def compute_policy_loss_bypass_mode(
     share = remaining.sum() / mask.sum().clamp(min=1)
     if loss_type == "ppo_clip":
         loss, more = compute_policy_loss_vanilla(
-            old_log_prob, log_prob, advantages, remaining, loss_agg_mode, counted, None
+            old_log_prob, log_prob, advantages, remaining, loss_agg_mode, config, None, counts=all_counts
         )
         return loss, metrics | {name: value * share for name, value in more.items()}
     weights = None
     if chosen["rollout_is"] is not None:
         weights = _weights(log_ratio, mask, chosen) if prepared is None else prepared
         if chosen["rollout_is_batch_normalize"] and prepared is None:
-            if not total_tokens_match(mask, global_batch_info(config).get("batch_num_tokens")):
+            if not total_tokens_match(mask, given.get("batch_num_tokens")):
                 raise AlgorithmError(
                     f"{ROOT}.rollout_is_batch_normalize divides by a mean over the whole mini-batch, but this call "
                     "holds a part of it. Run get_policy_loss_prepare_fn('bypass_mode', config) on the mini-batch and "
@@ -145,7 +147,7 @@ def compute_policy_loss_bypass_mode(
         metrics["rollout_corr/rollout_is_mean"] = masked_mean(weights, mask)
         metrics["rollout_corr/rollout_is_square_mean"] = masked_mean(weights.square(), mask)
         metrics["rollout_corr/rollout_is_max"] = keep(weights, mask).max()
-    loss, more = compute_policy_loss_reinforce(
-        old_log_prob, log_prob, advantages, remaining, loss_agg_mode, counted, weights
+    loss, more = reinforce(
+        old_log_prob, log_prob, advantages, remaining, loss_agg_mode, config, weights, counts=all_counts
     )
     return loss, metrics | {name: value * share for name, value in more.items()}

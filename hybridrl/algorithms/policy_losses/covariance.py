@@ -11,17 +11,17 @@ that neither the order of rows nor padding nor the split changes it.
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import total_tokens_match
-from hybridrl.algorithms.config_access import global_batch_info, number
+from hybridrl.algorithms.config_access import read_settings
 from hybridrl.algorithms.functional import masked_mean
-from hybridrl.algorithms.policy_losses.tokens import ACTOR, Metrics, Tokens, aggregate, clip_bounds, read_tokens
-from hybridrl.algorithms.registry import register_policy_loss
+from hybridrl.algorithms.policy_losses.tokens import ACTOR, GROUP, ClipRange, Metrics, Tokens, policy_loss, read_tokens
 from hybridrl.errors import AlgorithmError
+from hybridrl.settings import key
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -67,11 +67,27 @@ def _first(order_by: Tensor, candidates: Tensor, count: int) -> Tensor:
     return chosen
 
 
-def _ratio_setting(config: Any, name: str, who: str) -> float:
-    share = number(config, f"policy_loss.{name}", who=who, low=0.0)
-    if share > 1.0:
-        raise AlgorithmError(f"{ACTOR}.policy_loss.{name} is {share}; {who} needs a share of the tokens in [0, 1].")
-    return share
+@dataclass(frozen=True, kw_only=True)
+class ClipCov(ClipRange):
+    """Which tokens clip_cov leaves out."""
+
+    clip_cov_ratio: float = key(MISSING, "share of the tokens that is left out", path=GROUP, ge=0, le=1)
+    clip_cov_lb: float = key(MISSING, "they are drawn from those with a covariance above this", path=GROUP)
+    clip_cov_ub: float = key(MISSING, "and below this", path=GROUP)
+
+
+@dataclass(frozen=True)
+class KLCovChoice:
+    """Which tokens kl_cov penalises."""
+
+    kl_cov_ratio: float = key(MISSING, "share of the tokens, those of largest covariance", ge=0, le=1)
+
+
+@dataclass(frozen=True)
+class KLCov(KLCovChoice):
+    """Which tokens kl_cov penalises, and how much."""
+
+    ppo_kl_coef: float = key(MISSING, "weight of the penalty", ge=0)
 
 
 def _row_ids(row_ids: Tensor | None, mask: Tensor) -> Tensor:
@@ -100,16 +116,14 @@ def prepare_clip_cov(
     Returns:
         [B, T] bool.
     """
-    who = "policy loss clip_cov"
-    low, high = clip_bounds(config, who)
-    share = _ratio_setting(config, "clip_cov_ratio", who)
-    lower, upper = (number(config, f"policy_loss.{name}", who=who) for name in ("clip_cov_lb", "clip_cov_ub"))
+    settings = read_settings(ClipCov, config, who="policy loss clip_cov", root=ACTOR, group=GROUP)
+    share, lower, upper = settings.clip_cov_ratio, settings.clip_cov_lb, settings.clip_cov_ub
     if not lower < upper:
         raise AlgorithmError(f"{ACTOR}.policy_loss.clip_cov_lb is {lower}; it must be below clip_cov_ub, {upper}.")
     tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, None)
     covariance, ratio = _covariance(tokens), tokens.log_ratio.exp()
     # Tokens that the ordinary clip holds back already are not candidates.
-    clipped = -tokens.advantages * ratio.clamp(1.0 - low, 1.0 + high) > -tokens.advantages * ratio
+    clipped = -tokens.advantages * ratio.clamp(1.0 - settings.low, 1.0 + settings.high) > -tokens.advantages * ratio
     candidates = tokens.mask & ~clipped & (covariance > lower) & (covariance < upper)
     count = max(int(share * int(tokens.mask.sum())), 1) if share > 0 else 0
     return _first(token_noise(seed, _row_ids(row_ids, tokens.mask), tokens.mask), candidates, count)
@@ -129,7 +143,8 @@ def prepare_kl_cov(
 
     Arguments as for `prepare_clip_cov`; the seed decides between equals.
     """
-    share = _ratio_setting(config, "kl_cov_ratio", "policy loss kl_cov")
+    settings = read_settings(KLCovChoice, config, who="policy loss kl_cov", root=ACTOR, group=GROUP)
+    share = settings.kl_cov_ratio
     tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, None)
     count = max(int(share * int(tokens.mask.sum())), 1) if share > 0 else 0
     # Rank by covariance, equals by noise: sort by the lesser key first, then stably by the greater one.
@@ -142,29 +157,8 @@ def prepare_kl_cov(
     return chosen
 
 
-def _chosen(prepared: Tensor | None, prepare: Any, args: tuple[Tensor, ...], config: Any, who: str) -> Tensor:
-    """The rows of the preliminary pass; made here only where this call is the whole mini-batch."""
-    if prepared is not None:
-        return prepared.bool() & args[3].bool()
-    if not total_tokens_match(args[3], global_batch_info(config).get("batch_num_tokens")):
-        raise AlgorithmError(
-            f"{who} chooses its tokens over the whole mini-batch, but this call holds a part of it and no choice was "
-            "made. Run get_policy_loss_prepare_fn(name) on the mini-batch and pass each part its rows as prepared=."
-        )
-    return prepare(*args, config, 0)
-
-
-@register_policy_loss("clip_cov", prepare=prepare_clip_cov)
-def compute_policy_loss_clip_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    prepared: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("clip_cov", settings=ClipCov, prepare=prepare_clip_cov)
+def compute_policy_loss_clip_cov(tokens: Tokens, settings: ClipCov) -> tuple[Tensor, Metrics]:
     """Clip-Cov (Cui et al. 2025, arXiv 2505.22617): PPO's clipped loss without the chosen tokens.
 
         l = max(-A rho, -A clip(rho, 1 - low, 1 + high))      0 on tokens chosen by `prepare_clip_cov`
@@ -172,32 +166,17 @@ def compute_policy_loss_clip_cov(
     Settings: ``policy_loss.clip_cov_ratio``, ``policy_loss.clip_cov_lb``, ``policy_loss.clip_cov_ub``;
     ``clip_ratio_low``, ``clip_ratio_high``, else ``clip_ratio``.
 
-    Args:
-        prepared: [B, T] this micro-batch's rows of `prepare_clip_cov`; without it the call must hold the mini-batch.
-
     Metrics: ``actor/pg_clipfrac``, tokens left out.
     """
-    low, high = clip_bounds(config, "policy loss clip_cov")
-    args = (old_log_prob, log_prob, advantages, response_mask)
-    chosen = _chosen(prepared, prepare_clip_cov, args, config, "policy loss clip_cov")
-    tokens = read_tokens(*args, rollout_is_weights)
-    ratio = tokens.ratio()
-    loss_mat = torch.maximum(-tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1.0 - low, 1.0 + high))
-    metrics = tokens.metrics(pg_clipfrac=chosen)
-    return aggregate(torch.where(chosen, 0.0, loss_mat), tokens, loss_agg_mode, config), metrics
+    chosen, ratio = _chosen(tokens), tokens.ratio()
+    loss_mat = torch.maximum(
+        -tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
+    )
+    return torch.where(chosen, 0.0, loss_mat), {"actor/pg_clipfrac": chosen}
 
 
-@register_policy_loss("kl_cov", prepare=prepare_kl_cov)
-def compute_policy_loss_kl_cov(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-    prepared: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("kl_cov", settings=KLCov, prepare=prepare_kl_cov)
+def compute_policy_loss_kl_cov(tokens: Tokens, settings: KLCov) -> tuple[Tensor, Metrics]:
     """KL-Cov (Cui et al. 2025, arXiv 2505.22617): the unclipped surrogate, with a penalty on chosen
     tokens.
 
@@ -205,15 +184,15 @@ def compute_policy_loss_kl_cov(
 
     Settings: ``policy_loss.kl_cov_ratio``, ``policy_loss.ppo_kl_coef``.
 
-    Args:
-        prepared: [B, T] this micro-batch's rows of `prepare_kl_cov`; without it the call must hold the mini-batch.
-
-    Metrics: ``actor/pg_clipfrac``, tokens penalised.
+    Metrics: ``actor/ppo_kl``, here as in verl the token mean of |log rho|; ``actor/kl_cov_frac``, tokens penalised.
     """
-    coefficient = number(config, "policy_loss.ppo_kl_coef", who="policy loss kl_cov", low=0.0)
-    args = (old_log_prob, log_prob, advantages, response_mask)
-    chosen = _chosen(prepared, prepare_kl_cov, args, config, "policy loss kl_cov")
-    tokens = read_tokens(*args, rollout_is_weights)
-    penalty = torch.where(chosen, coefficient * tokens.log_ratio.abs(), 0.0)
-    metrics = tokens.metrics(pg_clipfrac=chosen)
-    return aggregate(-tokens.advantages * tokens.ratio() + penalty, tokens, loss_agg_mode, config), metrics
+    chosen, distance = _chosen(tokens), tokens.log_ratio.abs()
+    penalty = torch.where(chosen, settings.ppo_kl_coef * distance, 0.0)
+    loss_mat = -tokens.advantages * tokens.ratio() + penalty
+    return loss_mat, {"actor/ppo_kl": distance, "actor/kl_cov_frac": chosen}
+
+
+def _chosen(tokens: Tokens) -> Tensor:
+    """These rows of the preliminary pass."""
+    assert tokens.prepared is not None
+    return tokens.prepared.bool() & tokens.mask

@@ -6,16 +6,29 @@ gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.config_access import number
-from hybridrl.algorithms.policy_losses.tokens import Metrics, Tokens, aggregate, clip_bounds, read_tokens
-from hybridrl.algorithms.registry import register_policy_loss
+from hybridrl.algorithms.policy_losses.tokens import ClipRange, Metrics, Tokens, WideClipRange, policy_loss
+from hybridrl.settings import key
 
 _EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class VariationRange(ClipRange):
+    """Thresholds of the total variation, and where the ratio is truncated."""
+
+    clip_ratio_c: float = key(20.0, "where the ratio is truncated", path="", gt=1)
+
+
+@dataclass(frozen=True)
+class DivergenceRange(WideClipRange):
+    """Thresholds of the divergence, and where the ratio is truncated."""
+
+    clip_ratio_c: float = key(20.0, "where the ratio is truncated", path="", gt=1)
 
 
 def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -24,26 +37,16 @@ def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return log_p.exp(), (log_p - tokens.log_ratio.detach()).exp()
 
 
-def _dppo(tokens: Tokens, valid: Tensor, loss_agg_mode: str, config: Any, who: str) -> tuple[Tensor, Metrics]:
+def _dppo(tokens: Tokens, valid: Tensor, ceiling: float) -> tuple[Tensor, Metrics]:
     """l = -A sg[min(rho, c)] log pi on valid tokens, 0 elsewhere."""
-    ceiling = number(config, "clip_ratio_c", 20.0, who=who, low=1.0, open_low=True)
-    weight = torch.where(valid, tokens.ratio().detach().clamp(max=ceiling), 0.0)
-    metrics = tokens.metrics(
-        pg_clipfrac=~valid & (tokens.advantages > 0), pg_clipfrac_lower=~valid & (tokens.advantages < 0)
-    )
-    return aggregate(-tokens.advantages * weight * tokens.log_prob, tokens, loss_agg_mode, config), metrics
+    ratio = tokens.ratio().detach()
+    weight = torch.where(valid, ratio.clamp(max=ceiling), 0.0)
+    metrics = {"actor/pg_clipfrac": ~valid, "actor/pg_clipfrac_lower": valid & (ratio > ceiling)}
+    return -tokens.advantages * weight * tokens.log_prob, metrics
 
 
-@register_policy_loss("dppo_tv")
-def compute_policy_loss_dppo_tv(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("dppo_tv", settings=VariationRange)
+def compute_policy_loss_dppo_tv(tokens: Tokens, settings: VariationRange) -> tuple[Tensor, Metrics]:
     """DPPO with the total variation of the sampled token's Bernoulli (Qi et al. 2026, arXiv 2602.04879):
 
         valid = p - q <= high      where A > 0
@@ -52,25 +55,15 @@ def compute_policy_loss_dppo_tv(
 
     Settings: ``clip_ratio_low``, ``clip_ratio_high`` are thresholds of the variation in [0, 1], else ``clip_ratio``;
     ``clip_ratio_c`` = c > 1 truncates the ratio (20 when absent).
-    Metrics: ``actor/pg_clipfrac`` and ``actor/pg_clipfrac_lower``, tokens left out at A > 0 and at A < 0.
+    Metrics: ``actor/pg_clipfrac``, tokens left out, and ``actor/pg_clipfrac_lower``, tokens whose ratio is truncated.
     """
-    low, high = clip_bounds(config, "policy loss dppo_tv")
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     p, q = _probabilities(tokens)
-    valid = torch.where(tokens.advantages > 0, p - q <= high, p - q >= -low)
-    return _dppo(tokens, valid, loss_agg_mode, config, "policy loss dppo_tv")
+    valid = torch.where(tokens.advantages > 0, p - q <= settings.high, p - q >= -settings.low)
+    return _dppo(tokens, valid, settings.clip_ratio_c)
 
 
-@register_policy_loss("dppo_kl")
-def compute_policy_loss_dppo_kl(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("dppo_kl", settings=DivergenceRange)
+def compute_policy_loss_dppo_kl(tokens: Tokens, settings: DivergenceRange) -> tuple[Tensor, Metrics]:
     """DPPO with the Kullback-Leibler divergence of the sampled token's Bernoulli (Qi et al. 2026, arXiv 2602.04879):
 
         D     = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
@@ -83,10 +76,8 @@ def compute_policy_loss_dppo_kl(
     Settings: ``clip_ratio_low``, ``clip_ratio_high`` are thresholds of D, else ``clip_ratio``; ``clip_ratio_c`` = c > 1
     truncates the ratio (20 when absent). Metrics as for `compute_policy_loss_dppo_tv`.
     """
-    low, high = clip_bounds(config, "policy loss dppo_kl", low_at_most=None)
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     p, q = _probabilities(tokens)
     divergence = -q * tokens.log_ratio.detach() + (1 - q) * ((1 - q + _EPS) / (1 - p + _EPS)).log()
     positive = tokens.advantages > 0
-    valid = torch.where(positive, (divergence <= high) | (p <= q), (divergence <= low) | (p >= q))
-    return _dppo(tokens, valid, loss_agg_mode, config, "policy loss dppo_kl")
+    valid = torch.where(positive, (divergence <= settings.high) | (p <= q), (divergence <= settings.low) | (p >= q))
+    return _dppo(tokens, valid, settings.clip_ratio_c)

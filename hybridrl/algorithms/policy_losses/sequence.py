@@ -6,28 +6,15 @@ response tokens, sg[.] what takes no gradient.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import agg_loss
-from hybridrl.algorithms.config_access import global_batch_info
 from hybridrl.algorithms.functional import keep
-from hybridrl.algorithms.policy_losses.tokens import Metrics, aggregate, clip_bounds, read_tokens
-from hybridrl.algorithms.registry import register_policy_loss
+from hybridrl.algorithms.policy_losses.tokens import ClipRange, Metrics, Tokens, WideClipRange, policy_loss
 
 
-@register_policy_loss("gspo")
-def compute_policy_loss_gspo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("gspo", settings=ClipRange, loss_agg_mode="seq-mean-token-mean")
+def compute_policy_loss_gspo(tokens: Tokens, settings: ClipRange) -> tuple[Tensor, Metrics]:
     """GSPO, token form (Zheng et al. 2025, arXiv 2507.18071, eq. 13 and 14):
 
         log s   = 1/n sum_t log rho_t
@@ -39,31 +26,21 @@ def compute_policy_loss_gspo(
     Settings: ``clip_ratio_low``, ``clip_ratio_high`` (3e-4 and 4e-4 in the paper), else ``clip_ratio``. The paper's
     objective is ``loss_agg_mode=seq-mean-token-mean``; the mode that is set is honoured.
     """
-    low, high = clip_bounds(config, "policy loss gspo")
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
     sequence = (tokens.log_ratio.sum(-1, keepdim=True) / lengths).detach()
     ratio = (sequence + tokens.log_prob - tokens.log_prob.detach()).clamp(max=10.0).exp()
     plain = -tokens.advantages * ratio
-    clipped = -tokens.advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    metrics = tokens.metrics(pg_clipfrac=clipped > plain, pg_clipfrac_lower=torch.zeros_like(tokens.mask))
-    return aggregate(torch.maximum(plain, clipped), tokens, loss_agg_mode, config), metrics
+    clipped = -tokens.advantages * ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
+    metrics = {"actor/pg_clipfrac": clipped > plain, "actor/pg_clipfrac_lower": torch.zeros_like(tokens.mask)}
+    return torch.maximum(plain, clipped), metrics
 
 
-@register_policy_loss("geo_mean")
-def compute_policy_loss_geo_mean(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("geo_mean", settings=WideClipRange, weighs_itself=True)
+def compute_policy_loss_geo_mean(tokens: Tokens, settings: WideClipRange) -> tuple[Tensor, Metrics]:
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of the token ratios, clipped in log space.
 
         k_t = sign(A_t) min(sign(A_t) log rho_t, sign(A_t) clip(log rho_t, -low, high))
-        l   = -(1/n sum_t A_t) exp(1/n sum_t k_t)           one value a sequence
+        l   = -(1/n sum_t A_t) exp(1/n sum_t k_t)           one value per sequence
 
     All response tokens of a sequence carry l, and ``loss_agg_mode`` averages them: seq-mean-token-mean is the paper's
     mean over sequences. Importance weights enter by their geometric mean over the sequence.
@@ -72,17 +49,16 @@ def compute_policy_loss_geo_mean(
     ``clip_ratio``. Metrics: ``actor/pg_clipfrac`` and ``actor/pg_clipfrac_lower``, tokens clipped at A > 0 and at A <
     0.
     """
-    low, high = clip_bounds(config, "policy loss geo_mean", low_at_most=None)
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-settings.low, settings.high))
     lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
     loss = -(tokens.advantages.sum(-1, keepdim=True) / lengths) * (pessimistic.sum(-1, keepdim=True) / lengths).exp()
     if tokens.weights is not None:
         log_weights = keep((tokens.weights + 1e-10).log(), tokens.mask)
         loss = loss * (log_weights.sum(-1, keepdim=True) / lengths).exp()
     was_clipped = pessimistic != sign * sign * log_ratio
-    metrics = tokens.metrics(
-        pg_clipfrac=was_clipped & (tokens.advantages > 0), pg_clipfrac_lower=was_clipped & (tokens.advantages < 0)
-    )
-    return agg_loss(loss.expand_as(log_ratio), tokens.mask, loss_agg_mode, **global_batch_info(config)), metrics
+    metrics = {
+        "actor/pg_clipfrac": was_clipped & (tokens.advantages > 0),
+        "actor/pg_clipfrac_lower": was_clipped & (tokens.advantages < 0),
+    }
+    return loss.expand_as(log_ratio), metrics

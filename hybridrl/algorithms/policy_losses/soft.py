@@ -5,32 +5,31 @@ Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a 
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.config_access import number
-from hybridrl.algorithms.policy_losses.tokens import Metrics, aggregate, clip_bounds, read_tokens
-from hybridrl.algorithms.registry import register_policy_loss
+from hybridrl.algorithms.policy_losses.tokens import Metrics, Tokens, WideClipRange, policy_loss
+from hybridrl.settings import key
 
 
-@register_policy_loss("gpg")
-def compute_policy_loss_gpg(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("gpg")
+def compute_policy_loss_gpg(tokens: Tokens) -> tuple[Tensor, Metrics]:
     """GPG (Chu et al. 2025, arXiv 2504.02546): l = -A log pi, the plain policy gradient."""
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    return aggregate(-tokens.advantages * tokens.log_prob, tokens, loss_agg_mode, config), tokens.metrics()
+    return -tokens.advantages * tokens.log_prob, {}
 
 
-@register_policy_loss("reinforce")
+@policy_loss("reinforce", loss_agg_mode="seq-mean-token-sum")
+def reinforce(tokens: Tokens) -> tuple[Tensor, Metrics]:
+    """REINFORCE (Williams 1992) with importance weights w: l = -w A log pi, w = 1 when none are given.
+
+    ``old_log_prob`` only measures ``actor/ppo_kl``, the divergence of the policy from the one it names.
+    """
+    return -tokens.advantages * tokens.log_prob, {}
+
+
 def compute_policy_loss_reinforce(
     rollout_log_prob: Tensor,
     log_prob: Tensor,
@@ -39,25 +38,16 @@ def compute_policy_loss_reinforce(
     loss_agg_mode: str = "seq-mean-token-sum",
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, Metrics]:
-    """REINFORCE (Williams 1992) with importance weights w: l = -w A log pi, w = 1 when none are given.
-
-    ``rollout_log_prob`` only measures ``actor/ppo_kl``, the divergence of the policy from the sampler.
-    """
-    tokens = read_tokens(rollout_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    return aggregate(-tokens.advantages * tokens.log_prob, tokens, loss_agg_mode, config), tokens.metrics()
+    """The loss ``reinforce`` by verl's name and signature: ``actor/ppo_kl`` is measured against the sampler."""
+    return reinforce(
+        rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, **more
+    )
 
 
-@register_policy_loss("cispo")
-def compute_policy_loss_cispo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("cispo", settings=WideClipRange)
+def compute_policy_loss_cispo(tokens: Tokens, settings: WideClipRange) -> tuple[Tensor, Metrics]:
     """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4): l = -sg[clip(rho, 1 - low, 1 + high)] A log pi.
 
     The weight is clipped, not the gradient: no token is dropped.
@@ -65,24 +55,22 @@ def compute_policy_loss_cispo(
     Settings: ``clip_ratio_low``, ``clip_ratio_high``, else ``clip_ratio``; low may exceed 1, which turns the lower
     bound off as in the paper. Metrics: ``actor/pg_clipfrac``, tokens whose weight is clipped.
     """
-    low, high = clip_bounds(config, "policy loss cispo", low_at_most=None)
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     ratio = tokens.ratio().detach()
-    weight = ratio.clamp(1.0 - low, 1.0 + high)
-    metrics = tokens.metrics(pg_clipfrac=weight != ratio, pg_clipfrac_lower=torch.zeros_like(tokens.mask))
-    return aggregate(-weight * tokens.advantages * tokens.log_prob, tokens, loss_agg_mode, config), metrics
+    weight = ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
+    metrics = {"actor/pg_clipfrac": weight != ratio, "actor/pg_clipfrac_lower": torch.zeros_like(tokens.mask)}
+    return -weight * tokens.advantages * tokens.log_prob, metrics
 
 
-@register_policy_loss("sapo")
-def compute_policy_loss_sapo(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "seq-mean-token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@dataclass(frozen=True)
+class Temperatures:
+    """The temperatures of the gate."""
+
+    tau_pos: float = key(MISSING, "where the advantage is positive", path="", gt=0)
+    tau_neg: float = key(MISSING, "where it is negative", path="", gt=0)
+
+
+@policy_loss("sapo", settings=Temperatures, loss_agg_mode="seq-mean-token-mean")
+def compute_policy_loss_sapo(tokens: Tokens, settings: Temperatures) -> tuple[Tensor, Metrics]:
     """SAPO (Gao et al. 2025, arXiv 2511.20347): a sigmoid gate in place of the clip.
 
         l = -A f(rho),   f(x) = 4/tau sigmoid(tau (x - 1)),   tau = tau_pos where A > 0, tau_neg elsewhere
@@ -92,26 +80,22 @@ def compute_policy_loss_sapo(
     Settings: ``tau_pos``, ``tau_neg``, both positive. The paper's objective is ``loss_agg_mode=seq-mean-token-mean``;
     the mode that is set is honoured.
     """
-    who = "policy loss sapo"
-    tau_pos, tau_neg = (number(config, name, who=who, low=0.0, open_low=True) for name in ("tau_pos", "tau_neg"))
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    tau = tau_neg + (tau_pos - tau_neg) * (tokens.advantages > 0).to(tokens.log_prob.dtype)
+    positive = (tokens.advantages > 0).to(tokens.log_prob.dtype)
+    tau = settings.tau_neg + (settings.tau_pos - settings.tau_neg) * positive
     gate = torch.sigmoid(tau * (tokens.ratio() - 1.0)) * 4.0 / tau
     nothing = torch.zeros_like(tokens.mask)
-    metrics = tokens.metrics(pg_clipfrac=nothing, pg_clipfrac_lower=nothing)
-    return aggregate(-tokens.advantages * gate, tokens, loss_agg_mode, config), metrics
+    return -tokens.advantages * gate, {"actor/pg_clipfrac": nothing, "actor/pg_clipfrac_lower": nothing}
 
 
-@register_policy_loss("dro")
-def compute_policy_loss_dro(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@dataclass(frozen=True)
+class DROSettings:
+    """The weight of the quadratic term."""
+
+    dro_beta: float = key(MISSING, "weight of the quadratic term", gt=0)
+
+
+@policy_loss("dro", settings=DROSettings)
+def compute_policy_loss_dro(tokens: Tokens, settings: DROSettings) -> tuple[Tensor, Metrics]:
     """DRO (Richemond et al. 2024, arXiv 2405.19107) as a policy loss on given advantages:
 
         l = -(A log pi - beta/2 (log pi - log pi_old)^2)
@@ -120,7 +104,4 @@ def compute_policy_loss_dro(
 
     Settings: ``policy_loss.dro_beta`` = beta > 0; there is no default.
     """
-    beta = number(config, "policy_loss.dro_beta", who="policy loss dro", low=0.0, open_low=True)
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    loss_mat = -(tokens.advantages * tokens.log_prob - 0.5 * beta * tokens.log_ratio.square())
-    return aggregate(loss_mat, tokens, loss_agg_mode, config), tokens.metrics()
+    return -(tokens.advantages * tokens.log_prob - 0.5 * settings.dro_beta * tokens.log_ratio.square()), {}

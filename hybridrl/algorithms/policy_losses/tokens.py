@@ -1,22 +1,26 @@
-"""What every policy loss begins and ends with.
+"""What every policy loss begins and ends with, and the decorator that adds it.
 
 Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from hybridrl.algorithms.aggregation import agg_loss
-from hybridrl.algorithms.config_access import global_batch_info, number, setting
+from hybridrl.algorithms.aggregation import agg_loss, total_tokens_match
+from hybridrl.algorithms.config_access import counts_of, read_settings
 from hybridrl.algorithms.functional import keep, masked_mean
+from hybridrl.algorithms.registry import PolicyLossFn, PrepareFn, register_policy_loss
 from hybridrl.errors import AlgorithmError
+from hybridrl.settings import key
 
 Metrics = dict[str, Any]
 ACTOR = "actor_rollout_ref.actor"
+GROUP = "policy_loss."  # of the actor: where the settings of losses stand
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Tokens:
         advantages: [B, T], without gradient.
         mask: [B, T] bool.
         weights: [B, T] importance weights of the sampler's mismatch, or None.
+        prepared: [B, T] these rows of the preliminary pass over the whole mini-batch, or None.
+        more: further fields that the loss was registered to need, [B, T].
     """
 
     log_prob: Tensor
@@ -36,6 +42,8 @@ class Tokens:
     advantages: Tensor
     mask: Tensor
     weights: Tensor | None
+    prepared: Tensor | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def mean(self, values: Tensor) -> Tensor:
         """Token mean over the mask, detached: how metrics are reported."""
@@ -45,10 +53,9 @@ class Tokens:
         """rho, with the log-ratio clamped to [-20, 20] so that it stays finite."""
         return self.log_ratio.clamp(-20.0, 20.0).exp()
 
-    def metrics(self, **more: Tensor) -> Metrics:
-        """Token means: ``actor/ppo_kl`` of -log rho, an estimate of KL(pi_old || pi), and ``actor/<name>`` of more."""
-        kl = self.mean(-self.log_ratio.clamp(-20.0, 20.0))
-        return {"actor/ppo_kl": kl, **{f"actor/{name}": self.mean(x) for name, x in more.items()}}
+    def kl(self) -> Tensor:
+        """Token mean of -log rho, an estimate of KL(pi_old || pi)."""
+        return self.mean(-self.log_ratio.clamp(-20.0, 20.0))
 
 
 def read_tokens(
@@ -73,24 +80,117 @@ def read_tokens(
     )
 
 
-def aggregate(loss_mat: Tensor, tokens: Tokens, loss_agg_mode: str, config: Any) -> Tensor:
-    """This micro-batch's share of the loss, its tokens weighted by rollout-correction weights if there are any."""
-    if tokens.weights is not None:
-        loss_mat = loss_mat * tokens.weights
-    return agg_loss(loss_mat, tokens.mask, loss_agg_mode, **global_batch_info(config))
+def policy_loss(
+    name: str,
+    *,
+    settings: type | None = None,
+    needs: tuple[str, ...] = (),
+    prepare: PrepareFn | None = None,
+    loss_agg_mode: str = "token-mean",
+    weighs_itself: bool = False,
+) -> Callable[[Callable[..., tuple[Tensor, Metrics]]], PolicyLossFn]:
+    """Decorator that makes a loss per token known as a policy loss, with verl's signature.
 
+        @policy_loss("mine", settings=MySettings)
+        def mine(tokens: Tokens, settings: MySettings) -> tuple[Tensor, dict[str, Tensor]]:
+            return -settings.my_beta * tokens.advantages * tokens.log_prob, {"actor/mine": tokens.ratio()}
 
-def clip_bounds(config: Any, who: str, low_at_most: float | None = 1.0) -> tuple[float, float]:
-    """(low, high): ``clip_ratio_low`` and ``clip_ratio_high``, each ``clip_ratio`` where it is null or absent.
+    The decorated function returns one loss per token [B, T] and metrics, of which those of shape [B, T] are averaged
+    over the response tokens. What the decorator makes of it is called as verl calls a policy loss, see
+    `hybridrl.algorithms.policy_losses`; it adds the importance weights, `actor/ppo_kl` and the aggregation.
 
-    Raises:
-        AlgorithmError: neither is set, one is negative, or low is above ``low_at_most``
-            (1 where 1 - low bounds a ratio).
+    Args:
+        name: value of ``actor.policy_loss.loss_mode``.
+        settings: dataclass of the settings that it reads, from ``actor.policy_loss`` where a field's ``path`` names no
+            other place; without one the function takes the tokens alone.
+        needs: see `hybridrl.registry.LossFacts`; these fields are in ``tokens.more``.
+        prepare: see `register_policy_loss`; its result is ``tokens.prepared``.
+        loss_agg_mode: the default in a call without one. A run always sets it.
+        weighs_itself: the function multiplies by ``tokens.weights`` itself.
     """
-    low, high = (
-        number(config, name if setting(config, name, None, who=who) is not None else "clip_ratio", who=who, low=0.0)
-        for name in ("clip_ratio_low", "clip_ratio_high")
-    )
-    if low_at_most is not None and low > low_at_most:
-        raise AlgorithmError(f"{ACTOR}.clip_ratio_low is {low}; {who} needs it in [0, {low_at_most:g}].")
-    return low, high
+    who = f"policy loss {name}"
+
+    def decorate(body: Callable[..., tuple[Tensor, Metrics]]) -> PolicyLossFn:
+        default_mode = loss_agg_mode
+
+        def loss(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str = default_mode,
+            config: Any = None,
+            rollout_is_weights: Tensor | None = None,
+            prepared: Tensor | None = None,
+            counts: Mapping[str, Any] | None = None,
+            **more: Tensor,
+        ) -> tuple[Tensor, Metrics]:
+            chosen = None if settings is None else read_settings(settings, config, who=who, root=ACTOR, group=GROUP)
+            global_counts = counts_of(counts, config)
+            tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+            if prepare is not None and prepared is None:
+                if not total_tokens_match(tokens.mask, global_counts.get("batch_num_tokens")):
+                    raise AlgorithmError(
+                        f"{who} chooses its tokens over the whole mini-batch, but this call holds a part of it and no "
+                        "choice was made. Run get_policy_loss_prepare_fn(name) on the mini-batch and pass each part "
+                        "its rows as prepared=."
+                    )
+                prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0)
+            kept = {given: keep(more[given], tokens.mask) for given in needs if given in more}
+            tokens = Tokens(**{**vars(tokens), "prepared": prepared, "more": kept})
+            loss_mat, found = body(tokens) if settings is None else body(tokens, chosen)
+            if tokens.weights is not None and not weighs_itself:
+                loss_mat = loss_mat * tokens.weights
+            metrics = {"actor/ppo_kl": tokens.kl()}
+            metrics |= {key: tokens.mean(x) if x.shape == tokens.mask.shape else x.detach() for key, x in found.items()}
+            return agg_loss(loss_mat, tokens.mask, loss_agg_mode, **global_counts), metrics
+
+        loss.__doc__, loss.__name__, loss.__module__ = body.__doc__, body.__name__, body.__module__
+        loss.__qualname__ = body.__qualname__
+        return register_policy_loss(name, settings=settings, needs=needs, prepare=prepare)(loss)
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """The clip range of a ratio: ``clip_ratio_low`` and ``clip_ratio_high``, each ``clip_ratio`` where it is null."""
+
+    clip_ratio: float | None = key(None, "both sides", path="", ge=0)
+    clip_ratio_low: float | None = key(None, "below 1", path="", ge=0, le=1)
+    clip_ratio_high: float | None = key(None, "above 1", path="", ge=0)
+
+    @property
+    def low(self) -> float:
+        return self._side(self.clip_ratio_low, "clip_ratio_low")
+
+    @property
+    def high(self) -> float:
+        return self._side(self.clip_ratio_high, "clip_ratio_high")
+
+    def _side(self, own: float | None, name: str) -> float:
+        found = self.clip_ratio if own is None else own
+        if found is None:
+            raise AlgorithmError(
+                f"the policy loss needs {ACTOR}.clip_ratio or .{name}, but both are missing or null. Set one of them."
+            )
+        limits = type(self).__dataclass_fields__[name].metadata["limits"]
+        if limits.le is not None and found > limits.le:
+            raise AlgorithmError(
+                f"{ACTOR}.clip_ratio is {found}; the policy loss needs a number in [0, {limits.le:g}]."
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class WideClipRange(ClipRange):
+    """A clip range whose lower side does not bound 1 - low: it may exceed 1."""
+
+    clip_ratio_low: float | None = key(None, "below", path="", ge=0)
+
+
+@dataclass(frozen=True)
+class DualClipRange(ClipRange):
+    """With the bound of the dual clip."""
+
+    clip_ratio_c: float = key(3.0, "bound for negative advantages", path="", gt=1)

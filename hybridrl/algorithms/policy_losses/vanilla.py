@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.config_access import number
-from hybridrl.algorithms.policy_losses.tokens import Metrics, aggregate, clip_bounds, read_tokens
-from hybridrl.algorithms.registry import register_policy_loss
+from hybridrl.algorithms.policy_losses.tokens import DualClipRange, Metrics, Tokens, policy_loss
 
 
-@register_policy_loss("vanilla")
-def compute_policy_loss_vanilla(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
+@policy_loss("vanilla", settings=DualClipRange)
+def compute_policy_loss_vanilla(tokens: Tokens, settings: DualClipRange) -> tuple[Tensor, Metrics]:
     """PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with dual clip (Ye et al. 2020, arXiv 1912.09729):
 
         l = max(-A rho, -A clip(rho, 1 - low, 1 + high))          A >= 0
@@ -35,17 +24,16 @@ def compute_policy_loss_vanilla(
     Metrics: ``actor/ppo_kl``, ``actor/pg_clipfrac`` (tokens where the clip is active), ``actor/pg_clipfrac_lower``
     (tokens where the dual clip is).
     """
-    low, high = clip_bounds(config, "policy loss vanilla")
-    dual = number(config, "clip_ratio_c", 3.0, who="policy loss vanilla", low=1.0, open_low=True)
-    tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     ratio, adv = tokens.ratio(), tokens.advantages
-    plain, clipped = -adv * ratio, -adv * ratio.clamp(1.0 - low, 1.0 + high)
+    plain, clipped = -adv * ratio, -adv * ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
     pessimistic = torch.maximum(plain, clipped)
-    ceiling = -adv * dual
+    ceiling = -adv * settings.clip_ratio_c
     negative = adv < 0
     loss_mat = torch.where(negative, torch.minimum(ceiling, pessimistic), pessimistic)
-    metrics = tokens.metrics(pg_clipfrac=clipped > plain, pg_clipfrac_lower=(pessimistic > ceiling) & negative)
-    return aggregate(loss_mat, tokens, loss_agg_mode, config), metrics
+    return loss_mat, {
+        "actor/pg_clipfrac": clipped > plain,
+        "actor/pg_clipfrac_lower": (pessimistic > ceiling) & negative,
+    }
 
 
 def compute_policy_loss(

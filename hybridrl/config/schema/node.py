@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
+from hybridrl.settings import Limits as Limits
+from hybridrl.settings import key as key
+
 
 @dataclass
 class ConfigNode:
@@ -38,53 +41,6 @@ class Follow:
 
     interpolation: str
     value: Any
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a value must satisfy besides its type.
-
-    `choices` are the allowed names, `later` those known but not supported by this build, `synonyms` other spellings of
-    a choice; the rest are bounds on a number (`ge` means greater or equal), applied to each element of a list.
-    """
-
-    choices: tuple[Any, ...] = ()
-    later: tuple[Any, ...] = ()
-    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    open_names: bool = False  # names may also be registered by the user's own module
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
-
-
-def key(
-    default: Any,
-    meaning: str,
-    *,
-    follows: Any = None,
-    choices: tuple[Any, ...] = (),
-    later: tuple[Any, ...] = (),
-    synonyms: Mapping[str, str] | None = None,
-    open_names: bool = False,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-) -> Any:
-    """Declare one setting of a group: `lr: float = key(1e-6, "learning rate", gt=0)`.
-
-    Args:
-        default: the value; lists and dicts are copied for every instance.
-        meaning: one line for the user; it is printed in the reference table.
-        follows: what gives the default in a composed tree: an interpolation, or a container of them.
-        choices, later, synonyms, open_names, ge, gt, le, lt: see `Limits`.
-    """
-    limits = Limits(choices, later, synonyms or {}, open_names, ge, gt, le, lt)
-    metadata = {"meaning": meaning, "limits": limits, "follows": follows}
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def group(cls: type, meaning: str = "", **changed: Any) -> Any:

@@ -1,0 +1,336 @@
+"""What can be chosen by name: advantage estimators, policy losses, reward managers and engines, with their facts.
+
+The facts of a built-in entry stand once, as literal arguments of the decorator that registers it. They are read from
+its source, so the configuration knows every name and fact without importing torch; the entry itself is imported when it
+is used. An entry of the user's registers itself when its module is imported, or is named as `module:attribute`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hybridrl.errors import AlgorithmError, ModelError, RewardError, RolloutError, UserError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of an entry before it is used.
+
+    Attributes:
+        settings: dataclass of its own settings, or where that is, `module:Class`. They stand in the group that holds
+            the key by which the entry is chosen.
+    """
+
+    settings: type | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorFacts(Facts):
+    """An advantage estimator.
+
+    Attributes:
+        needs: inputs that it cannot do without, besides rewards, mask and uid: `values` asks for a critic,
+            `reward_baselines` for a greedy response to each prompt, `old_log_probs` for the pass that computes them,
+            `sum_pi_squared` for `actor.calculate_sum_pi_squared`.
+        compares_samples: it compares the samples of one prompt, so one sample per prompt teaches nothing.
+        reads_components: it reads the components of the reward (`algorithm.gdpo_reward_keys`) and not their sum.
+    """
+
+    needs: tuple[str, ...] = ()
+    compares_samples: bool = False
+    reads_components: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFacts(Facts):
+    """A policy loss.
+
+    Attributes:
+        needs: `old_log_probs`: the pass that computes them is never skipped; `ref_log_prob`: a reference policy takes
+            part, and the loss is called with `ref_log_prob=`.
+        selectable: may be the value of `policy_loss.loss_mode`; the loss of bypass mode is chosen by another key.
+    """
+
+    needs: tuple[str, ...] = ()
+    selectable: bool = True
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.needs) - {"old_log_probs", "ref_log_prob"}:
+            raise AlgorithmError(f"needs={sorted(unknown)}: a policy loss may need old_log_probs and ref_log_prob")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerFacts(Facts):
+    """A reward manager. Its settings stand in `reward.reward_kwargs`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceFacts(Facts):
+    """A generation engine.
+
+    Attributes:
+        packages: what must be installed for it.
+        in_place: it generates with the training weights, in the training workers.
+        takes_weights: it can be given new weights, so a policy can be trained with it.
+        serves: its replicas can be served over HTTP (`rollout.server`, `rollout.prometheus`).
+        auto: its place in the order in which `rollout.name=auto` tries engines on a GPU; 0: never.
+        install: how to install it, for messages.
+    """
+
+    packages: tuple[str, ...] = ()
+    in_place: bool = False
+    takes_weights: bool = True
+    serves: bool = True
+    auto: int = 0
+    install: str = ""
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether it runs in processes of its own with weights of its own."""
+        return self.takes_weights and not self.in_place
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFacts(Facts):
+    """A training engine.
+
+    Attributes:
+        model_types: what it can train: `language_model`, `value_model`.
+    """
+
+    model_types: tuple[str, ...] = ("language_model", "value_model")
+
+
+F = TypeVar("F", bound=Facts)
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A built-in entry as its source declares it."""
+
+    module: str
+    literals: dict[str, Any]
+    computed: frozenset[str]  # facts that are known only once the module is imported
+
+
+class Registry(Generic[F]):
+    """Entries of one kind.
+
+    Args:
+        kind: what an entry is, for messages.
+        key: the setting that chooses one.
+        decorators: functions that register one, as the source calls them; the last is the user's.
+        files: pattern of the source files that hold the built-in entries, below the package.
+        facts: class of an entry's facts.
+        error: what is raised.
+        suffix: ends the message about an unknown name, after the decorator.
+    """
+
+    def __init__(
+        self, kind: str, key: str, decorators: Iterable[str], files: str, facts: type[F], error: type[UserError]
+    ) -> None:
+        self.kind, self.key, self.decorators, self.error = kind, key, tuple(decorators), error
+        self._files, self._facts_class = files, facts
+        #: the entries that were imported, by name
+        self.objects: dict[str, Any] = {}
+        self._facts: dict[str, F] = {}
+
+    def add(self, name: str, entry: Any, facts: F) -> None:
+        """Make an entry known under a name; the same entry again changes nothing.
+
+        Raises:
+            UserError: the name is another entry's, or a built-in one's.
+        """
+        known = self.objects.get(name)
+        taken = known is not None and known is not entry and _origin(known) != _origin(entry)
+        if not taken and known is None and name in self._declared:
+            module = self._declared[name].module
+            taken, known = _origin(entry)[0] != module, importlib.import_module(module) if taken else known
+        if taken or ":" in name:
+            holder = ".".join(_origin(known)) if known is not None else "a built-in entry"
+            raise self.error(f"{self.kind} {name!r} is registered already, as {holder}; choose another name.")
+        self.objects[name], self._facts[name] = entry, facts
+
+    def names(self) -> tuple[str, ...]:
+        """Every name that may be chosen, the built-in ones first."""
+        found = dict.fromkeys((*self._declared, *(name for name in self.objects if ":" not in name)))
+        return tuple(name for name in found if getattr(self.facts(name), "selectable", True))
+
+    def knows(self, name: str) -> bool:
+        """Whether there is an entry of this name, or the name says where one is (`module:attribute`)."""
+        return name in self.objects or name in self._declared or ":" in name
+
+    def facts(self, name: str) -> F:
+        """The facts of an entry; a built-in one is not imported for them.
+
+        Raises:
+            UserError: there is none of this name, or what `module:attribute` names cannot be imported.
+        """
+        if name in self._facts:
+            return self._facts[name]
+        if name in self.objects:  # put there by hand
+            return self._facts_class()
+        if name in self._declared:
+            return self._facts_class(**self._declared[name].literals)
+        self.get(name)
+        return self._facts.get(name) or self._facts_class()
+
+    def settings(self, name: str) -> type | None:
+        """The dataclass of an entry's own settings."""
+        if name not in self._facts and name in self._declared and "settings" in self._declared[name].computed:
+            self.get(name)
+        found = self.facts(name).settings
+        return _attribute(found, self.error, self.key) if isinstance(found, str) else found
+
+    def get(self, name: str) -> Any:
+        """The entry of a name, imported now.
+
+        Raises:
+            UserError: there is none; the message lists those there are.
+        """
+        if name in self.objects:
+            return self.objects[name]
+        if ":" in name:
+            entry = _attribute(name, self.error, self.key)
+            other = next((known for known, value in self.objects.items() if value is entry), None)
+            self._facts[name] = self._facts_class() if other is None else self.facts(other)
+            self.objects[name] = entry
+            return entry
+        if name in self._declared:
+            importlib.import_module(self._declared[name].module)
+            return self.objects[name]
+        raise self.error(
+            f"{self.key} is {name!r}; known are {', '.join(sorted({*self._declared, *self.objects}))}. Your own is "
+            f"added with {self.decorators[-1]}(name), in a module that actor_rollout_ref.model.external_lib names, or "
+            "named itself as module:attribute."
+        )
+
+    @functools.cached_property
+    def _declared(self) -> dict[str, _Declared]:
+        """The built-in entries, read from their source."""
+        allowed = {field.name for field in fields(self._facts_class)}
+        found: dict[str, _Declared] = {}
+        for file in sorted(_PACKAGE.glob(self._files)):
+            text = file.read_text(encoding="utf-8")
+            if not any(f"{name}(" in text for name in self.decorators):
+                continue
+            module = ".".join(file.relative_to(_PACKAGE.parent).with_suffix("").parts)
+            for node in ast.walk(ast.parse(text)):
+                if not isinstance(node, ast.Call) or _dotted(node.func) not in self.decorators or not node.args:
+                    continue
+                name = node.args[0]
+                if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                    given = {item.arg: item.value for item in node.keywords if item.arg in allowed}
+                    literals = {
+                        str(key): value for key, node_ in given.items() if (value := _literal(node_)) is not ...
+                    }
+                    found[name.value] = _Declared(module, literals, frozenset(map(str, given)) - literals.keys())
+        return found
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal; `...` for anything that has to be computed."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ...
+
+
+def _origin(entry: Any) -> tuple[str, str]:
+    return getattr(entry, "__module__", ""), getattr(entry, "__qualname__", repr(entry))
+
+
+def _attribute(name: str, error: type[UserError], key: str) -> Any:
+    """What `module:attribute` names."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except Exception as cause:  # the user's code raises whatever is wrong with it
+        raise error(f"{key}={name}: {module} cannot be imported: {describe(cause)}") from cause
+    if not hasattr(found, attribute):
+        raise error(f"{key}={name}: {module} ({getattr(found, '__file__', '?')}) has no {attribute}")
+    return getattr(found, attribute)
+
+
+def import_external_lib(name: str | None) -> None:
+    """Import the modules of `model.external_lib` (comma separated), which may register code of the user's.
+
+    Raises:
+        ModelError: one of them cannot be imported, or raises while it is.
+    """
+    for module in filter(None, (part.strip() for part in (name or "").split(","))):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # the user's code raises whatever is wrong with it
+            raise ModelError(
+                f"model.external_lib={name!r}: module {module!r} cannot be imported: {describe(error)}"
+            ) from error
+
+
+def describe(error: Exception) -> str:
+    """An error of the user's code with the file and line that raised, where that is not the import machinery."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    where = "" if len(frames) < 2 else f" ({frames[-1].filename}, line {frames[-1].lineno})"  # the first is our own
+    return f"{type(error).__name__}: {error}{where}"
+
+
+ADV_ESTIMATORS = Registry(
+    "advantage estimator",
+    "algorithm.adv_estimator",
+    ("outcome_estimator", "register_adv_est"),
+    "algorithms/advantages/*.py",
+    EstimatorFacts,
+    AlgorithmError,
+)
+POLICY_LOSSES = Registry(
+    "policy loss",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    ("policy_loss", "register_policy_loss"),
+    "algorithms/policy_losses/*.py",
+    LossFacts,
+    AlgorithmError,
+)
+REWARD_MANAGERS = Registry(
+    "reward manager",
+    "reward.reward_manager.name",
+    ("register", "register_reward_manager"),
+    "reward/manager.py",
+    ManagerFacts,
+    RewardError,
+)
+INFERENCE_ENGINES = Registry(
+    "rollout engine",
+    "actor_rollout_ref.rollout.name",
+    ("InferenceEngines.register",),
+    "rollout/**/*.py",
+    InferenceFacts,
+    RolloutError,
+)
+TRAIN_ENGINES = Registry(
+    "training engine",
+    "actor_rollout_ref.actor.strategy",
+    ("TrainEngines.register",),
+    "engine/*/*.py",
+    TrainFacts,
+    ModelError,
+)
+
+
+def with_inputs(facts: EstimatorFacts, inputs: Iterable[str]) -> EstimatorFacts:
+    """`facts` with what the function itself names as its inputs."""
+    return replace(facts, needs=tuple(dict.fromkeys((*facts.needs, *inputs))))

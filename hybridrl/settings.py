@@ -1,0 +1,69 @@
+"""Declaring one setting: its default, its meaning and its limits. Standard library only."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridrl.registry import Registry
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a value must satisfy besides its type.
+
+    `choices` are the allowed names, `registry` holds further ones, `later` are known but not supported by this build,
+    `synonyms` are other spellings of a choice; the rest are bounds on a number (`ge` means greater or equal), applied to
+    each element of a list. Names of a registry may be added by the user's own module, so an unknown one is refused where
+    the registry is asked, not here.
+    """
+
+    choices: tuple[Any, ...] = ()
+    later: tuple[Any, ...] = ()
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    registry: Registry[Any] | None = None
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def names(self) -> tuple[Any, ...]:
+        """Every allowed name that is known by now."""
+        return self.choices if self.registry is None else (*self.choices, *self.registry.names())
+
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    follows: Any = None,
+    choices: tuple[Any, ...] = (),
+    later: tuple[Any, ...] = (),
+    synonyms: Mapping[str, str] | None = None,
+    registry: Registry[Any] | None = None,
+    path: str | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Declare one setting of a group: `lr: float = key(1e-6, "learning rate", gt=0)`.
+
+    Args:
+        default: the value; lists and dicts are copied for every instance. `dataclasses.MISSING`: it must be set.
+        meaning: one line for the user; it is printed in the reference table.
+        follows: what gives the default in a composed tree: an interpolation, or a container of them.
+        path: where the setting stands, below the group that reads it; None: in the group itself.
+        choices, later, synonyms, registry, ge, gt, le, lt: see `Limits`.
+    """
+    limits = Limits(choices, later, synonyms or {}, registry, ge, gt, le, lt)
+    metadata = {"meaning": meaning, "limits": limits, "follows": follows, "path": path}
+    if default is MISSING:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
