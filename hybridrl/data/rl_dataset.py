@@ -83,8 +83,8 @@ class RLHFDataset(Dataset):
         tokenizer: with a chat template.
         config: ``DataConfig`` or ``GenerationDataConfig``.
         processor: accepted for the sake of subclasses written for verl; must be None.
-        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``. -1:
-        all.
+        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``.
+            -1 uses all.
         key: the configuration key that named the files, for messages.
 
     Raises:
