@@ -105,4 +105,4 @@ def manager_class(config: PPOTrainerConfig) -> type[RewardManager]:
         raise RewardError(
             f"reward.reward_manager.source=importlib needs {key}.path and {key}.name; found path={path}, name={name}."
         )
-    return load_class(path, name, f"{key}.path", f"{key}.name", RewardManager, RewardError)  # type: ignore[no-any-return]
+    return load_class(path, name, f"{key}.path", f"{key}.name", RewardManager, RewardError)
