@@ -10,13 +10,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ModelError, RewardError, RolloutError, UserError
+from hybridrl.utils.user_code import load_module, load_object
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -57,10 +57,12 @@ class LossFacts(Facts):
     Attributes:
         needs: `old_log_probs`: the pass that computes them is never skipped; `ref_log_prob`: a reference policy takes
             part, and the loss is called with `ref_log_prob=`.
+        requires: settings of `actor.policy_loss` that have no default and must be set for it.
         selectable: may be the value of `policy_loss.loss_mode`; the loss of bypass mode is chosen by another key.
     """
 
     needs: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
     selectable: bool = True
 
     def __post_init__(self) -> None:
@@ -132,7 +134,6 @@ class Registry(Generic[F]):
         files: pattern of the source files that hold the built-in entries, below the package.
         facts: class of an entry's facts.
         error: what is raised.
-        suffix: ends the message about an unknown name, after the decorator.
     """
 
     def __init__(
@@ -169,19 +170,22 @@ class Registry(Generic[F]):
         """Whether there is an entry of this name, or the name says where one is (`module:attribute`)."""
         return name in self.objects or name in self._declared or ":" in name
 
-    def facts(self, name: str) -> F:
-        """The facts of an entry; a built-in one is not imported for them.
+    def is_builtin(self, name: str) -> bool:
+        """Whether the entry comes with the library."""
+        return name in self._declared
 
-        Raises:
-            UserError: there is none of this name, or what `module:attribute` names cannot be imported.
-        """
+    def facts(self, name: str) -> F:
+        """The facts of an entry; a built-in one is not imported for them. Of what `get` refuses: the defaults."""
         if name in self._facts:
             return self._facts[name]
         if name in self.objects:  # put there by hand
             return self._facts_class()
         if name in self._declared:
             return self._facts_class(**self._declared[name].literals)
-        self.get(name)
+        try:
+            self.get(name)
+        except UserError:
+            return self._facts_class()
         return self._facts.get(name) or self._facts_class()
 
     def settings(self, name: str) -> type | None:
@@ -189,7 +193,7 @@ class Registry(Generic[F]):
         if name not in self._facts and name in self._declared and "settings" in self._declared[name].computed:
             self.get(name)
         found = self.facts(name).settings
-        return _attribute(found, self.error, self.key) if isinstance(found, str) else found
+        return load_object(found, None, self.key, self.key, self.error) if isinstance(found, str) else found
 
     def get(self, name: str) -> Any:
         """The entry of a name, imported now.
@@ -200,7 +204,7 @@ class Registry(Generic[F]):
         if name in self.objects:
             return self.objects[name]
         if ":" in name:
-            entry = _attribute(name, self.error, self.key)
+            entry = load_object(name, None, self.key, self.key, self.error)
             other = next((known for known, value in self.objects.items() if value is entry), None)
             self._facts[name] = self._facts_class() if other is None else self.facts(other)
             self.objects[name] = entry
@@ -255,18 +259,6 @@ def _origin(entry: Any) -> tuple[str, str]:
     return getattr(entry, "__module__", ""), getattr(entry, "__qualname__", repr(entry))
 
 
-def _attribute(name: str, error: type[UserError], key: str) -> Any:
-    """What `module:attribute` names."""
-    module, _, attribute = name.partition(":")
-    try:
-        found = importlib.import_module(module)
-    except Exception as cause:  # the user's code raises whatever is wrong with it
-        raise error(f"{key}={name}: {module} cannot be imported: {describe(cause)}") from cause
-    if not hasattr(found, attribute):
-        raise error(f"{key}={name}: {module} ({getattr(found, '__file__', '?')}) has no {attribute}")
-    return getattr(found, attribute)
-
-
 def import_external_lib(name: str | None) -> None:
     """Import the modules of `model.external_lib` (comma separated), which may register code of the user's.
 
@@ -274,19 +266,7 @@ def import_external_lib(name: str | None) -> None:
         ModelError: one of them cannot be imported, or raises while it is.
     """
     for module in filter(None, (part.strip() for part in (name or "").split(","))):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # the user's code raises whatever is wrong with it
-            raise ModelError(
-                f"model.external_lib={name!r}: module {module!r} cannot be imported: {describe(error)}"
-            ) from error
-
-
-def describe(error: Exception) -> str:
-    """An error of the user's code with the file and line that raised, where that is not the import machinery."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    where = "" if len(frames) < 2 else f" ({frames[-1].filename}, line {frames[-1].lineno})"  # the first is our own
-    return f"{type(error).__name__}: {error}{where}"
+        load_module(module, "model.external_lib", ModelError)
 
 
 ADV_ESTIMATORS = Registry(
@@ -308,7 +288,7 @@ POLICY_LOSSES = Registry(
 REWARD_MANAGERS = Registry(
     "reward manager",
     "reward.reward_manager.name",
-    ("register", "register_reward_manager"),
+    ("register_reward_manager",),
     "reward/manager.py",
     ManagerFacts,
     RewardError,
@@ -329,6 +309,16 @@ TRAIN_ENGINES = Registry(
     TrainFacts,
     ModelError,
 )
+
+
+def has_replicas(rollout_name: str) -> bool:
+    """Whether `rollout.name` is an engine in processes of its own with weights of its own; `auto` may be none."""
+    return INFERENCE_ENGINES.knows(rollout_name) and INFERENCE_ENGINES.facts(rollout_name).has_replicas
+
+
+def is_endpoint(rollout_name: str) -> bool:
+    """Whether `rollout.name` asks a server of someone else's, which takes no weights."""
+    return INFERENCE_ENGINES.knows(rollout_name) and not INFERENCE_ENGINES.facts(rollout_name).takes_weights
 
 
 def with_inputs(facts: EstimatorFacts, inputs: Iterable[str]) -> EstimatorFacts:

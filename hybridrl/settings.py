@@ -17,9 +17,9 @@ class Limits:
     """What a value must satisfy besides its type.
 
     `choices` are the allowed names, `registry` holds further ones, `later` are known but not supported by this build,
-    `synonyms` are other spellings of a choice; the rest are bounds on a number (`ge` means greater or equal), applied to
-    each element of a list. Names of a registry may be added by the user's own module, so an unknown one is refused where
-    the registry is asked, not here.
+    `synonyms` are other spellings of a choice; the rest are bounds on a number (`ge` means greater or equal), applied
+    to each element of a list. A registry's names may be added by the user's own module, so `validate` refuses an
+    unknown one after it has imported that.
     """
 
     choices: tuple[Any, ...] = ()

@@ -79,7 +79,8 @@ def register_adv_est(
         facts = EstimatorFacts(
             needs=tuple(needs), compares_samples=compares_samples, reads_components=reads_components, settings=settings
         )
-        ADV_ESTIMATORS.add(_name(name_or_enum), fn, with_inputs(facts, _required(fn)))
+        inputs = [name for name in _required(fn) if name != "index"]  # the uid, which every batch has
+        ADV_ESTIMATORS.add(_name(name_or_enum), fn, with_inputs(facts, inputs))
         return fn
 
     return decorate
@@ -96,6 +97,7 @@ def register_policy_loss(
     *,
     settings: type | None = None,
     needs: Iterable[str] = (),
+    requires: Iterable[str] = (),
     prepare: PrepareFn | None = None,
     prepare_needed: Callable[[Any], bool] | None = None,
     selectable: bool = True,
@@ -106,7 +108,7 @@ def register_policy_loss(
         name: value of ``actor.policy_loss.loss_mode``.
         settings: dataclass of its own settings, which then are keys of ``actor.policy_loss``: the loss finds them as
             ``config.policy_loss.<name>``.
-        needs, selectable: see `hybridrl.registry.LossFacts`.
+        needs, requires, selectable: see `hybridrl.registry.LossFacts`.
         prepare: for a loss that needs to see the whole mini-batch, to choose tokens or to normalise:
             ``prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]``.
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
@@ -115,7 +117,8 @@ def register_policy_loss(
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
-        POLICY_LOSSES.add(name, fn, LossFacts(needs=tuple(needs), settings=settings, selectable=selectable))
+        facts = LossFacts(needs=tuple(needs), requires=tuple(requires), settings=settings, selectable=selectable)
+        POLICY_LOSSES.add(name, fn, facts)
         if prepare is not None:
             _PREPARE[name] = (prepare, prepare_needed)
         return fn

@@ -59,6 +59,7 @@ from hybridrl.config.schema.trainer import (
     TrainerConfig,
 )
 from hybridrl.errors import ConfigError
+from hybridrl.settings import key
 
 if TYPE_CHECKING:
     from hybridrl.config.checks.run import validate
@@ -133,6 +134,7 @@ __all__ = [
     "WrapPolicyConfig",
     "as_dict",
     "cli",
+    "key",
     "load_config",
     "to_yaml",
     "validate",

@@ -9,7 +9,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import build, nearest
+from hybridrl.config.own_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.userfile import UserFile, read_user_file
@@ -266,13 +267,15 @@ def compose_config(
     everything = Outcome(renamed=given.notices, faults=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
-    config = _typed(root, tree, everything.faults, origins)
+    config = _typed(root, tree, everything.faults, origins, book.suggest)
     if everything.faults:
         raise ConfigError(list(dict.fromkeys(everything.faults)))
     return Composed(config, tree, everything.notices())
 
 
-def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str]) -> Any:
+def _typed(
+    root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str], suggest: Callable[[str], str]
+) -> Any:
     """Resolve interpolations and convert; faults are collected, and end the work only where nothing can be resolved."""
     OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
     try:
@@ -281,7 +284,9 @@ def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[
         raise ConfigError([*faults, " ".join(str(error).split())]) from error
     assert isinstance(plain, dict)
     misfits: dict[str, str] = {}
-    config = build(ROOTS[root], {str(key): value for key, value in plain.items()}, misfits, origins)
+    values = {str(key): value for key, value in plain.items()}
+    config = build(ROOTS[root], values, misfits, origins)
+    add_own_settings(config, values, misfits, origins, suggest)
     # a default that follows a wrong value is wrong too: name the key that was set, not its followers
     told = {key: fault for key, fault in misfits.items() if key in origins} or misfits
     faults.extend(told.values())

@@ -47,6 +47,7 @@ def build(
         prefix: dotted path of this group, ending in a dot.
     """
     values: dict[str, Any] = {}
+    types_of = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if field.name not in tree:
             continue
@@ -58,7 +59,7 @@ def build(
                 faults[name] = f"{name}={show(value)}{origins.get(name, '')}: a group of settings, not one value"
             continue
         try:
-            values[field.name] = _checked(_fit(value, field.type), field.metadata["limits"])
+            values[field.name] = _checked(_fit(value, types_of[field.name]), field.metadata.get("limits", Limits()))
         except _Fault as fault:
             faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {fault}"
     return cls(**values)
@@ -70,11 +71,11 @@ def _checked(value: Any, limits: Limits) -> Any:
         return [_checked(element, limits) for element in value]
     if isinstance(value, dict):
         return {name: _checked(element, limits) for name, element in value.items()}
-    if limits.choices and value is not None:
+    if (limits.choices or limits.registry) and value is not None:
         value = limits.synonyms.get(value, value)
         if value in limits.later:
-            raise _Fault(f"known, but this build does not support it yet; use {_one_of(limits.choices)}")
-        if value not in limits.choices and not limits.open_names:
+            raise _Fault(f"known, but this build does not support it yet; use {_one_of(limits.names())}")
+        if limits.registry is None and value not in limits.choices:
             hint = nearest(str(value), [str(choice) for choice in limits.choices], 1)
             raise _Fault(f"must be {_one_of(limits.choices)}{hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -112,7 +113,10 @@ def _fit(value: Any, wanted: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _Fault("must be a mapping, {name: value, ...}")
         return {str(name): _fit(item, typing.get_args(wanted)[1]) for name, item in value.items()}
-    fitted = {bool: _fit_bool, int: _fit_int, float: _fit_float, str: _fit_str}[wanted](value)
+    scalars = {bool: _fit_bool, int: _fit_int, float: _fit_float, str: _fit_str}
+    if wanted not in scalars:  # of a dataclass of the user's; the schema has no others
+        raise _Fault(f"is declared as {wanted}; a setting is a bool, int, float, str, or a list or dict of these")
+    fitted = scalars[wanted](value)
     if fitted is None:
         raise _Fault(f"must be {_words(wanted)}")
     return fitted

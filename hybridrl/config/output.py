@@ -10,7 +10,18 @@ from hybridrl.config.schema.node import ConfigNode
 
 def as_dict(config: ConfigNode) -> dict[str, Any]:
     """Nested plain containers with the values of a configuration; a copy."""
-    return dataclasses.asdict(config)
+    tree = dataclasses.asdict(config)
+    _add_own(config, tree)
+    return tree
+
+
+def _add_own(node: ConfigNode, tree: dict[str, Any]) -> None:
+    """Put the settings of what the user registered next to those of the group."""
+    if node.own is not None:
+        tree |= {key: value for key, value in dataclasses.asdict(node.own).items() if key not in tree}
+    for field in dataclasses.fields(node):
+        if isinstance(part := getattr(node, field.name), ConfigNode):
+            _add_own(part, tree[field.name])
 
 
 def to_yaml(config: ConfigNode) -> str:

@@ -6,19 +6,19 @@ Shapes: B sequences, P prompt width, T response width, S = P + T. A batch is a `
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.protocol import DataProto
+from hybridrl.registry import TRAIN_ENGINES, TrainFacts, import_external_lib
 from hybridrl.utils.metrics import Metric
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, Any]]]
@@ -194,27 +194,33 @@ class Engine(ABC):
 
 
 class TrainEngines:
-    """Engines by the kind of model (``language_model``, ``value_model``) and the strategy (``fsdp``, ``fsdp2``)."""
+    """Engines by the strategy (`actor.strategy`, `critic.strategy`, `engine.strategy` of fine-tuning).
 
-    _engines: ClassVar[dict[tuple[str, str], type[Engine]]] = {}
-    _builtin: ClassVar[tuple[str, ...]] = ("hybridrl.engine.fsdp.engine",)
+    `module:Class` names one that is not registered.
+    """
 
     @classmethod
-    def register(cls, model_type: str, strategy: str | Sequence[str]) -> Callable[[type[Engine]], type[Engine]]:
+    def register(
+        cls,
+        name: str,
+        *,
+        model_types: Sequence[str] = ("language_model", "value_model"),
+        settings: type | str | None = None,
+    ) -> Callable[[type[Engine]], type[Engine]]:
         """Class decorator. Its constructor takes the keyword arguments ``model_type, model, engine, optim``.
 
+        Args:
+            name: value of ``strategy``.
+            model_types: the kinds of model that it can train.
+            settings: dataclass of its own settings, or where that is. They are further keys of ``fsdp_config``
+                (``critic.fsdp``, ``engine``), and the engine finds them as attributes of its argument ``engine``.
+
         Raises:
-            ValueError: another class holds the place already.
+            ModelError: another class has the name already.
         """
-        strategies = [strategy] if isinstance(strategy, str) else list(strategy)
 
         def add(engine: type[Engine]) -> type[Engine]:
-            for name in strategies:
-                holder = cls._engines.setdefault((model_type, name), engine)
-                if holder is not engine:
-                    raise ValueError(
-                        f"an engine for {model_type} with strategy {name} is registered already: {holder.__qualname__}"
-                    )
+            TRAIN_ENGINES.add(name, engine, TrainFacts(model_types=tuple(model_types), settings=settings))
             return engine
 
         return add
@@ -224,18 +230,17 @@ class TrainEngines:
         """Make the engine of this kind. It holds no model until `Engine.initialize`.
 
         Args:
-            model: A `ModelConfig`.
+            model: A `ModelConfig`; the modules that its `external_lib` names are imported first.
             engine: An `FSDPConfig`.
             optim: An `OptimConfig`, or None for an engine that only computes.
 
         Raises:
-            ModelError: no such engine; the message lists those there are.
+            ModelError: no such engine, or not for this kind of model; the message lists those there are.
         """
-        for module in cls._builtin:
-            importlib.import_module(module)
-        try:
-            found: Any = cls._engines[(model_type, strategy)]
-        except KeyError:
-            known = ", ".join(f"{kind}/{name}" for kind, name in sorted(cls._engines))
-            raise ModelError(f"no engine for a {model_type} with strategy={strategy!r}; there are {known}") from None
-        return found(model_type=model_type, model=model, engine=engine, optim=optim)
+        import_external_lib(getattr(model, "external_lib", None))
+        found: Any = TRAIN_ENGINES.get(strategy)
+        kinds = TRAIN_ENGINES.facts(strategy).model_types
+        if model_type not in kinds:
+            raise ModelError(f"no engine for a {model_type} with strategy={strategy!r}; it trains {', '.join(kinds)}")
+        created: Engine = found(model_type=model_type, model=model, engine=engine, optim=optim)
+        return created

@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import looks_local
 from hybridrl.utils import device
-from hybridrl.utils.user_code import load_module
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 DTYPES = {
@@ -163,17 +162,6 @@ def load_pretrained(
             f"{', '.join(missing[:3])}; config.json and the weight files belong to different models"
         )
     return model
-
-
-def import_external_lib(name: str | None) -> None:
-    """Import the modules of ``model.external_lib`` (comma separated), which may register model classes, policy losses
-    and advantage estimators.
-
-    Raises:
-        ModelError: one of them cannot be imported, or raises while it is.
-    """
-    for module in filter(None, (part.strip() for part in (name or "").split(","))):
-        load_module(module, "model.external_lib", ModelError)
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:

@@ -14,7 +14,7 @@ from hybridrl.errors import RewardError
 if TYPE_CHECKING:
     from hybridrl.reward.factory import check_dataset, check_reward, create_reward_manager
     from hybridrl.reward.function import RewardFunction
-    from hybridrl.reward.manager import RewardManager, get_reward_manager_cls, register
+    from hybridrl.reward.manager import RewardManager, get_reward_manager_cls, register, register_reward_manager
     from hybridrl.reward.processes.pool import RewardPool
     from hybridrl.reward.score import default_compute_score
 
@@ -28,6 +28,7 @@ _HOMES = {
     "default_compute_score": "score",
     "get_reward_manager_cls": "manager",
     "register": "manager",
+    "register_reward_manager": "manager",
 }
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "default_compute_score",
     "get_reward_manager_cls",
     "register",
+    "register_reward_manager",
 ]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 
 from hybridrl.errors import RewardError
+from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import extra_columns, extra_of
 from hybridrl.reward.function import Form, Sample
 from hybridrl.reward.processes.pool import Outcome, RewardPool
@@ -20,42 +21,46 @@ if TYPE_CHECKING:
     from hybridrl.protocol import DataProto
 
 RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # columns that a score's dict must not replace
-REGISTRY: dict[str, type[RewardManager]] = {}
+#: the managers that were imported, by name
+REGISTRY: dict[str, type[RewardManager]] = REWARD_MANAGERS.objects
 
 
-def register(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+def register_reward_manager(
+    name: str, *, settings: type | str | None = None
+) -> Callable[[type[RewardManager]], type[RewardManager]]:
     """Class decorator: make a manager known as ``reward.reward_manager.name=NAME``.
+
+    Args:
+        settings: dataclass of the keys of ``reward.reward_kwargs``, or ``module:Class``; the manager has an instance as
+            ``self.settings``. A method ``check(config)`` of it may yield sentences about what is wrong.
 
     Raises:
         RewardError: another class has that name.
     """
 
     def decorate(cls: type[RewardManager]) -> type[RewardManager]:
-        known = REGISTRY.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise RewardError(f"the reward manager name {name!r} is taken by {known.__module__}.{known.__qualname__}.")
-        REGISTRY[name] = cls
+        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings))
+        cls.settings_class = REWARD_MANAGERS.settings(name)
         return cls
 
     return decorate
 
 
+#: verl's name
+register = register_reward_manager
+
+
 def get_reward_manager_cls(name: str) -> type[RewardManager]:
-    """The manager class registered under a name.
+    """The manager class registered under a name, or named as ``module:Class``.
 
     Raises:
         RewardError: there is none; lists those there are.
     """
-    if name not in REGISTRY:
-        raise RewardError(
-            f"reward.reward_manager.name={name}: no such manager. Known: {', '.join(sorted(REGISTRY))}. For one of "
-            "your own set "
-            "reward.reward_manager.source=importlib, .module.path=FILE.py and .module.name=CLASS."
-        )
-    return REGISTRY[name]
+    found: type[RewardManager] = REWARD_MANAGERS.get(name)
+    return found
 
 
-@register("naive")
+@register_reward_manager("naive")
 class RewardManager:
     """Scores each response with the reward function; the score stands on the response's last token.
 
@@ -71,7 +76,7 @@ class RewardManager:
     """
 
     form: ClassVar[Form] = "sample"
-    kwargs_allowed: ClassVar[tuple[str, ...]] = ()
+    settings_class: ClassVar[type | None] = None
 
     def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> None:
         self.config = config
@@ -79,15 +84,24 @@ class RewardManager:
         self.pool = pool
         self.metrics: dict[str, float] = {}
         self._reported: set[str] = set()
-        for name in config.reward.reward_kwargs or {}:
-            if name not in self.kwargs_allowed:
+        self.settings = self._read_settings(dict(config.reward.reward_kwargs or {}))
+
+    def _read_settings(self, values: dict[str, Any]) -> Any:
+        """``reward.reward_kwargs`` as this manager's own dataclass; None where it has none."""
+        from hybridrl.config.own_settings import read_own
+
+        if self.settings_class is None:
+            if values:
                 raise RewardError(
-                    f"reward.reward_kwargs.{name}: the manager {config.reward.reward_manager.name!r} has no such "
-                    "setting "
-                    f"(it has: {', '.join(self.kwargs_allowed) or 'none'}). Arguments of the reward function itself "
-                    "belong into "
+                    f"reward.reward_kwargs has {', '.join(values)}, and the reward manager {type(self).__name__} has "
+                    "no settings. Arguments of the reward function itself belong into "
                     "reward.custom_reward_function.reward_kwargs."
                 )
+            return None
+        settings, faults = read_own(self.settings_class, values, "reward.reward_kwargs.", self.config)
+        if faults:
+            raise RewardError("; ".join(faults))
+        return settings
 
     def start(self) -> None:
         """Start the pool's processes without waiting for them."""
@@ -202,7 +216,7 @@ class RewardManager:
         return found
 
 
-@register("batch")
+@register_reward_manager("batch")
 class BatchRewardManager(RewardManager):
     """Like ``naive``, for a function that takes the whole batch.
 
@@ -213,7 +227,7 @@ class BatchRewardManager(RewardManager):
     form = "batch"
 
 
-@register("dapo")
+@register_reward_manager("dapo", settings="hybridrl.config.schema.reward:DapoConfig")
 class DAPORewardManager(RewardManager):
     """DAPO's soft penalty on long responses (arXiv 2503.14476, eq. 13), added to the score.
 
@@ -225,30 +239,12 @@ class DAPORewardManager(RewardManager):
     extra information.
     """
 
-    kwargs_allowed = ("max_resp_len", "overlong_buffer_cfg")
-
     def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> None:
         super().__init__(config, tokenizer, pool)
-        settings = dict(config.reward.reward_kwargs or {})
-        buffer = dict(settings.get("overlong_buffer_cfg") or {})
-        key = "reward.reward_kwargs.overlong_buffer_cfg"
-        for name in buffer:
-            if name not in ("enable", "len", "penalty_factor", "log"):
-                raise RewardError(f"{key}.{name}: no such setting; there are enable, len, penalty_factor and log.")
-        self.max_length = int(settings.get("max_resp_len") or config.data.max_response_length)
-        self.enabled = bool(buffer.get("enable", False))
-        self.log = bool(buffer.get("log", False))
-        self.factor = float(buffer.get("penalty_factor", 1.0))
-        self.buffer = 0
-        if self.enabled:
-            length = buffer.get("len")
-            if not isinstance(length, int) or not 0 < length <= self.max_length:
-                raise RewardError(
-                    f"{key}.len={length}: with enable=True it must be a whole number of tokens from 1 to the longest "
-                    "response "
-                    f"({self.max_length}, from reward.reward_kwargs.max_resp_len or data.max_response_length)."
-                )
-            self.buffer = length
+        buffer = self.settings.overlong_buffer_cfg
+        self.max_length = self.settings.max_resp_len or config.data.max_response_length
+        self.enabled, self.log, self.factor = buffer.enable, buffer.log, buffer.penalty_factor
+        self.buffer = buffer.len or 0
 
     def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
         if not self.enabled:

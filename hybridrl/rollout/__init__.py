@@ -5,12 +5,11 @@ from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.rollout import InPlaceRollout, Rollout
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.select import IN_PLACE, resolve_rollout
+from hybridrl.rollout.select import resolve_rollout
 
 __all__ = [
     "InferenceEngines",
     "HFRollout",
-    "IN_PLACE",
     "InPlaceRollout",
     "Rollout",
     "RolloutError",

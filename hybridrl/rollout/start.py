@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config import ActorRolloutRefConfig
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
-from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, RolloutError, resolve_rollout
+from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.rollout import ReplicatedRollout
@@ -57,7 +57,7 @@ def start_rollout(
     """
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
-    if name == IN_PLACE:
+    if InferenceEngines.facts(name).in_place:
         return InPlaceRollout(policy)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     places = replica_places(pool, devices_per_replica(config), shared=own_pool is None)

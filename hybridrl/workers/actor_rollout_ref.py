@@ -10,7 +10,9 @@ from hybridrl.engine.train_engine import Engine
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
 from hybridrl.protocol import DataProto
+from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
+from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.device import memory_stats
 from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
@@ -74,7 +76,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def _build_rollout(self) -> HFRollout:
         model = self.config.model
         tokenizer = tokenizer_of(model)
-        return HFRollout(
+        in_place: type[HFRollout] = INFERENCE_ENGINES.get(InferenceEngines.in_place(self.config.rollout.name))
+        return in_place(
             self.config.rollout,
             engine=self.engine,
             eos_token_ids=eos_token_ids(model.path, config_of(model), tokenizer),

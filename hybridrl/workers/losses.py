@@ -14,15 +14,16 @@ import torch
 
 from hybridrl.algorithms import (
     agg_loss,
+    call_policy_loss,
     compute_value_loss,
     effective_loss_mode,
-    get_policy_loss_fn,
     get_policy_loss_prepare_fn,
     kl_penalty,
 )
 from hybridrl.algorithms.config_access import ConfigView
 from hybridrl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
+from hybridrl.registry import POLICY_LOSSES
 from hybridrl.utils.metrics import Metric
 
 FULL_KL = "full"  # the KL form that the engine computes, from the logits of both policies
@@ -63,6 +64,11 @@ class PolicyLoss:
         return cls(mode, ConfigView(actor, policy_loss=policy_loss))
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """Further fields that the loss is called with."""
+        return tuple(name for name in POLICY_LOSSES.facts(self.mode).needs if name != "old_log_probs")
+
+    @property
     def prepare(self) -> Callable[..., torch.Tensor] | None:
         """The preliminary pass over the whole mini-batch, where this loss needs one under these settings."""
         return get_policy_loss_prepare_fn(self.mode, self.settings)
@@ -83,7 +89,6 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
         correction: `algorithm.rollout_correction`; None: none.
     """
     chosen = PolicyLoss.of(config, correction)
-    policy_loss = get_policy_loss_fn(chosen.mode)
 
     def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
         tensors = batch.batch
@@ -96,14 +101,16 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             old_log_prob = log_prob.detach()
             if "rollout_log_probs" in tensors.keys():
                 metrics |= _mismatch(old_log_prob, tensors["rollout_log_probs"], mask)
-        more = {PREPARED: tensors[PREPARED]} if PREPARED in tensors.keys() else {}
-        loss, policy_metrics = policy_loss(
+        more = {name: tensors[name] for name in (PREPARED, *chosen.needs) if name in tensors.keys()}
+        loss, policy_metrics = call_policy_loss(
+            chosen.mode,
             old_log_prob=old_log_prob,
             log_prob=log_prob,
             advantages=tensors["advantages"],
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
-            config=ConfigView(chosen.settings, global_batch_info=counts),
+            config=chosen.settings,
+            counts=counts,
             rollout_is_weights=tensors.get("rollout_is_weights", None),
             **more,
         )

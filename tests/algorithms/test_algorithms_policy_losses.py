@@ -296,7 +296,7 @@ def test_most_losses_need_no_preparation() -> None:
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [
-    ("vanilla", {"clip_ratio_low": -0.1}, r"clip_ratio_low is -0.1; .* at least 0"),
+    ("vanilla", {"clip_ratio_low": -0.1}, r"clip_ratio_low is -0.1; .*\[0, 1\]"),
     ("vanilla", {"clip_ratio_low": 1.5}, r"clip_ratio_low is 1.5; .*\[0, 1\]"),
     ("vanilla", {"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0; .*greater than 1"),
     ("vanilla", {"clip_ratio": None, "clip_ratio_low": None}, r"needs actor_rollout_ref.actor.clip_ratio.*null"),
@@ -305,7 +305,7 @@ def test_most_losses_need_no_preparation() -> None:
     ("sapo", {"tau_pos": 0.0}, "tau_pos is 0.0; .*greater than 0"),
     ("dro", {"policy_loss": SimpleNamespace(dro_beta=None)}, r"needs actor_rollout_ref.actor.policy_loss.dro_beta"),
     ("dro", {"policy_loss": None}, r"needs actor_rollout_ref.actor.policy_loss.dro_beta"),
-    ("kl_cov", {"policy_loss": SimpleNamespace(ppo_kl_coef=-1.0)}, "ppo_kl_coef is -1.0"),
+    ("kl_cov", {"policy_loss": SimpleNamespace(kl_cov_ratio=0.2, ppo_kl_coef=-1.0)}, "ppo_kl_coef is -1.0"),
 ])  # fmt: skip
 def test_settings_out_of_range_are_named(name: str, change: dict, message: str) -> None:
     with pytest.raises(AlgorithmError, match=message):

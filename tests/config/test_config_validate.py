@@ -51,7 +51,6 @@ def faults_of(words: list[str], root: str = "ppo_trainer") -> list[str]:
         [*GRPO, "data.train_files=hdfs://host/file.parquet"],
         [*GRPO, f"{POLICY}.actor.checkpoint.save_contents=[hf_model]", "trainer.resume_mode=disable"],
         [*GRPO, "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"],
-        [*GRPO, "algorithm.adv_estimator=mine", f"{POLICY}.model.external_lib=json"],
         [*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=1639"],  # 1024 prompts x 8 samples < 5 x 1639
         [*GRPO, *GDPO, "algorithm.gdpo_reward_weights=[1,2]", f"{POLICY}.actor.use_kl_loss=true"],
         [*GRPO, f"{POLICY}.actor.policy_loss.loss_mode=cispo", f"{POLICY}.actor.clip_ratio_low=5"],
@@ -76,7 +75,7 @@ def test_sft_that_works_passes(here):
         ([f"{POLICY}.model.path=/a/b/c"], f"{POLICY}.model.path", "no such directory"),
         ([f"{POLICY}.model.path=train.parquet"], f"{POLICY}.model.path", "is a file"),
         ([f"{POLICY}.model.tokenizer_path=./tok"], f"{POLICY}.model.tokenizer_path", "no such directory"),
-        ([f"{POLICY}.model.external_lib=no_such_module_x"], f"{POLICY}.model.external_lib", "no such module"),
+        ([f"{POLICY}.model.external_lib=no_such_module_x"], f"{POLICY}.model.external_lib", "neither a Python file"),
         (
             [f"+{POLICY}.model.override_config.attn_implementation=flash_attention_2", "trainer.device=cpu"],
             "attn_implementation",
@@ -186,7 +185,7 @@ def test_sft_that_works_passes(here):
         ([f"{POLICY}.rollout.val_kwargs.n=4"], "val_kwargs.n=4", "alike"),
         ([f"{POLICY}.rollout.val_kwargs.do_sample=true"], "val_kwargs.do_sample=True", "temperature"),
         # engines and run
-        ([f"{POLICY}.rollout.nnodes=1"], "rollout.nnodes=1 with name=auto", "vllm, sglang"),
+        ([f"{POLICY}.rollout.nnodes=1"], "rollout.nnodes=1 with name=auto", "sglang, vllm"),
         ([f"{POLICY}.actor.fsdp_config.forward_only=true"], "forward_only=True", "trained"),
         (
             [

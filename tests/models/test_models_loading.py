@@ -15,12 +15,12 @@ from hybridrl.errors import ModelError
 from hybridrl.models.loading import (
     attention_implementation,
     build_language_model,
-    import_external_lib,
     load_language_model,
     load_model_config,
     resolve_dtype,
 )
 from hybridrl.models.value import build_value_model, load_value_model, save_value_model
+from hybridrl.registry import import_external_lib
 
 
 def copy_of(model: Path, target: Path) -> Path:

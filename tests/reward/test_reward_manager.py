@@ -192,11 +192,11 @@ def test_dapo_without_a_buffer_is_naive(manager_for, make_batch, user_file, conf
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("naive", {"max_resp_len": 3}, r"reward.reward_kwargs.max_resp_len: the manager 'naive' has no such setting"),
-        ("dapo", {"length": 3}, r"it has: max_resp_len, overlong_buffer_cfg"),
-        ("dapo", {"overlong_buffer_cfg": {"enabled": True}}, r"overlong_buffer_cfg.enabled: no such setting"),
+        ("naive", {"max_resp_len": 3}, r"reward.reward_kwargs has max_resp_len.*RewardManager has no settings"),
+        ("dapo", {"length": 3}, r"reward_kwargs.length.*max_resp_len, overlong_buffer_cfg"),
+        ("dapo", {"overlong_buffer_cfg": {"enabled": True}}, r"overlong_buffer_cfg.enabled: .*enable, len"),
         ("dapo", {"overlong_buffer_cfg": {"enable": True}}, r"overlong_buffer_cfg.len=None"),
-        ("dapo", {"overlong_buffer_cfg": {"enable": True, "len": 17}}, r"from 1 to the longest response .16"),
+        ("dapo", {"overlong_buffer_cfg": {"enable": True, "len": 17}}, r"overlong_buffer_cfg.len=17.* 16 "),
     ],
 )
 def test_settings_of_managers_are_checked(manager_for, config, name, settings, message):
@@ -206,9 +206,9 @@ def test_settings_of_managers_are_checked(manager_for, config, name, settings, m
 
 
 def test_registry():
-    with pytest.raises(RewardError, match=r"no such manager\. Known: batch, dapo, naive"):
+    with pytest.raises(RewardError, match=r"reward_manager.name is 'magic'.*batch, dapo, naive"):
         get_reward_manager_cls("magic")
-    with pytest.raises(RewardError, match="'naive' is taken by hybridrl"):
+    with pytest.raises(RewardError, match="'naive' is registered already, as hybridrl"):
         register("naive")(type("Other", (RewardManager,), {"__module__": "x"}))
 
 

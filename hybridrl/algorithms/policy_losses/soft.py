@@ -94,7 +94,7 @@ class DROSettings:
     dro_beta: float = key(MISSING, "weight of the quadratic term", gt=0)
 
 
-@policy_loss("dro", settings=DROSettings)
+@policy_loss("dro", settings=DROSettings, requires=("dro_beta",))
 def compute_policy_loss_dro(tokens: Tokens, settings: DROSettings) -> tuple[Tensor, Metrics]:
     """DRO (Richemond et al. 2024, arXiv 2405.19107) as a policy loss on given advantages:
 

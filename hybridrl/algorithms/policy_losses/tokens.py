@@ -85,6 +85,7 @@ def policy_loss(
     *,
     settings: type | None = None,
     needs: tuple[str, ...] = (),
+    requires: tuple[str, ...] = (),
     prepare: PrepareFn | None = None,
     loss_agg_mode: str = "token-mean",
     weighs_itself: bool = False,
@@ -104,6 +105,7 @@ def policy_loss(
         settings: dataclass of the settings that it reads, from ``actor.policy_loss`` where a field's ``path`` names no
             other place; without one the function takes the tokens alone.
         needs: see `hybridrl.registry.LossFacts`; these fields are in ``tokens.more``.
+        requires: see there.
         prepare: see `register_policy_loss`; its result is ``tokens.prepared``.
         loss_agg_mode: the default in a call without one. A run always sets it.
         weighs_itself: the function multiplies by ``tokens.weights`` itself.
@@ -147,7 +149,7 @@ def policy_loss(
 
         loss.__doc__, loss.__name__, loss.__module__ = body.__doc__, body.__name__, body.__module__
         loss.__qualname__ = body.__qualname__
-        return register_policy_loss(name, settings=settings, needs=needs, prepare=prepare)(loss)
+        return register_policy_loss(name, settings=settings, needs=needs, requires=requires, prepare=prepare)(loss)
 
     return decorate
 

@@ -1,39 +1,61 @@
 """Cross-checks of `algorithm` and the losses: settings each allowed that cannot work together, or would do nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hybridrl.config.convert import nearest
-from hybridrl.config.schema import names
 from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.errors import ModelError, UserError
+from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry, import_external_lib
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 
 
-def own_code(config: PPOTrainerConfig) -> bool:
-    """Whether a module of the user may have registered names of its own."""
-    return config.actor_rollout_ref.model.external_lib is not None
+def check_names(where: str, external_lib: str | None, chosen: Mapping[str, tuple[Registry[Any], str]]) -> Iterator[str]:
+    """Names of estimators, losses, managers and engines, after the user's modules have registered theirs.
+
+    Args:
+        where: what stands before `model.external_lib` in the tree.
+        external_lib: its value.
+        chosen: by key the registry and the name that is chosen from it.
+    """
+    try:
+        import_external_lib(external_lib)
+    except ModelError as error:
+        yield f"{where}{error}"
+        return
+    for key, (registry, name) in chosen.items():
+        if registry.is_builtin(name):
+            continue
+        known = registry.names()
+        if ":" not in name and not registry.knows(name):
+            yield (
+                f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}; your own is registered "
+                "by a module named in actor_rollout_ref.model.external_lib, or named itself as module:attribute"
+            )
+            continue
+        try:
+            registry.get(name)
+        except UserError as error:
+            yield str(error).replace(registry.key, key, 1)
 
 
 def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
-    name, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    own = "; your own is registered by a module named in actor_rollout_ref.model.external_lib"
-    if name not in names.ADV_ESTIMATORS and not own_code(config):
-        close = nearest(name, names.ADV_ESTIMATORS, 1)
-        yield f"algorithm.adv_estimator={name}: unknown; there are {', '.join(names.ADV_ESTIMATORS)}{close}{own}"
-    if loss not in names.POLICY_LOSSES and not own_code(config):
-        close = nearest(loss, names.POLICY_LOSSES, 1)
-        yield f"{_ACTOR}.policy_loss.loss_mode={loss}: unknown; there are {', '.join(names.POLICY_LOSSES)}{close}{own}"
-    if loss == "dro" and config.actor_rollout_ref.actor.policy_loss.dro_beta is None:
-        yield f"{_ACTOR}.policy_loss.loss_mode=dro without {_ACTOR}.policy_loss.dro_beta; set it, a number above 0"
+    name, policy_loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss
+    facts = ADV_ESTIMATORS.facts(name)
+    for required in POLICY_LOSSES.facts(policy_loss.loss_mode).requires:
+        if policy_loss[required] is None:
+            where = f"{_ACTOR}.policy_loss"
+            yield f"{where}.loss_mode={policy_loss.loss_mode} without {where}.{required}; set it"
     samples = config.actor_rollout_ref.rollout.n
-    if name in names.GROUP_ESTIMATORS and samples == 1:
+    if facts.compares_samples and samples == 1:
         yield (
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and {_ROLLOUT}.n=1; "
             "set it to 2 or more, 8 is usual"
         )
-    if name == "gae" and not config.use_critic:
-        yield "algorithm.adv_estimator=gae needs values, and critic.enable=False; leave it null, or use grpo"
+    if "values" in facts.needs and not config.use_critic:
+        yield f"algorithm.adv_estimator={name} needs values, and critic.enable=False; leave it null, or use grpo"
     if config.algorithm.filter_groups.metric == "seq_final_reward":
         yield (
             "algorithm.filter_groups.metric=seq_final_reward: groups are filtered before rewards are changed by a KL "
@@ -67,16 +89,14 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
             f"{_ROLLOUT}.n) would change the coefficient by a factor of 1 - 0.2 x {rows} / {control.horizon}, which is "
             f"not above 0; set horizon above {rows // 5}, {10 * rows} changes it by 2 % a step"
         )
-    if algorithm.adv_estimator != "gdpo":
-        if keys and not own_code(config):
-            yield (
-                "algorithm.gdpo_reward_keys acts with algorithm.adv_estimator=gdpo only, and it is "
-                f"{algorithm.adv_estimator}"
-            )
+    name = algorithm.adv_estimator
+    if not ADV_ESTIMATORS.facts(name).reads_components:
+        if keys and ADV_ESTIMATORS.is_builtin(name):
+            yield f"algorithm.gdpo_reward_keys acts with algorithm.adv_estimator=gdpo only, and it is {name}"
         return
     if weights is not None and len(weights) != len(keys):
         yield f"algorithm.gdpo_reward_weights={weights} and gdpo_reward_keys={keys}: one weight for each key"
-    takes = "algorithm.adv_estimator=gdpo takes the components of gdpo_reward_keys, not the reward that"
+    takes = f"algorithm.adv_estimator={name} takes the components of gdpo_reward_keys, not the reward that"
     if algorithm.use_kl_in_reward:
         yield f"{takes} algorithm.use_kl_in_reward=True changes; use {_ACTOR}.use_kl_loss=True in its place"
     if algorithm.normalize_rewards != "none":
@@ -84,7 +104,7 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
     if algorithm.clip_rewards is not None:
         yield f"{takes} algorithm.clip_rewards={algorithm.clip_rewards} changes; set it to null"
     buffer = config.reward.reward_kwargs.get("overlong_buffer_cfg")
-    if config.reward.reward_manager.name == "dapo" and isinstance(buffer, dict) and buffer.get("enable") is True:
+    if isinstance(buffer, dict) and buffer.get("enable") is True:
         yield (
             f"{takes} reward.reward_kwargs.overlong_buffer_cfg penalises; disable it, and return a component for the "
             "length from your reward function"

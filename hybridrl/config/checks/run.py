@@ -11,12 +11,11 @@ from hybridrl.config.checks.algorithm import (
     check_correction,
     check_estimator,
     check_full_kl,
+    check_names,
     check_rewards_to_advantages,
-    own_code,
 )
 from hybridrl.config.checks.paths import check_class, check_files, check_function, check_model
-from hybridrl.config.convert import nearest
-from hybridrl.config.schema import names
+from hybridrl.config.own_settings import read_own
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE, ActorConfig
 from hybridrl.config.schema.critic import CriticConfig
 from hybridrl.config.schema.data import PromptConfig
@@ -31,10 +30,19 @@ from hybridrl.config.schema.root import (
 )
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RunConfig, TrainerConfig
 from hybridrl.errors import ConfigError
+from hybridrl.registry import (
+    ADV_ESTIMATORS,
+    INFERENCE_ENGINES,
+    POLICY_LOSSES,
+    REWARD_MANAGERS,
+    TRAIN_ENGINES,
+    Registry,
+    has_replicas,
+    is_endpoint,
+)
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-_OVERLONG = {"enable": bool, "len": int, "penalty_factor": (int, float), "log": bool}
 
 
 def validate(config: RootConfig) -> None:
@@ -63,8 +71,10 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
     if config.use_critic and config.critic.model.path != policy.model.path:
         yield check_model("critic.model", config.critic.model, config.trainer.device)
+        yield check_names("critic.", config.critic.model.external_lib, {})
     yield _check_prompts(config)
     yield _check_reward(config)
+    yield check_names("actor_rollout_ref.", policy.model.external_lib, _chosen(config))
     yield check_estimator(config)
     yield check_rewards_to_advantages(config)
     yield check_correction(config)
@@ -83,8 +93,28 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_devices(trainer, config.ray_kwargs.ray_init)
 
 
+def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
+    """What the run chooses by name."""
+    policy, manager = config.actor_rollout_ref, config.reward.reward_manager
+    chosen: dict[str, tuple[Registry[Any], str]] = {
+        "algorithm.adv_estimator": (ADV_ESTIMATORS, config.algorithm.adv_estimator),
+        f"{_ACTOR}.policy_loss.loss_mode": (POLICY_LOSSES, policy.actor.policy_loss.loss_mode),
+        f"{_ACTOR}.strategy": (TRAIN_ENGINES, policy.actor.strategy),
+        "actor_rollout_ref.ref.strategy": (TRAIN_ENGINES, policy.ref.strategy),
+        "critic.strategy": (TRAIN_ENGINES, config.critic.strategy),
+    }
+    if manager.source == "register":
+        chosen["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
+    return chosen | _chosen_rollout(policy.rollout)
+
+
+def _chosen_rollout(rollout: RolloutConfig) -> dict[str, tuple[Registry[Any], str]]:
+    return {} if rollout.name == "auto" else {f"{_ROLLOUT}.name": (INFERENCE_ENGINES, rollout.name)}
+
+
 def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_model("model", config.model, config.trainer.device)
+    yield check_names("", config.model.external_lib, {"engine.strategy": (TRAIN_ENGINES, config.engine.strategy)})
     yield _check_conversations(config)
     yield _check_contents("checkpoint", config.checkpoint, config.trainer)
     yield _check_optimizer("optim", config.optim)
@@ -95,7 +125,8 @@ def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
 
 def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
     policy = config.actor_rollout_ref
-    if policy.rollout.name == "openai":
+    yield check_names("actor_rollout_ref.", policy.model.external_lib, _chosen_rollout(policy.rollout))
+    if is_endpoint(policy.rollout.name):
         yield _check_endpoint(policy.rollout)
     else:
         yield check_model("actor_rollout_ref.model", policy.model, config.trainer.device)
@@ -207,32 +238,8 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
         yield from check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
         if manager.module.path is None:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
-    elif manager.name not in names.REWARD_MANAGERS and not own_code(config):
-        known = nearest(manager.name, names.REWARD_MANAGERS, 1)
-        yield (
-            f"reward.reward_manager.name={manager.name}: unknown; there are {', '.join(names.REWARD_MANAGERS)}{known}. "
-            "For your own set source=importlib with module.path and module.name"
-        )
-    elif manager.name == "dapo":
-        yield from _check_overlong(config.reward.reward_kwargs, config.data.max_response_length)
-
-
-def _check_overlong(kwargs: dict[str, Any], response_length: int) -> Iterator[str]:
-    """`overlong_buffer_cfg` of the dapo manager."""
-    where = "reward.reward_kwargs.overlong_buffer_cfg"
-    buffer = kwargs.get("overlong_buffer_cfg") or {}
-    if not isinstance(buffer, dict):
-        yield f"{where}={buffer}: must be a mapping with {', '.join(_OVERLONG)}"
-        return
-    for name, value in buffer.items():
-        if name not in _OVERLONG:
-            yield f"{where}.{name}: unknown key; it has {', '.join(_OVERLONG)}"
-        elif not isinstance(value, _OVERLONG[name]):  # type: ignore[arg-type]
-            yield f"{where}.{name}={value}: must be {'true or false' if _OVERLONG[name] is bool else 'a number'}"
-    longest, length = kwargs.get("max_resp_len") or response_length, buffer.get("len")
-    fits = isinstance(length, int) and isinstance(longest, int) and 0 < length <= longest
-    if buffer.get("enable") is True and not fits:
-        yield f"{where}.len={length}: must be from 1 to max_resp_len={longest} where the buffer is enabled"
+    elif (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
+        yield from read_own(settings, config.reward.reward_kwargs, "reward.reward_kwargs.", config)[1]
 
 
 # ---------------------------------------------------------------- batches
@@ -324,10 +331,10 @@ def _check_greedy(rollout: RolloutConfig, samples: int) -> Iterator[str]:
 
 def _check_trainable(rollout: RolloutConfig) -> Iterator[str]:
     """Training needs an engine that takes weights."""
-    if rollout.name == "openai":
+    if is_endpoint(rollout.name):
         yield (
-            f"{_ROLLOUT}.name=openai cannot train: the endpoint takes no weights from this run, and its tokens and "
-            "log-probabilities are not ours. Use auto or hf here; openai is for main_generation"
+            f"{_ROLLOUT}.name={rollout.name} cannot train: the endpoint takes no weights from this run, and its "
+            "tokens and log-probabilities are not ours. Use auto or hf here; it is for main_generation"
         )
 
 
@@ -348,10 +355,10 @@ def _check_sampling(rollout: RolloutConfig) -> Iterator[str]:
 
 def _check_engines(config: PPOTrainerConfig) -> Iterator[str]:
     policy, critic = config.actor_rollout_ref, config.critic
-    if policy.rollout.nnodes and policy.rollout.name not in names.ENGINES:
+    if policy.rollout.nnodes and not has_replicas(policy.rollout.name):
         yield (
             f"{_ROLLOUT}.nnodes={policy.rollout.nnodes} with name={policy.rollout.name}: only engines have machines of "
-            f"their own; set name to one of {', '.join(names.ENGINES)}, or nnodes=0"
+            f"their own; set name to one of {', '.join(filter(has_replicas, INFERENCE_ENGINES.names()))}, or nnodes=0"
         )
     engines = [
         (f"{_ACTOR}", policy.actor.strategy, f"{_ACTOR}.fsdp_config", policy.actor.fsdp_config, False),

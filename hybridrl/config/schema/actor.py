@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hybridrl.config.schema import names
 from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
+from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
 
 #: sequences a process puts through a model at once, where nothing else is set
 MICRO_BATCH_SIZE = 8
@@ -17,8 +18,7 @@ class PolicyLossConfig(ConfigNode):
     loss_mode: str = key(
         "vanilla",
         "policy loss by its registered name",
-        choices=names.POLICY_LOSSES,
-        open_names=True,
+        registry=POLICY_LOSSES,
     )
     dro_beta: float | None = key(None, "dro: weight of the quadratic term; must be set for it", gt=0)
     clip_cov_ratio: float = key(0.0002, "clip_cov: share of the tokens that is left out", ge=0, le=1)
@@ -37,7 +37,7 @@ class ActorConfig(ConfigNode):
     strategy: str = key(
         "fsdp2",
         "training engine; fsdp means fsdp2",
-        choices=names.STRATEGIES,
+        registry=TRAIN_ENGINES,
         later=names.STRATEGIES_LATER,
         synonyms=names.STRATEGY_SYNONYMS,
     )
@@ -91,7 +91,7 @@ class RefConfig(ConfigNode):
         "fsdp2",
         "engine",
         follows="${actor_rollout_ref.actor.strategy}",
-        choices=names.STRATEGIES,
+        registry=TRAIN_ENGINES,
         later=names.STRATEGIES_LATER,
         synonyms=names.STRATEGY_SYNONYMS,
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.registry import ADV_ESTIMATORS
 
 
 @dataclass
@@ -66,8 +67,7 @@ class AlgorithmConfig(ConfigNode):
     adv_estimator: str = key(
         "gae",
         "advantage estimator by its registered name",
-        choices=names.ADV_ESTIMATORS,
-        open_names=True,
+        registry=ADV_ESTIMATORS,
     )
     gamma: float = key(1.0, "discount of a token's reward", ge=0, le=1)
     lam: float = key(1.0, "lambda of GAE", ge=0, le=1)

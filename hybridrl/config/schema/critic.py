@@ -7,6 +7,7 @@ from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
+from hybridrl.registry import TRAIN_ENGINES
 
 _POLICY = "${actor_rollout_ref.model."
 
@@ -20,7 +21,7 @@ class CriticConfig(ConfigNode):
         "fsdp2",
         "training engine",
         follows="${oc.select:actor_rollout_ref.actor.strategy,fsdp2}",
-        choices=names.STRATEGIES,
+        registry=TRAIN_ENGINES,
         later=names.STRATEGIES_LATER,
         synonyms=names.STRATEGY_SYNONYMS,
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.registry import TRAIN_ENGINES
 
 
 @dataclass
@@ -21,7 +22,7 @@ class FSDPConfig(ConfigNode):
     strategy: str = key(
         "fsdp2",
         "engine; fsdp means fsdp2",
-        choices=names.STRATEGIES,
+        registry=TRAIN_ENGINES,
         later=names.STRATEGIES_LATER,
         synonyms=names.STRATEGY_SYNONYMS,
     )

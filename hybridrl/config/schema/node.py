@@ -8,7 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridrl.settings import Limits as Limits
 from hybridrl.settings import key as key
@@ -16,7 +16,19 @@ from hybridrl.settings import key as key
 
 @dataclass
 class ConfigNode:
-    """Base of every group; also read like a mapping, because user code written for a DictConfig does so."""
+    """Base of every group; also read like a mapping, because user code written for a DictConfig does so.
+
+    A group in which something of the user's is chosen holds that one's settings in `own`, an instance of the dataclass
+    that it was registered with, and has its fields as attributes.
+    """
+
+    own: ClassVar[Any] = None
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("own")
+        if own is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no setting {name}")
+        return getattr(own, name)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The setting called `name`, or `default` where this group has none."""
@@ -28,11 +40,12 @@ class ConfigNode:
         return getattr(self, name)
 
     def __contains__(self, name: object) -> bool:
-        return any(field.name == name for field in dataclasses.fields(self))
+        return name in tuple(self.keys())
 
     def keys(self) -> Iterator[str]:
         """Names of the settings, in the order of their declaration."""
-        return (field.name for field in dataclasses.fields(self))
+        own = () if self.own is None else dataclasses.fields(self.own)
+        yield from dict.fromkeys(field.name for field in (*dataclasses.fields(self), *own))
 
 
 @dataclass(frozen=True)

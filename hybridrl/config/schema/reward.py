@@ -1,10 +1,12 @@
 """Settings of the reward: `reward`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.registry import REWARD_MANAGERS
 
 
 @dataclass
@@ -31,12 +33,38 @@ class RewardManagerConfig(ConfigNode):
     name: str = key(
         "naive",
         "how scores are asked for and shaped",
-        choices=names.REWARD_MANAGERS,
+        registry=REWARD_MANAGERS,
         later=names.REWARD_MANAGERS_LATER,
-        open_names=True,
     )
     source: str = key("register", "register: by name; importlib: from module.path", choices=("register", "importlib"))
     module: RewardModuleConfig = group(RewardModuleConfig)
+
+
+@dataclass
+class OverlongBufferConfig(ConfigNode):
+    """`overlong_buffer_cfg` of the manager `dapo`."""
+
+    enable: bool = key(False, "penalise responses that come close to the length limit")
+    len: int | None = key(None, "tokens before the limit at which the penalty begins", gt=0)
+    penalty_factor: float = key(1.0, "the penalty at the limit")
+    log: bool = key(False, "return the penalty next to the score")
+
+
+@dataclass
+class DapoConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `dapo`."""
+
+    max_resp_len: int | None = key(None, "the length limit; null: data.max_response_length", gt=0)
+    overlong_buffer_cfg: OverlongBufferConfig = group(OverlongBufferConfig)
+
+    def check(self, config: Any) -> Iterator[str]:
+        """What is wrong with these settings in a run of `config`."""
+        longest, buffer = self.max_resp_len or config.data.max_response_length, self.overlong_buffer_cfg
+        if buffer.enable and not (buffer.len is not None and buffer.len <= longest):
+            yield (
+                f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len}: must be from 1 to {longest} "
+                "(reward.reward_kwargs.max_resp_len, else data.max_response_length) where the buffer is enabled"
+            )
 
 
 @dataclass

@@ -6,6 +6,7 @@ from typing import Any
 from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.registry import INFERENCE_ENGINES
 
 
 @dataclass
@@ -92,7 +93,8 @@ class RolloutConfig(ConfigNode):
     name: str = key(
         "auto",
         "generation engine; auto: the fastest that is installed and supports the model",
-        choices=names.ROLLOUTS,
+        choices=("auto",),
+        registry=INFERENCE_ENGINES,
         later=names.ROLLOUTS_LATER,
     )
     n: int = key(1, "samples a prompt", gt=0)

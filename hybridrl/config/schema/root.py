@@ -12,6 +12,7 @@ from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, RunConfig, TrainerConfig
+from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 
 @dataclass
@@ -42,12 +43,16 @@ class PPOTrainerConfig(ConfigNode):
     @property
     def use_critic(self) -> bool:
         """Whether a value model takes part."""
-        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+        if self.critic.enable is not None:
+            return self.critic.enable
+        return "values" in ADV_ESTIMATORS.facts(self.algorithm.adv_estimator).needs
 
     @property
     def use_reference(self) -> bool:
-        """Whether a reference policy takes part: KL in the reward or in the loss."""
-        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        """Whether a reference policy takes part: for a KL in the reward or in the loss, or for the policy loss."""
+        actor = self.actor_rollout_ref.actor
+        needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
+        return self.algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in needs
 
 
 @dataclass

@@ -36,12 +36,10 @@ from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 
 logger = logging.getLogger(__name__)
-STRATEGIES = ("fsdp", "fsdp2")
 USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
 
 
-@TrainEngines.register("language_model", STRATEGIES)
-@TrainEngines.register("value_model", STRATEGIES)
+@TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
 class FSDPEngine(Engine):
     """A Hugging Face causal language model, or a backbone with a value head.
 
@@ -83,7 +81,6 @@ class FSDPEngine(Engine):
         if self.optim_config is None:
             self.model_dtype = self.model_dtype if distributed.get_world_size() > 1 else self.compute_dtype
         self._seed()
-        loading.import_external_lib(model.external_lib)
         self.config = loading.load_model_config(
             model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
         )

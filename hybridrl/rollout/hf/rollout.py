@@ -20,6 +20,7 @@ from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.batch import assemble
 from hybridrl.rollout.hf.cache import make_cache, select_rows
+from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.noise import stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
 from hybridrl.rollout.stop_strings import StopStrings
@@ -28,6 +29,7 @@ from hybridrl.utils.device import current_device
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch: dropping copies the cache
 
 
+@InferenceEngines.register("hf", in_place=True, serves=False)
 class HFRollout:
     """Generates with the training engine's own module, inside each worker.
 

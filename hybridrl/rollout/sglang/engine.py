@@ -35,7 +35,13 @@ _SWEEP_S = 10
 _LAST_LINES_S = 1
 
 
-@InferenceEngines.register("sglang")
+@InferenceEngines.register(
+    "sglang",
+    packages=("sglang",),
+    auto=2,
+    install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang), "
+    "or pip install 'hybridrl[sglang]'",
+)
 class SGLangEngine(InferenceEngine):
     """A process with SGLang's engine in it, and the calls to it."""
 

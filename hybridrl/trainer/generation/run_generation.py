@@ -10,8 +10,8 @@ from hybridrl.checkpoint import digest
 from hybridrl.checkpoint.files import sha256
 from hybridrl.config import GenerationConfig, as_dict
 from hybridrl.models.info import checked_identity, tokenizer_of
-from hybridrl.models.loading import import_external_lib
-from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
+from hybridrl.registry import INFERENCE_ENGINES, import_external_lib, is_endpoint
+from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller.ray import ResourcePoolManager
 from hybridrl.trainer.generation.output import Output, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
@@ -30,7 +30,7 @@ def run_generation(config: GenerationConfig) -> None:
         UserError: a setting, file or endpoint of the user's cannot work. Parts that were written stay.
     """
     import_external_lib(config.actor_rollout_ref.model.external_lib)
-    if config.actor_rollout_ref.rollout.name == "openai":
+    if is_endpoint(config.actor_rollout_ref.rollout.name):
         _through_endpoint(config)
     else:
         _in_cluster(config)
@@ -48,7 +48,7 @@ def _in_cluster(config: GenerationConfig) -> None:
     placement, device = config.placement, config.trainer.device
     pool = placement.roles[ROLE]
     engine = resolve_rollout(config.actor_rollout_ref, USES_GPU[device])
-    if engine != IN_PLACE:
+    if not INFERENCE_ENGINES.facts(engine).in_place:
         check_layout(devices_per_replica(config.actor_rollout_ref), placement.pools[pool])
     manager = ResourcePoolManager({pool: list(placement.pools[pool])}, mapping={ROLE: pool}, use_gpu=USES_GPU[device])
 
@@ -96,7 +96,7 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
         "model.weights": _weights(model.path),
         "model.custom_chat_template": model.custom_chat_template,
         "model.override_config": model.override_config,
-        **({"rollout.openai": openai} if rollout.name == "openai" else {}),
+        **({"rollout.openai": openai} if is_endpoint(rollout.name) else {}),
     }
 
 

@@ -28,7 +28,11 @@ def check_estimator(config: PPOTrainerConfig) -> None:
     Raises:
         AlgorithmError: names what is missing and the setting that provides it.
     """
-    available = {"uid", "old_log_probs", "reward_baselines"}  # the last two are computed for whoever needs them
+    available = {
+        "uid",
+        "old_log_probs",
+        "reward_baselines",
+    }  # the last two are computed for an estimator that needs them
     if config.use_critic:
         available.add("values")
     if config.actor_rollout_ref.actor.calculate_sum_pi_squared:

@@ -10,10 +10,11 @@ from typing import Any
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_rl_dataset
 from hybridrl.models.info import checked_identity, tokenizer_of
-from hybridrl.models.loading import check_weights, import_external_lib
+from hybridrl.models.loading import check_weights
 from hybridrl.observe.tracking import check_loggers
+from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.reward import RewardManager, create_reward_manager
-from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
+from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
 from hybridrl.trainer.ppo.roles import Role
@@ -32,9 +33,9 @@ def prepare(
         UserError: a setting, file or function of the user's cannot work; nothing was loaded yet.
     """
     model = config.actor_rollout_ref.model
+    import_external_lib(model.external_lib)  # estimators run here; losses, engines and model classes in other processes
     _check_rollout(config)
     check_loggers(config.trainer.logger)
-    import_external_lib(model.external_lib)  # estimators run here; losses and model classes in the workers
     check_algorithm(config)
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
@@ -57,7 +58,7 @@ def _check_rollout(config: PPOTrainerConfig) -> None:
     name = resolve_rollout(policy, USES_GPU[config.trainer.device])
     if name != policy.rollout.name:
         print(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}", flush=True)
-    if name == IN_PLACE:
+    if INFERENCE_ENGINES.facts(name).in_place:
         return
     rollout = policy.rollout
     shared = placement.pools[placement.roles["actor_rollout_ref"]]

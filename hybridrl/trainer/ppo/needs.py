@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import torch
 
-from hybridrl.algorithms import compute_rollout_correction_and_rejection_mask, get_policy_loss_fn, named_inputs
+from hybridrl.algorithms import call_policy_loss, compute_rollout_correction_and_rejection_mask, named_inputs
 from hybridrl.algorithms.rollout_correction.apply import correction_settings
 from hybridrl.config import PPOTrainerConfig
+from hybridrl.registry import POLICY_LOSSES
 from hybridrl.trainer.ppo.advantage import check_estimator
 from hybridrl.workers.losses import FULL_KL, PolicyLoss
 
@@ -25,7 +26,7 @@ class Needs:
             penalty in the reward, some estimators and a correction of the sampler's probabilities need them before.
             In bypass mode the sampler's log-probabilities replace them.
         ref_log_prob: the reference computes log-probabilities of the sampled tokens: every KL form but `full` reads
-            them.
+            them, and a policy loss that is registered to need them.
         ref_kl: the reward needs the KL over the vocabulary, which the actor computes with its old log-probabilities.
         values: the estimator reads the critic's values.
         reward_baselines: the estimator compares with a greedy response to each prompt.
@@ -44,14 +45,16 @@ class Needs:
         """Read them from the settings and from what the estimator names as its inputs."""
         actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
         inputs = named_inputs(algorithm.adv_estimator)
+        loss_needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
         full_in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL
         full_in_loss = actor.use_kl_loss and actor.kl_loss_type == FULL_KL
         return cls(
             critic=config.use_critic,
             reference=config.use_reference,
-            old_log_probs=_old_log_probs(config, inputs),
+            old_log_probs="old_log_probs" in loss_needs or _old_log_probs(config, inputs),
             ref_log_prob=(algorithm.use_kl_in_reward and not full_in_reward)
-            or (actor.use_kl_loss and not full_in_loss),
+            or (actor.use_kl_loss and not full_in_loss)
+            or "ref_log_prob" in loss_needs,
             ref_kl=full_in_reward,
             values="values" in inputs,
             reward_baselines="reward_baselines" in inputs,
@@ -82,13 +85,17 @@ def check_algorithm(config: PPOTrainerConfig) -> None:
     compute_rollout_correction_and_rejection_mask(two, two, torch.ones(1, 2), **correction_settings(correction))
     settings = SimpleNamespace(**{name: getattr(loss.settings, name) for name in actor.keys()})
     settings.policy_loss = loss.settings.policy_loss
-    get_policy_loss_fn(loss.mode)(
+    call_policy_loss(
+        loss.mode,
+        counts={"dp_size": 1, "batch_num_tokens": 2, "global_batch_size": 1, "loss_scale_factor": 2},
         old_log_prob=two,
         log_prob=two,
         advantages=two,
         response_mask=torch.ones(1, 2),
         loss_agg_mode=actor.loss_agg_mode,
         config=settings,
+        rollout_is_weights=None,
+        **dict.fromkeys(loss.needs, two),
     )
 
 

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.config.schema import names
+from hybridrl.registry import has_replicas
 from hybridrl.single_controller.ray import (
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -63,7 +63,7 @@ def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
     mapping = {role: next(roles[key] for key in _PLACEMENT_KEYS[role] if key in roles) for role in active_roles(config)}
     used = {name: list(config.placement.pools[name]) for name in dict.fromkeys(mapping.values())}
     rollout = config.actor_rollout_ref.rollout
-    if rollout.nnodes and rollout.name in names.ENGINES:
+    if rollout.nnodes and has_replicas(rollout.name):
         mapping[Role.Rollout] = ROLLOUT_POOL
         used[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
     return ResourcePoolManager(resource_pool_spec=used, mapping=mapping, use_gpu=USES_GPU[config.trainer.device])

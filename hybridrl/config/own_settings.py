@@ -1,0 +1,155 @@
+"""Settings that a user's own loss, estimator or engine declares: typed and checked like every other.
+
+An entry of a registry may come with a dataclass of settings. They stand in the group next to the key that chooses the
+entry, so `actor.policy_loss.my_beta=0.1` is a setting as soon as the chosen loss declares `my_beta`. The configuration
+holds them as attributes of that group; the dataclass itself is its attribute `own`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.convert import build, nearest
+from hybridrl.config.schema.node import ConfigNode, is_group
+from hybridrl.errors import UserError
+from hybridrl.registry import (
+    ADV_ESTIMATORS,
+    INFERENCE_ENGINES,
+    POLICY_LOSSES,
+    TRAIN_ENGINES,
+    Registry,
+    import_external_lib,
+)
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A group that takes the settings of what `chosen_by` names; `external_lib` may hold that."""
+
+    path: str
+    chosen_by: str
+    registry: Registry[Any]
+    external_lib: str
+
+
+_POLICY = "actor_rollout_ref"
+_POLICY_LIB, _CRITIC_LIB = f"{_POLICY}.model.external_lib", "critic.model.external_lib"
+OPEN_GROUPS = (
+    OpenGroup(f"{_POLICY}.actor.policy_loss", f"{_POLICY}.actor.policy_loss.loss_mode", POLICY_LOSSES, _POLICY_LIB),
+    OpenGroup("algorithm", "algorithm.adv_estimator", ADV_ESTIMATORS, _POLICY_LIB),
+    OpenGroup(f"{_POLICY}.rollout.engine_kwargs", f"{_POLICY}.rollout.name", INFERENCE_ENGINES, _POLICY_LIB),
+    OpenGroup(f"{_POLICY}.actor.fsdp_config", f"{_POLICY}.actor.strategy", TRAIN_ENGINES, _POLICY_LIB),
+    OpenGroup(f"{_POLICY}.ref.fsdp_config", f"{_POLICY}.ref.strategy", TRAIN_ENGINES, _POLICY_LIB),
+    OpenGroup("critic.fsdp", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
+    OpenGroup("engine", "engine.strategy", TRAIN_ENGINES, "model.external_lib"),
+)
+
+
+def open_parent(name: str, groups: set[str]) -> str | None:
+    """The open group of a tree with these groups in which a key may be somebody's own setting."""
+    return next((g.path for g in OPEN_GROUPS if g.path in groups and name.startswith(f"{g.path}.")), None)
+
+
+def add_own_settings(
+    config: ConfigNode,
+    tree: Mapping[str, Any],
+    faults: dict[str, str],
+    origins: Mapping[str, str],
+    suggest: Callable[[str], str],
+) -> None:
+    """Set `own` of every open group, from the values of `tree` that no key of the schema took.
+
+    Args:
+        config: the typed configuration.
+        tree: the resolved values that it was built from.
+        faults: receives, by dotted key, a sentence for each key that is nobody's and each value that does not fit.
+        origins: where a key was set.
+        suggest: the schema's keys that look like one, as the end of a sentence.
+    """
+    for group in OPEN_GROUPS:
+        node = _at(config, group.path)
+        if node is None:
+            continue
+        values = _at(tree, group.path) or {}
+        name = _at(config, group.chosen_by)
+        unknown = [key for key in values if key not in {field.name for field in dataclasses.fields(node)}]
+        try:
+            if unknown or not group.registry.knows(name):
+                import_external_lib(_at(config, group.external_lib))
+        except UserError as error:
+            if unknown:  # without, `validate` tells it with all else
+                faults[group.external_lib] = f"{group.external_lib.removesuffix('model.external_lib')}{error}"
+            continue
+        try:
+            settings = group.registry.settings(name) if _may_have_settings(group, name, unknown) else None
+        except UserError as error:
+            if unknown:
+                faults[group.chosen_by] = str(error)
+            continue
+        fields = _own_fields(settings, type(node))
+        if settings is not None and fields:
+            own = {key: value for key, value in values.items() if key in fields}
+            missing = [key for key, required in fields.items() if required and key not in own]
+            for key in missing:
+                faults[f"{group.path}.{key}"] = f"{group.path}.{key} must be set for {group.chosen_by}={name}"
+            if not missing:
+                node.own = build(settings, own, faults, origins, f"{group.path}.")
+        for key in unknown:
+            if key not in fields:
+                full = f"{group.path}.{key}"
+                both = [f"{group.path}.{other}" for other in (*fields, *node.keys())] if fields else []
+                hint = nearest(full, both) or suggest(full)
+                faults[full] = f"{full}{origins.get(full, '')}: unknown key{hint}"
+
+
+def _may_have_settings(group: OpenGroup, name: Any, unknown: list[str]) -> bool:
+    """Whether to ask: a built-in entry has no settings outside the schema, and need not be imported for them."""
+    return group.registry.knows(name) and (bool(unknown) or not group.registry.is_builtin(name))
+
+
+def _own_fields(settings: type | None, group: type) -> dict[str, bool]:
+    """The fields that are keys of their own, and whether each must be set: not the schema's, not read elsewhere."""
+    if settings is None:
+        return {}
+    known = {field.name for field in dataclasses.fields(group)}
+    return {
+        field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(settings)
+        if field.name not in known and field.metadata.get("path") is None
+    }
+
+
+def _at(node: Any, path: str) -> Any:
+    for part in path.split("."):
+        if isinstance(node, Mapping):
+            node = node.get(part)
+        else:
+            node = getattr(node, part, None)
+        if node is None:
+            return None
+    return node
+
+
+def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any) -> tuple[Any, list[str]]:
+    """An instance of `settings` from a free mapping, and a sentence for each key and value that does not fit.
+
+    Args:
+        prefix: dotted path of the mapping, ending in a dot.
+        config: of the run; a dataclass with a method `check(config)`, which yields sentences, is asked too.
+    """
+    faults = dict(_unknown(settings, values, prefix))
+    built = build(settings, values, faults, {}, prefix)
+    check = getattr(built, "check", None)
+    more = list(check(config)) if check is not None and not faults else []
+    return built, [*faults.values(), *more]
+
+
+def _unknown(settings: type, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    fields = {field.name: field for field in dataclasses.fields(settings)}
+    for name, value in values.items():
+        if name not in fields:
+            has = ", ".join(fields) or "none"
+            yield f"{prefix}{name}", f"{prefix}{name}: unknown key{nearest(name, list(fields))}; there are: {has}"
+        elif is_group(fields[name]) and isinstance(value, Mapping):
+            yield from _unknown(fields[name].type, value, f"{prefix}{name}.")  # type: ignore[arg-type]

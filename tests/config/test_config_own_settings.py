@@ -1,0 +1,192 @@
+"""What a user's module registers can be chosen, and its settings are settings like every other."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config import load_config, to_yaml, validate
+from hybridrl.errors import ConfigError
+from hybridrl.registry import (
+    ADV_ESTIMATORS,
+    INFERENCE_ENGINES,
+    POLICY_LOSSES,
+    REWARD_MANAGERS,
+    TRAIN_ENGINES,
+    Registry,
+)
+
+POLICY = "actor_rollout_ref"
+CODE = """
+    from dataclasses import dataclass
+    from hybridrl.algorithms import Tokens, outcome_estimator, policy_loss
+    from hybridrl.config import key
+    from hybridrl.engine.fsdp.engine import FSDPEngine
+    from hybridrl.engine.train_engine import TrainEngines
+
+    @dataclass(frozen=True)
+    class LossSettings:
+        my_beta: float = key(0.5, "weight of the square", gt=0)
+        my_mode: str = key("square", "its form", choices=("square", "cube"))
+
+    @policy_loss("own_loss", settings=LossSettings, needs=("ref_log_prob",))
+    def own_loss(tokens: Tokens, settings: LossSettings):
+        return -tokens.advantages * tokens.log_prob * settings.my_beta, {}
+
+    @dataclass(frozen=True)
+    class EstimatorSettings:
+        my_coef: float = 1.0
+
+    @outcome_estimator("own_estimator", compares_samples=True, needs=("values",), settings=EstimatorSettings)
+    def own_estimator(scores, groups, settings: EstimatorSettings):
+        return settings.my_coef * (scores - groups.mean(scores))
+
+    @dataclass(frozen=True)
+    class EngineSettings:
+        my_depth: int = 3
+
+    @TrainEngines.register("own_engine", settings=EngineSettings)
+    class OwnEngine(FSDPEngine):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def own_module(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Registered names last as long as the process: one module for all tests."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_things_of_a_test.py").write_text(textwrap.dedent(CODE))
+    sys.path.insert(0, str(folder))
+    return "own_things_of_a_test"
+
+
+def words(module: str) -> list[str]:
+    return [
+        f"{POLICY}.model.external_lib={module}",
+        f"{POLICY}.actor.policy_loss.loss_mode=own_loss",
+        "algorithm.adv_estimator=own_estimator",
+    ]
+
+
+def faults_of(words: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config("ppo_trainer", words))
+    return caught.value.faults
+
+
+def test_own_settings_are_typed_and_stand_in_the_group_of_their_name(own_module) -> None:
+    given = [
+        f"+{POLICY}.actor.policy_loss.my_beta=1",
+        "algorithm.my_coef='0.25'",
+        f"{POLICY}.actor.strategy=own_engine",
+    ]
+    config = load_config("ppo_trainer", [*words(own_module), *given, f"{POLICY}.actor.fsdp_config.my_depth=7"])
+    loss = config.actor_rollout_ref.actor.policy_loss
+    assert (loss.my_beta, loss["my_mode"], config.algorithm.get("my_coef")) == (1.0, "square", 0.25)
+    assert isinstance(loss.my_beta, float) and "my_beta" in loss and "my_beta" in list(loss.keys())
+    assert config.actor_rollout_ref.actor.fsdp_config.my_depth == 7
+    assert config.actor_rollout_ref.ref.fsdp_config.my_depth == 3  # the reference follows the actor's strategy
+    again = pickle.loads(pickle.dumps(config))
+    assert again.actor_rollout_ref.actor.policy_loss.my_beta == 1.0 and again == config
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = loss.nothing
+
+
+def test_a_configuration_with_own_settings_is_read_back(own_module, tmp_path) -> None:
+    config = load_config("ppo_trainer", [*words(own_module), "algorithm.my_coef=0.25"])
+    (tmp_path / "kept.yaml").write_text(to_yaml(config))
+    again = load_config("ppo_trainer", config_dir=tmp_path, config_name="kept")
+    assert again.algorithm.my_coef == 0.25 and again == config
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (f"{POLICY}.actor.policy_loss.my_bta=1", (f"{POLICY}.actor.policy_loss.my_bta", "unknown", "my_beta")),
+        (f"{POLICY}.actor.policy_loss.my_beta=0", (f"{POLICY}.actor.policy_loss.my_beta=0", "greater than 0")),
+        (f"{POLICY}.actor.policy_loss.my_beta=big", (f"{POLICY}.actor.policy_loss.my_beta='big'", "a number")),
+        (f"{POLICY}.actor.policy_loss.my_mode=line", ("my_mode='line'", "square, cube")),
+        ("algorithm.my_coeff=1", ("algorithm.my_coeff", "unknown", "algorithm.my_coef")),
+        ("algorithm.gama=1", ("algorithm.gama", "unknown", "algorithm.gamma")),
+        (f"{POLICY}.actor.fsdp_config.my_depth=1", (f"{POLICY}.actor.fsdp_config.my_depth", "unknown")),
+    ],
+)
+def test_own_settings_are_checked_like_every_other(own_module, change, named) -> None:
+    (fault,) = faults_of([*words(own_module), change])
+    assert all(part in fault for part in named)
+
+
+def test_a_setting_of_something_that_is_not_chosen_is_unknown(own_module) -> None:
+    load_config("ppo_trainer", words(own_module))
+    for change in (f"{POLICY}.actor.policy_loss.my_beta=1", "algorithm.my_coef=1"):
+        (fault,) = faults_of([change])
+        assert "unknown key" in fault and change.split("=")[0] in fault
+
+
+def test_facts_of_own_code_count_in_every_check(own_module) -> None:
+    config = load_config("ppo_trainer", words(own_module))
+    assert config.use_critic and config.use_reference
+    found = " ".join(faults_of([*words(own_module), "critic.enable=False"]))
+    assert "rollout.n=1" in found and "adv_estimator=own_estimator needs values" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "registry"),
+    [
+        ("algorithm.adv_estimator", ADV_ESTIMATORS),
+        (f"{POLICY}.actor.policy_loss.loss_mode", POLICY_LOSSES),
+        (f"{POLICY}.actor.strategy", TRAIN_ENGINES),
+        (f"{POLICY}.rollout.name", INFERENCE_ENGINES),
+        ("reward.reward_manager.name", REWARD_MANAGERS),
+    ],
+)
+def test_unknown_names_are_refused_with_those_there_are(own_module, key, registry) -> None:
+    for words_ in ([], [f"{POLICY}.model.external_lib={own_module}"]):
+        found = [fault for fault in faults_of([*words_, f"{key}=nothing"]) if fault.startswith(f"{key}=nothing")]
+        assert len(found) == 1 and all(name in found[0] for name in registry.names())
+    for name in (f"{own_module}:Nothing", "no_such_module_x:Thing"):
+        (fault,) = [fault for fault in faults_of([f"{key}={name}"]) if fault.startswith(f"{key}=")]
+        assert name.split(":")[0] in fault
+
+
+def test_a_name_may_say_where_it_is(own_module) -> None:
+    given = [f"algorithm.adv_estimator={own_module}:own_estimator", "algorithm.my_coef=2"]
+    config = load_config("ppo_trainer", given)
+    assert config.algorithm.my_coef == 2.0 and config.use_critic
+
+
+@pytest.mark.parametrize("registry", [ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES])
+def test_facts_read_from_the_source_are_those_of_the_entry(registry: Registry) -> None:
+    """In a process of its own, where nothing was imported before."""
+    name = next(key for key, value in vars(sys.modules["hybridrl.registry"]).items() if value is registry)
+    code = f"""
+        import sys
+        from dataclasses import fields
+        from hybridrl.registry import {name} as registry
+        names = registry.names()
+        read = {{name: registry.facts(name) for name in names}}
+        assert names and not {{"torch", "ray", "transformers"}} & set(sys.modules)
+        for name in names:
+            registry.get(name)
+            for field in fields(read[name]):
+                before, after = getattr(read[name], field.name), getattr(registry.facts(name), field.name)
+                assert before == after or (field.name == "settings" and before is None), (name, field.name)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
+
+
+def test_a_name_that_is_taken_is_refused(own_module) -> None:
+    for registry in (ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES):
+        name = registry.names()[0]
+        with pytest.raises(registry.error, match=f"'{name}' is registered already"):
+            registry.add(name, type("Other", (), {"__module__": "elsewhere"}), registry.facts(name))
+
+
+def test_tables_of_names_are_gone() -> None:
+    source = (Path(__file__).parents[2] / "hybridrl/config/schema/names.py").read_text()
+    assert not [name for name in ("vanilla", "grpo", "vllm", "dapo") if f'"{name}"' in source]
