@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hybridrl.checkpoint import lock
 from hybridrl.checkpoint.disk_failure import disk_failure
 from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
 from hybridrl.errors import CheckpointError
+from hybridrl.notify import notify
 from hybridrl.utils.files import sync_folder, write_text
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -27,10 +27,6 @@ RESUME_MODES = ("auto", "disable", "resume_path")
 _FOLDER = re.compile(r"global_step_(\d+)")
 _UNFINISHED_LATEST = re.compile(re.escape(f".{LATEST}.") + r".*\.tmp")
 _LEFTOVER = re.compile(r"global_step_(\d+)\.(tmp|old|del)")
-
-
-def _notice(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class RunStore:
@@ -57,7 +53,7 @@ class RunStore:
         identity: Mapping[str, Any] | None = None,
         world: Mapping[str, Any] | None = None,
         config_digest: str | None = None,
-        notice: Callable[[str], None] = _notice,
+        notice: Callable[[str], None] = notify,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"number of checkpoints to keep is {keep}; set it to at least 1, or to null for all")

@@ -8,7 +8,6 @@ import copy
 import functools
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +22,9 @@ from hybridrl.config.schema.root import ROOTS, EvaluationConfig, GenerationConfi
 from hybridrl.config.userfile import UserFile, read_user_file
 from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome
 from hybridrl.errors import ConfigError
+from hybridrl.notify import notify
 
 _USER_CONFIG = "hybridrl_user_config"
-_notices_printed: set[str] = set()
 
 
 @dataclass
@@ -289,11 +288,9 @@ def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[
 
 
 def print_notices(notices: Sequence[str]) -> None:
-    """Print notices to the standard error, each once a process."""
+    """Tell the user each notice once per process."""
     for notice in notices:
-        if notice not in _notices_printed:
-            _notices_printed.add(notice)
-            print(f"notice: {notice}", file=sys.stderr)
+        notify(notice, once=True)
 
 
 @overload

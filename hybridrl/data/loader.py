@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,13 +13,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hybridrl.data.sampler import EpochSampler
 from hybridrl.errors import DataError
+from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
     from hybridrl.protocol import DataProto
-
-logger = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
@@ -114,10 +112,10 @@ class StatefulLoader:
             )
         if hasattr(self.sampler, "update") and not _is_stateful(self.sampler):
             name = type(self.sampler).__name__
-            logger.warning(
-                "data.sampler: %s has update() but no state_dict() and load_state_dict(), so a resumed run forgets "
-                "what it learned and may draw other rows. Add both.",
-                name,
+            notify(
+                f"data.sampler: {name} has update() but no state_dict() and load_state_dict(), so a resumed run "
+                "forgets what it learned and may draw other rows. Add both.",
+                "warning",
             )
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hybridrl.errors import UserError
+from hybridrl.notify import notify
 from hybridrl.observe import backends
 from hybridrl.observe.backends import Backend, Rows
 from hybridrl.observe.console import ConsoleLogger
@@ -122,7 +123,7 @@ class Tracking:
         self.folder.mkdir(parents=True, exist_ok=True)
         default = (self.folder / "rollouts", self.folder / "validation")
         self._dump_folders = [Path(path) for path in (default if dump_folders is None else dump_folders)]
-        self._notice = notice or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._notice = notice or notify
         self._file = JsonLines(self.folder / METRICS)
         self._memory = self._read_memory()
         self._failures: dict[str, int] = {}

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config import ActorRolloutRefConfig
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.notify import notify
 from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
@@ -102,7 +103,7 @@ def _serve(
     server.start_thread()
     replicas = rollout.pool.serve(access.token) if config.rollout.server.enable else []
     where = "" if log_folder is None else f"; address and key in {access.write(log_folder.parent, replicas)}"
-    print(f"{access.model} is served at {access.url}{where}", flush=True)
+    notify(f"{access.model} is served at {access.url}{where}")
     write_scrape_config(config.rollout.prometheus, [server.address])
 
 

@@ -71,7 +71,7 @@ def test_samples_run_at_the_same_time(user_file):
         assert [o.score for o in p.run(both)] == [1.0, 1.0]
 
 
-def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
+def test_a_hung_sample_costs_nobody_else_its_score(user_file, capsys):
     """The hang is a regular expression: it holds the interpreter lock, so nothing inside the process could stop it."""
     path = user_file(
         """
@@ -86,7 +86,8 @@ def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
         outcomes = p.run(samples(40), "sample no. {}".format)
         assert [i for i, o in enumerate(outcomes) if o.timed_out] == [7, 20]
         assert [o.score for o in outcomes] == [0 if i in (7, 20) else i for i in range(40)]
-        assert "sample no. 7 took more than reward.timeout_s=2" in caplog.text and "no. 20" in caplog.text
+        told = capsys.readouterr().err
+        assert "sample no. 7 took more than reward.timeout_s=2" in told and "no. 20" in told
         assert [o.score for o in p.run(samples(5))] == [0, 1, 2, 3, 4]
 
 

@@ -8,7 +8,6 @@ that exceeds the limit is ended with its process, and what else that process had
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import mmap
 import os
@@ -27,10 +26,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.notify import notify
 from hybridrl.reward.function import RewardFunction, Sample
 from hybridrl.reward.processes.child import CELL, IDLE, Cell, Result
-
-logger = logging.getLogger(__name__)
 
 _CHUNK_S = 0.01  # seconds of work sent to a process at a time
 _START_LIMIT_S = 120.0  # for starting a process and importing the user's file
@@ -204,11 +202,10 @@ class RewardPool:
                     f"reward.timeout_s={self.timeout_s:g} seconds, the last of them {sample}: it hangs. Mend it, or "
                     "raise reward.timeout_s if it needs the time."
                 )
-        logger.warning(
-            "reward of %s took more than reward.timeout_s=%g seconds: it scores 0. Raise the limit if the function "
-            "needs the time.",
-            sample,
-            self.timeout_s,
+        notify(
+            f"reward of {sample} took more than reward.timeout_s={self.timeout_s:g} seconds: it scores 0. Raise the "
+            "limit if the function needs the time.",
+            "warning",
         )
         return Outcome(0.0, None, seconds, timed_out=True)
 

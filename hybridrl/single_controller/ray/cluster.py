@@ -18,11 +18,10 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray.job_config import JobConfig
 
 from hybridrl.errors import PlacementError
+from hybridrl.notify import notify
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
-
-logger = logging.getLogger(__name__)
 
 _ANSWER_LIMIT_S = 10.0
 _TOO_SLOW = "timed out during startup"  # of Ray's message
@@ -115,7 +114,7 @@ def start_ray(**options: Any) -> None:
                     f"Ray's own processes fail; their logs are in {get_default_ray_temp_dir()}/session_latest/logs. "
                     "Join a cluster that runs (`ray start --head`), or try again later"
                 ) from error
-            logger.warning("Ray did not start within 30 s, the machine is busy: trying once more")
+            notify("Ray did not start within 30 s, the machine is busy: trying once more", "warning")
 
 
 def _rays_processes() -> set[psutil.Process]:
