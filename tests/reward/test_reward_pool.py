@@ -280,7 +280,7 @@ def test_every_bad_end_of_a_batched_function(user_file, body, message):
 
 
 def test_a_file_that_does_not_load(user_file):
-    with pool(user_file("import not_there")) as p, pytest.raises(RewardError, match=r"mine.py, line 1: .*not_there"):
+    with pool(user_file("import not_there")) as p, pytest.raises(RewardError, match=r"not_there.*mine.py, line 1"):
         p.start(wait_for_one=True)
     path = user_file("import os; os._exit(4)", "b.py")
     with pool(path) as p, pytest.raises(RewardError, match="ended with exit code 4 while it loaded"):
