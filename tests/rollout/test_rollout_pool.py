@@ -26,7 +26,7 @@ from hybridrl.config import load_config
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.balancer import Balancer
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool, request_number
+from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import Router, make_server
