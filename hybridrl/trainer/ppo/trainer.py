@@ -34,7 +34,6 @@ from hybridrl.trainer.ppo.advantage import (
     compute_advantage,
     critic_metrics,
     draw_by_reward,
-    needs,
 )
 from hybridrl.trainer.ppo.batching import (
     balanced_order,
@@ -48,7 +47,7 @@ from hybridrl.trainer.ppo.batching import (
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout, probe, probe_rows
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY, MemoryReport
-from hybridrl.trainer.ppo.needs import needs_old_log_prob, needs_ref_kl, needs_ref_log_prob, total_training_steps
+from hybridrl.trainer.ppo.needs import Needs, total_training_steps
 from hybridrl.trainer.ppo.prompt_pool import PromptPool, endless
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
@@ -104,7 +103,7 @@ class RayPPOTrainer:
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
-        self.recompute_old_log_prob = needs_old_log_prob(config)
+        self.needs = Needs.of(config)
         self.reward_transform = RewardTransform(config.algorithm)
         self.health = HealthMonitor(config.trainer.health)
         prompts_per_epoch = len(self.train_loader) * generated_at_once
@@ -235,7 +234,7 @@ class RayPPOTrainer:
         def answered() -> DataProto:
             chosen = next(prompts)
             batch = self.score(self.generate(chosen))
-            return self.with_greedy_rewards(chosen, batch) if needs(self.config, "reward_baselines") else batch
+            return self.with_greedy_rewards(chosen, batch) if self.needs.reward_baselines else batch
 
         batch, metrics = self.pool.take(answered)
         check_group_sizes(batch.non_tensor_batch["uid"], self.pool.samples)
@@ -307,17 +306,17 @@ class RayPPOTrainer:
         """
         inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
         pending = {}
-        if self.recompute_old_log_prob:
-            inputs.meta_info["ref_kl"] = needs_ref_kl(self.config)
+        if self.needs.old_log_probs:
+            inputs.meta_info["ref_kl"] = self.needs.ref_kl
             pending["old_log_prob"] = self.actor_rollout.compute_log_prob(inputs)
-        if self.reference is not None and needs_ref_log_prob(self.config):
+        if self.reference is not None and self.needs.ref_log_prob:
             pending["ref"] = self.reference.compute_ref_log_prob(inputs)
         if self.critic is not None:
             pending["values"] = self.critic.compute_values(inputs)
         for phase, future in pending.items():
             with self.run.phase(phase):
                 batch = batch.union(future.get())
-        if self.recompute_old_log_prob:
+        if self.needs.old_log_probs:
             mask = batch.batch["response_mask"]
             entropy = batch.pop(batch_keys=["entropys"]).batch["entropys"]
             self.run.metrics["actor/entropy"] = masked_mean(entropy, mask).item()
@@ -354,7 +353,7 @@ class RayPPOTrainer:
                 batch, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
                 self.run.metrics |= metrics
             batch = compute_advantage(batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, algorithm)
-            if algorithm.adv_estimator == "gae":
+            if self.needs.values:
                 self.run.metrics |= critic_metrics(batch, algorithm.gamma)
             return batch
 
