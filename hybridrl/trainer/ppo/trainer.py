@@ -184,6 +184,7 @@ class RayPPOTrainer:
                     batch = self.estimate_advantages(batch)
                     self.update(batch)  # critic, then actor
                     self.reshard()  # training weights -> generation weights
+                    self.train_loader.after_step(batch)  # a curriculum decides from it which prompts come next
                 self.watch()
                 self.validate_if_due()
                 self.save_if_due()
