@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ DEFAULT_TIMEOUT_S = 7200.0
 # Detached workers are named here, where every driver finds them; other workers in their driver's own namespace.
 NAMESPACE = "hybridrl"
 _counter = itertools.count()
+# Calls from several threads must reach all ranks in the same order, or their collectives would wait for each other.
+_SUBMITTING = threading.Lock()
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -299,15 +302,16 @@ class RayWorkerGroup(WorkerGroup):
         columns = [put_shared(column) for column in columns]
         named = {key: put_shared(column) for key, column in named.items()}
         results, answers = [], []
-        for index, rank in enumerate(ranks):
-            result, answer = self._callers[rank].remote(
-                self._sub_role,
-                name,
-                *(column[index] for column in columns),
-                **{key: column[index] for key, column in named.items()},
-            )
-            results.append(result)
-            answers.append(answer)
+        with _SUBMITTING:
+            for index, rank in enumerate(ranks):
+                result, answer = self._callers[rank].remote(
+                    self._sub_role,
+                    name,
+                    *(column[index] for column in columns),
+                    **{key: column[index] for key, column in named.items()},
+                )
+                results.append(result)
+                answers.append(answer)
         return calls.Call(self, name, ranks, results, answers)
 
     def _check_usable(self) -> None:
