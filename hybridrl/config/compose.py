@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.convert import build, nearest
+from hybridrl.config.convert import build, nearest, put
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.userfile import UserFile, read_user_file
@@ -112,7 +112,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
         origin = " (command line)"
         if isinstance(value, Mapping) and not delete:
             nested: dict[str, Any] = {}
-            _put(nested, name, dict(value))
+            put(nested, name, dict(value))
             found.assignments.extend(Assignment(item.key, item.value, origin) for item in book.flatten(nested, {}))
         else:
             found.assignments.append(Assignment(name, value, origin, delete))
@@ -142,20 +142,6 @@ def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Pat
     if value is None:
         return [f"{word}: {name} is a config group, which cannot be removed; it has {', '.join(options)}"]
     return [f"{word}: {name} is a config group without the option {value}; it has {', '.join(options)}"]
-
-
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Set a dotted key in nested dicts; mappings merge."""
-    *parents, last = name.split(".")
-    for part in parents:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    if isinstance(value, Mapping) and isinstance(tree.get(last), dict):
-        for inner, element in value.items():
-            _put(tree[last], str(inner), element) if "." not in str(inner) else tree[last].__setitem__(inner, element)
-    else:
-        tree[last] = dict(value) if isinstance(value, Mapping) else value
 
 
 def _reset(tree: dict[str, Any], defaults: dict[str, Any], name: str) -> None:
@@ -265,7 +251,7 @@ def compose_config(
         if item.delete:
             _reset(tree, defaults, item.key)
         else:
-            _put(tree, item.key, item.value)
+            put(tree, item.key, item.value)
 
     everything = Outcome(renamed=given.notices, faults=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):

@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from hybridrl.data.sampler import EpochSampler
 from hybridrl.errors import DataError
 from hybridrl.notify import notify
+from hybridrl.protocol import object_array
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -352,14 +353,6 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[tor
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
     """0, 1, 2, ... over the tokens that the mask keeps; 0 on the padding before them. ``[B, S]`` -> ``[B, S]``."""
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A 1-D array of objects, also of lists that all have one length."""
-    array = np.empty(len(values), dtype=object)
-    for number, value in enumerate(values):
-        array[number] = value
-    return array
 
 
 def _is_stateful(thing: Any) -> bool:

@@ -18,6 +18,7 @@ from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPo
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from hybridrl.utils.cores import available_cores
 
 if TYPE_CHECKING:
     from hybridrl.rollout.server import Access, OpenAIServer
@@ -124,7 +125,7 @@ def _settings(
         model=model,
         eos_token_ids=tuple(eos_token_ids(model.path, config_of(model), tokenizer)),
         pad_token_id=tokenizer.pad_token_id,
-        threads=threads or max(1, (os.cpu_count() or 1) // together),
+        threads=threads or max(1, available_cores() // together),
     )
     return PoolSettings(
         engine_name=name,

@@ -29,6 +29,7 @@ from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.reward.function import RewardFunction, Sample
 from hybridrl.reward.processes.child import CELL, IDLE, Cell, Result
+from hybridrl.utils.cores import available_cores
 
 _CHUNK_S = 0.01  # seconds of work sent to a process at a time
 _START_LIMIT_S = 120.0  # for starting a process and importing the user's file
@@ -66,7 +67,7 @@ class RewardPool:
 
     def __init__(self, function: RewardFunction, num_workers: int | None = None, timeout_s: float = 30.0) -> None:
         self.function = function
-        self.num_workers = num_workers or min(8, usable_cores())
+        self.num_workers = num_workers or min(8, available_cores())
         self.timeout_s = timeout_s
         self._workers: list[_Worker] = []
         self._mean_s: float | None = (
@@ -387,11 +388,6 @@ def _refusal(label: str, kind: str, payload: str, sample: str) -> RewardError:
     if kind == "raised":
         return RewardError(f"{label} raised an exception for {sample}:\n{payload}")
     return RewardError(f"{label} {payload}. It was called for {sample}.")
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shared_memory() -> int:

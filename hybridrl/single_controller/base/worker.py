@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.single_controller.base.decorator import Dispatch, register
+from hybridrl.utils.cores import available_cores
 
 # What `set_up_process` decides for each rank: nobody else may set it.
 RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -36,19 +37,6 @@ class WorkerSettings:
     threads: int = 0
     node_workers: int = 1
     env: dict[str, str] = field(default_factory=dict)
-
-
-def available_cores() -> int:
-    """Cores that this process may use: the affinity mask, cut by the control group's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass  # no control group of version 2: the mask stands alone
-    return max(1, cores)
 
 
 class PortReservation:

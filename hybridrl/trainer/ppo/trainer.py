@@ -16,7 +16,6 @@ import torch
 from hybridrl.algorithms import check_group_sizes, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
-from hybridrl.data.loader import object_array
 from hybridrl.notify import notify
 from hybridrl.observe.metrics import (
     compute_data_metrics,
@@ -24,7 +23,7 @@ from hybridrl.observe.metrics import (
     compute_timing_metrics,
     staleness_metrics,
 )
-from hybridrl.protocol import DataProto
+from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
