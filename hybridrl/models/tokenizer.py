@@ -36,9 +36,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory (or of a hub name) for left-padded prompts.
 
-    A directory whose ``tokenizer_config.json`` records a generic class (``PreTrainedTokenizerFast``,
-    ``TokenizersBackend``) is loaded from its ``tokenizer.json`` as it stands: ``AutoTokenizer`` would go by the
-    model's type instead and rebuild, for a ``qwen2`` model, a ``Qwen2Tokenizer`` that drops every piece which
+    A directory whose `tokenizer_config.json` records a generic class (`PreTrainedTokenizerFast`,
+    `TokenizersBackend`) is loaded from its `tokenizer.json` as it stands: `AutoTokenizer` would go by the
+    model's type instead and rebuild, for a `qwen2` model, a `Qwen2Tokenizer` that drops every piece which
     byte-pair encoding cannot reach, spaces and newlines among them.
 
     Args:
@@ -130,7 +130,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: 
 
 
 def looks_local(path: str | Path) -> bool:
-    """Whether a name is meant as a path of this machine and not as ``organisation/model`` of a hub."""
+    """Whether a name is meant as a path of this machine and not as `organisation/model` of a hub."""
     text = str(path)
     return isinstance(path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text
 

@@ -1,4 +1,4 @@
-"""Small helpers over ``torch.distributed`` that also work in a process without a process group (a world of one)."""
+"""Small helpers over `torch.distributed` that also work in a process without a process group (a world of one)."""
 
 from __future__ import annotations
 

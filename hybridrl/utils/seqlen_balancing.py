@@ -21,12 +21,12 @@ LINEAR_WORK = 24576
 
 
 def calculate_workload(seqlen_list: torch.Tensor) -> torch.Tensor:
-    """Work of a forward and backward pass over sequences of these lengths, in arbitrary units: ``24576 L + L^2``."""
+    """Work of a forward and backward pass over sequences of these lengths, in arbitrary units: `24576 L + L^2`."""
     return LINEAR_WORK * seqlen_list + seqlen_list**2
 
 
 def ceildiv(a: int, b: int) -> int:
-    """``a / b`` rounded up."""
+    """`a / b` rounded up."""
     return -(a // -b)
 
 
@@ -93,8 +93,8 @@ def log_seqlen_unbalance(
     """How uneven the parts' token counts were in the order given, and are as partitioned.
 
     Returns:
-        ``<prefix>/min, max, minmax_diff`` of consecutive equal chunks, ``<prefix>/balanced_min, balanced_max`` of the
-        partitions, ``<prefix>/mean``: tokens a part.
+        `<prefix>/min, max, minmax_diff` of consecutive equal chunks, `<prefix>/balanced_min, balanced_max` of the
+        partitions, `<prefix>/mean`: tokens a part.
     """
     parts = len(partitions)
     chunk = ceildiv(len(seqlen_list), parts)
@@ -123,7 +123,7 @@ def rearrange_micro_batches(
     """Split a batch into micro-batches of about `max_token_len` real tokens and nearly equal work.
 
     Args:
-        batch: A TensorDict with ``attention_mask [B, S]``.
+        batch: A TensorDict with `attention_mask [B, S]`.
         dp_group: The ranks that take the same number of micro-batches, if `same_micro_num_in_dp`.
         num_batches_divided_by: The number of micro-batches is a multiple of it.
         min_num_micro_batch: There are at least so many.

@@ -100,7 +100,7 @@ def split_resource_pool(
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """One pool of the slots of two, those of ``rp1`` first.
+    """One pool of the slots of two, those of `rp1` first.
 
     Raises:
         PlacementError: the pools differ in kind, or one is a part of a pool.

@@ -83,7 +83,7 @@ class Execute(enum.Enum):
 class PendingOutputs(list[Any]):
     """References to the outputs of a call that may still be running, in rank order.
 
-    ``collect_fn`` sees it in place of the list of values. What the references are is the back end's affair.
+    `collect_fn` sees it in place of the list of values. What the references are is the back end's affair.
     """
 
     def select(self, indices: Sequence[int]) -> PendingOutputs:
@@ -176,7 +176,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Outputs of the ranks whose entry in ``collect_mask`` is true, in rank order."""
+    """Outputs of the ranks whose entry in `collect_mask` is true, in rank order."""
     ranks = [rank for rank, collected in enumerate(collect_mask) if collected]
     return output.select(ranks) if isinstance(output, PendingOutputs) else [output[rank] for rank in ranks]
 
@@ -201,7 +201,7 @@ def collect_nd_compute_dataproto(
 
 
 class _Mesh:
-    """Dispatch and collect over the mesh that the workers registered under ``name`` (`Worker.set_dispatch_collect`).
+    """Dispatch and collect over the mesh that the workers registered under `name` (`Worker.set_dispatch_collect`).
 
     The group asks its workers once, at the first call, and remembers.
     """
@@ -270,7 +270,7 @@ def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bo
 
 
 def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split every argument's rows into ``chunks``; a padded batch leaves its `Padding` under `PADDING_KEY`."""
+    """Split every argument's rows into `chunks`; a padded batch leaves its `Padding` under `PADDING_KEY`."""
     padding: Padding | None = None
     rows: int | None = None
 
@@ -421,11 +421,11 @@ def register(
     """Make a worker method callable on the whole worker group.
 
     Args:
-        dispatch_mode: a `Dispatch` member, or a dict with ``dispatch_fn`` and ``collect_fn`` (see the module's
+        dispatch_mode: a `Dispatch` member, or a dict with `dispatch_fn` and `collect_fn` (see the module's
             docstring).
         execute_mode: `Execute.ALL`, or `Execute.RANK_ZERO` to run on rank 0 alone.
         blocking: whether the group's method waits for the outputs; otherwise it returns at once with a
-            `DataProtoFuture`, or with a `PendingOutputs` where the mode collects a list. Both have ``get()``.
+            `DataProtoFuture`, or with a `PendingOutputs` where the mode collects a list. Both have `get()`.
         materialize_futures: whether a `DataProtoFuture` argument is fetched in the worker before the method runs.
     """
     mode = _checked_mode(dispatch_mode)

@@ -20,7 +20,7 @@ class ResourcePool:
     """Processes on nodes.
 
     Args:
-        process_on_nodes: processes on each node, e.g. ``[8, 8]``.
+        process_on_nodes: processes on each node, e.g. `[8, 8]`.
         max_colocate_count: how many worker groups may share a slot of the pool as processes of their own.
         n_gpus_per_node: devices of a node, for `add_node`'s check.
     """
@@ -40,7 +40,7 @@ class ResourcePool:
         self.n_gpus_per_node = n_gpus_per_node
 
     def add_node(self, process_count: int) -> None:
-        """One more node with ``process_count`` processes."""
+        """One more node with `process_count` processes."""
         if process_count < 1:
             raise ValueError(f"process_count is {process_count}; a node needs at least one process")
         self._store.append(process_count)
@@ -140,7 +140,7 @@ class WorkerGroup:
         return len(self._workers)
 
     def bind_worker_methods(self, cls: type) -> list[str]:
-        """Give the group every method of ``cls`` that was decorated with `register`; returns their names.
+        """Give the group every method of `cls` that was decorated with `register`; returns their names.
 
         Raises:
             ValueError: a worker method has the name of something that every worker group has.

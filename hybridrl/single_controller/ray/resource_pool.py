@@ -22,11 +22,11 @@ _counter = itertools.count()
 class RayResourcePool(ResourcePool):
     """Slots on Ray nodes: one placement group a node, one bundle a slot.
 
-    A bundle holds one CPU and, with ``use_gpu``, one GPU, shared by the up to ``max_colocate_count`` groups that live
+    A bundle holds one CPU and, with `use_gpu`, one GPU, shared by the up to `max_colocate_count` groups that live
     in the slot. Nothing is asked of Ray before `get_placement_groups` is first called.
 
     Args:
-        process_on_nodes: slots on each node, e.g. ``[8, 8]``.
+        process_on_nodes: slots on each node, e.g. `[8, 8]`.
         use_gpu: whether a slot is a GPU.
         name_prefix: start of the placement groups' names.
         max_colocate_count: worker groups (process groups of their own) that may share a slot.
@@ -66,8 +66,8 @@ class RayResourcePool(ResourcePool):
 
         Args:
             strategy: Ray's placement strategy; STRICT_PACK keeps each node's slots on one node.
-            name: start of the placement groups' names in place of ``name_prefix``.
-            device_name: kept for callers that name the kind of device; ``use_gpu`` decides.
+            name: start of the placement groups' names in place of `name_prefix`.
+            device_name: kept for callers that name the kind of device; `use_gpu` decides.
 
         Raises:
             PlacementError: the nodes do not offer what the pool asks for; found before Ray would wait for it.
@@ -118,7 +118,7 @@ class ResourcePoolManager:
     """Which role lives in which pool.
 
     Attributes:
-        resource_pool_spec: slots on each node, by pool name, e.g. ``{"global_pool": [8, 8]}``.
+        resource_pool_spec: slots on each node, by pool name, e.g. `{"global_pool": [8, 8]}`.
         mapping: pool name by role.
         max_colocate_count: worker groups that may share a slot as processes of their own.
         resource_pool_dict: the pools, once `create_resource_pool` made them.
