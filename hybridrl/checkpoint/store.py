@@ -42,7 +42,7 @@ class RunStore:
         notice: called with each message for the user; by default it is printed to stderr.
 
     Attributes:
-        spared: a checkpoint that is kept beside the newest `keep`, or None.
+        spared: a checkpoint that is kept besides the newest `keep`, or None.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class RunStore:
         if self._hashes is not None:
             raise RuntimeError("a checkpoint is being written already; writing() does not nest")
         final = self.folder(step)
-        beside = final.with_name(final.name + ".tmp")
+        temporary = final.with_name(final.name + ".tmp")
         self._hashes = {}
         try:
             self.claim()
-            beside.mkdir()
-            yield beside
+            temporary.mkdir()
+            yield temporary
             write_manifest(
-                beside,
+                temporary,
                 step,
                 self._next_sequence(),
                 hashes=self._hashes,
@@ -110,10 +110,10 @@ class RunStore:
                 world=self.world,
                 config_digest=self.config_digest,
             )
-            self._publish(beside, final)
+            self._publish(temporary, final)
             write_text(self.root / LATEST, str(step))
         except BaseException as exc:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             self._explain(exc, step)
             raise
         finally:
@@ -161,19 +161,19 @@ class RunStore:
             else:
                 shutil.rmtree(path)
 
-    def _publish(self, beside: Path, final: Path) -> None:
+    def _publish(self, temporary: Path, final: Path) -> None:
         if final.exists():
             parked = final.with_name(final.name + ".old")
             final.rename(parked)
             try:
-                beside.rename(final)
+                temporary.rename(final)
             except BaseException:
                 parked.rename(final)
                 raise
             sync_folder(self.root)
             shutil.rmtree(parked)
         else:
-            beside.rename(final)
+            temporary.rename(final)
             sync_folder(self.root)
 
     def _explain(self, exc: BaseException, step: int) -> None:
@@ -184,16 +184,16 @@ class RunStore:
         if culprit is None or isinstance(exc, CheckpointError) or not isinstance(exc, Exception):
             exc.add_note(f"while saving the checkpoint of step {step} into {self.root}; {before}")
             return
-        mend = ""
+        remedy = ""
         if culprit.full:
             free = shutil.disk_usage(self.root).free / 2**20 if self.root.is_dir() else 0.0
-            mend = (
+            remedy = (
                 f" {free:.0f} MiB are free there (a quota or file size limit may be lower): make room, keep fewer "
                 "checkpoints (trainer.max_actor_ckpt_to_keep), or move trainer.default_local_dir."
             )
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written into {self.root}: "
-            f"{culprit.text}. Nothing half-written is left; {before}.{mend}"
+            f"{culprit.text}. Nothing half-written is left; {before}.{remedy}"
         ) from exc
 
     def _next_sequence(self) -> int:
@@ -240,7 +240,7 @@ class RunStore:
     # ------------------------------------------------------------------ finding
 
     def find(self, resume_mode: str = "auto", resume_from_path: str | os.PathLike[str] | None = None) -> Path | None:
-        """The checkpoint to resume from, verified byte by byte; None to start anew.
+        """The checkpoint to resume from, verified byte by byte; None to start over.
 
         Also cleans up after a killed run.
 
@@ -297,6 +297,6 @@ class RunStore:
         if steps:
             raise CheckpointError(
                 "no checkpoint can be resumed from:\n" + "\n".join(faults) + f"\nRestore one, or remove them from "
-                f"{self.root} (or set trainer.resume_mode=disable) to start anew."
+                f"{self.root} (or set trainer.resume_mode=disable) to start over."
             )
         return None

@@ -46,16 +46,16 @@ class Overrides:
 
 
 def configs_folder() -> Path:
-    """The folder of the shipped YAML: beside the package in a source tree, inside it when installed."""
+    """The folder of the shipped YAML: next to the package in a source tree, inside it when installed."""
     package = Path(__file__).resolve().parent.parent
     candidates = [package / "_configs"]
-    if (package.parent / "pyproject.toml").is_file():  # a source tree; beside an installed package others' files lie
+    if (package.parent / "pyproject.toml").is_file():  # a source tree; next to an installed package lie files of others
         candidates.append(package.parent / "configs")
     for folder in candidates:
         if (folder / "ppo_trainer.yaml").is_file():
             return folder
     raise ConfigError(
-        f"the YAML files of hybridrl are missing: there is no _configs in {package} and no configs beside it"
+        f"the YAML files of hybridrl are missing: there is no _configs in {package} and no configs next to it"
     )
 
 

@@ -35,7 +35,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
     """The character tokenizer: 264 tokens, chat template included.
 
     It is a byte-level BPE without merges in the class that `AutoTokenizer` picks for a qwen2 directory. Any other
-    tokenizer saved beside a Qwen2 is rebuilt by transformers 5 as a `Qwen2Tokenizer`, which then drops spaces and
+    tokenizer saved next to a Qwen2 is rebuilt by transformers 5 as a `Qwen2Tokenizer`, which then drops spaces and
     newlines without a word.
     """
     from tokenizers import AddedToken

@@ -96,7 +96,7 @@ def load_value_model(
 
 
 def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration to save beside a value model's weights: that of a token classifier with one label."""
+    """The configuration to save next to a value model's weights: that of a token classifier with one label."""
     saved = type(config).from_dict(config.to_dict())
     saved.num_labels = 1
     name = type(config)

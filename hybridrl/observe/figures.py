@@ -65,9 +65,9 @@ _PANELS = (
     Panel("Reward (mean score of a response)", (("critic/score/mean", "score"), ("critic/rewards/mean", "with KL"))),
     Panel("Training loss", (("train/loss", "training"), ("val/loss", "validation"))),
     Panel("Response length (tokens)", (("response_length/mean", "mean"), ("response_length/max", "longest"))),
-    Panel("Entropy of the policy (nats a token)", (("actor/entropy", "entropy"),)),
+    Panel("Entropy of the policy (nats per token)", (("actor/entropy", "entropy"),)),
     Panel(
-        "KL divergence (nats a token)",
+        "KL divergence (nats per token)",
         (("actor/ppo_kl", "from old policy"), ("actor/kl_loss", "loss term"), ("actor/reward_kl_penalty", "in reward")),
     ),
     Panel(
@@ -80,7 +80,7 @@ _PANELS = (
     Panel("Variance that the critic explains", (("critic/vf_explained_var", "explained"),)),
     Panel("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), "exact"),
     Panel("Rollout against trainer (probability of a token)", (("training/rollout_probs_diff_mean", "difference"),)),
-    Panel("Throughput (tokens a second and device)", (("perf/throughput", "tokens"),)),
+    Panel("Throughput (tokens per second and device)", (("perf/throughput", "tokens"),)),
 )
 
 
@@ -99,9 +99,9 @@ def panels(history: RunHistory) -> list[Panel]:
         found.insert(min(1, len(found)), Panel("Validation", lines, "points"))
     phases = tuple((f"timing_s/{name}", name) for name in _PHASES if history.curve(f"timing_s/{name}"))
     if len(phases) > 1:
-        found.append(Panel("Seconds a step, by phase", phases, "stack"))
+        found.append(Panel("Seconds per step, by phase", phases, "stack"))
     elif history.curve("timing_s/step"):
-        found.append(Panel("Seconds a step", (("timing_s/step", "step"),)))
+        found.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
     return found
 
 

@@ -51,12 +51,12 @@ def write_report(folder: str | Path) -> Path:
 
     history = load_history(folder)
     chosen = figures.panels(history)
-    with replacing(history.folder / PICTURE) as beside:
-        figures.write_png(history, beside, chosen)
+    with replacing(history.folder / PICTURE) as temporary:
+        figures.write_png(history, temporary, chosen)
     charts = [(panel.title, figures.panel_svg(history, panel)) for panel in chosen]
     path = history.folder / REPORT
-    with replacing(path) as beside:
-        beside.write_text(_page(history, charts), encoding="utf-8")
+    with replacing(path) as temporary:
+        temporary.write_text(_page(history, charts), encoding="utf-8")
     return path
 
 
@@ -101,7 +101,7 @@ def _tiles(history: RunHistory) -> list[tuple[str, str]]:
     throughput = history.curve("perf/throughput")
     if throughput is not None:
         middle = sorted(throughput.values.tolist())[len(throughput) // 2]
-        tiles.append((show_number(middle), "tokens a second and device (median)"))
+        tiles.append((show_number(middle), "tokens per second and device (median)"))
     return tiles
 
 

@@ -206,10 +206,10 @@ class Tracking:
                 self._notice(f"{name} did not take step {step} ({type(exc).__name__}: {exc}); {end}, {METRICS} has it")
 
     def cut_after(self, step: int) -> None:
-        """Go on from `step`: forget every metric and dump past it. With -1 the run starts anew in this folder.
+        """Go on from `step`: forget every metric and dump past it. With -1 the run starts over in this folder.
 
         The file, the dumps and tensorboard lose the later steps. Services that keep what they got are not sent them
-        again until the run is past what they have; when the run starts anew, they get a new run of their own.
+        again until the run is past what they have; when the run starts over, they get a new run of their own.
         """
         self._file.close()
         path = self.folder / METRICS

@@ -107,7 +107,7 @@ def _blocking_wait() -> Iterator[None]:
 
 
 class StandaloneGroup:
-    """A process group beside the default one, of processes that belong to no common world.
+    """A process group besides the default one, of processes that belong to no common world.
 
     Rank 0 is made first and tells the others its `port`; then each of them calls `connect`, which waits for all.
 

@@ -94,7 +94,7 @@ def log_seqlen_unbalance(
 
     Returns:
         `<prefix>/min, max, minmax_diff` of consecutive equal chunks, `<prefix>/balanced_min, balanced_max` of the
-        partitions, `<prefix>/mean`: tokens a part.
+        partitions, `<prefix>/mean`: tokens per part.
     """
     parts = len(partitions)
     chunk = ceildiv(len(seqlen_list), parts)

@@ -78,7 +78,7 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Sequence[Sequence[
     """Put results that were concatenated in the order of the micro-batches back into the batch's order.
 
     Raises:
-        ValueError: there is not one result a row.
+        ValueError: there is not one result per row.
     """
     indices = [index for part in batch_idx_list for index in part]
     if len(indices) != data.shape[0]:

@@ -2,7 +2,7 @@
 
 A *dispatch mode* is a pair of functions:
 
-    dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs)    every argument a list with one entry a rank
+    dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs)    every argument a list with one entry per rank
     collect_fn(worker_group, output) -> result                      `output`: the ranks' return values in rank order;
                                                                     of a call on rank 0 alone, its value
 
@@ -14,7 +14,7 @@ rank's argument that is the same object as another rank's is sent once.
 | RANK_ZERO | arguments as they are, to rank 0 alone | rank 0's value |
 | ONE_TO_ALL | the same to every rank | list of all values |
 | ALL_TO_ALL | nothing: lists of world_size entries go one to a rank, anything else to every rank | list of all values |
-| DP_COMPUTE | the caller's lists, one entry a rank | list of all values |
+| DP_COMPUTE | the caller's lists, one entry per rank | list of all values |
 | DP_COMPUTE_PROTO | `DataProto` rows split over all ranks, uneven batches padded | shards concatenated, unpadded |
 | DP_COMPUTE_PROTO_WITH_FUNC | likewise, but the first argument, a function, goes to every rank | likewise |
 | DP_COMPUTE_METRIC | like DP_COMPUTE_PROTO | list of all values |
@@ -119,7 +119,7 @@ def collect_all_to_all(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The caller already split the arguments: each is a list or tuple with one entry a rank."""
+    """The caller already split the arguments: each is a list or tuple with one entry per rank."""
     _check_lists(worker_group.world_size, "rank", args, kwargs)
     return args, kwargs
 

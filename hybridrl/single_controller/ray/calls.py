@@ -282,7 +282,7 @@ def _end_groups(error: WorkerError, *groups: RayWorkerGroup) -> None:
         group.end_with(error)
 
 
-# --- what a call gives back when the caller does not wait -----------------------------------------------------------
+# --- what a call returns when the caller does not wait ---------------------------------------------------------------
 
 
 class RayPendingOutputs(PendingOutputs):

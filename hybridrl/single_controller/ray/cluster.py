@@ -49,7 +49,7 @@ def init_ray(
         ray_init_kwargs: arguments of `ray.init`; entries that are None count as not given.
         pools: slots on each node, by pool name, as `ResourcePoolManager` takes them.
         use_gpu: whether slots are GPUs; None asks Ray whether there are any.
-        extra_cpus: CPUs beyond the slots when Ray is started here, for Ray tasks of the user's own.
+        extra_cpus: CPUs beyond the slots when Ray is started here, for Ray tasks of the user.
 
     Returns:
         Whether slots are GPUs.
@@ -66,7 +66,7 @@ def init_ray(
         slots = sum(map(sum, pools.values()))
         options = _options(given, address, slots + extra_cpus)
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        # Started beside other work, in a thread, Ray cannot and need not handle SIGTERM: the program does.
+        # Started in a thread while other work goes on, Ray cannot and need not handle SIGTERM: the program does.
         logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
             _check_answers(options["address"])

@@ -1,4 +1,4 @@
-"""Several roles in one process a slot: they share the device and take turns."""
+"""Several roles share one process per slot: they share the device and take turns."""
 
 from __future__ import annotations
 

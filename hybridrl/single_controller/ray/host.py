@@ -30,7 +30,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Answer(NamedTuple):
-    """What comes back beside a method's result, small enough never to touch the object store."""
+    """What comes back with a method's result, small enough never to touch the object store."""
 
     seconds: float
     rows: int

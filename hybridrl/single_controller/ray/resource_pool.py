@@ -20,7 +20,7 @@ _counter = itertools.count()
 
 
 class RayResourcePool(ResourcePool):
-    """Slots on Ray nodes: one placement group a node, one bundle a slot.
+    """Slots on Ray nodes: one placement group per node, one bundle per slot.
 
     A bundle holds one CPU and, with `use_gpu`, one GPU, shared by the up to `max_colocate_count` groups that live
     in the slot. Nothing is asked of Ray before `get_placement_groups` is first called.

@@ -51,7 +51,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.role_classes: dict[str, type] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Custom Ray resources that each actor takes beside its slot."""
+        """Custom Ray resources that each actor takes in addition to its slot."""
         self.additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -469,7 +469,7 @@ class _Shared:
 
 
 def _per_worker(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Each argument as a list with one entry a rank; see `RayWorkerGroup.execute_all_sync`."""
+    """Each argument as a list with one entry per rank; see `RayWorkerGroup.execute_all_sync`."""
     values = [*args, *kwargs.values()]
     if all(isinstance(value, list | tuple) and len(value) == count for value in values):
         return list(args), kwargs
