@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import WorkerError
 from hybridrl.single_controller.base.decorator import PADDING_KEY, finish_output
-from hybridrl.single_controller.base.worker import WorkerSettings
+from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSettings
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem
 from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
@@ -92,7 +92,10 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: seconds after which a call without an answer from all ranks fails.
         threads: threads for arithmetic in each worker; None shares each node's cores among its workers.
         master_port: port of the process group on rank 0's node; None takes a free one.
-        worker_env: further environment variables of the workers.
+        worker_env: further environment variables of the workers; not those of a rank, such as `RANK`.
+
+    Raises:
+        ValueError: no pool or class to start from, or `worker_env` sets a rank's variable.
     """
 
     def __init__(
@@ -122,6 +125,11 @@ class RayWorkerGroup(WorkerGroup):
         self.threads = threads
         self.master_port_wanted = master_port
         self.worker_env = dict(worker_env or {})
+        if reserved := [name for name in RANK_VARIABLES if name in self.worker_env]:
+            raise ValueError(
+                f"worker_env sets {', '.join(reserved)}, which differs from rank to rank and is set by the group; "
+                "leave it out (master_port= chooses the port of the process group)"
+            )
         self.role = role or (ray_cls_with_init.cls.__name__ if ray_cls_with_init is not None else self.name_prefix)
         #: seconds that the slowest rank spent in each method, added up over calls
         self.method_seconds: dict[str, float] = {}
