@@ -1,8 +1,8 @@
 """Snippets of README.md and of the pages for beginners. The word after a fence's language says how one is checked:
 
-`run` is run, in one folder per page and in order; `file` is written to the path in its first line; `compose` needs a hub
-or a GPU, so its settings are composed and its modules found; `install` and `quickstart` call scripts, whose arguments are
-checked; `after_quickstart` is run where the quickstart has just ended. Output is `text`.
+`run` is run, in one folder per page and in order; `file` is written to the path in its first line; `compose` needs a
+hub or a GPU, so its settings are composed and its modules found; `install` and `quickstart` call scripts, whose
+arguments are checked; `after_quickstart` is run in the folder of a quickstart that has just ended. Output is `text`.
 """
 
 from __future__ import annotations
