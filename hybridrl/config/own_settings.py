@@ -6,7 +6,7 @@ holds them as attributes of that group; the dataclass itself is its attribute `o
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,18 @@ OPEN_GROUPS = (
 )
 
 
-def open_parent(name: str, groups: set[str]) -> str | None:
-    """The open group of a tree with these groups in which a key may be somebody's own setting."""
-    return next((g.path for g in OPEN_GROUPS if g.path in groups and name.startswith(f"{g.path}.")), None)
+def may_be_own(name: str, groups: Container[str], fields: Container[str]) -> bool:
+    """Whether an unknown key may be somebody's own setting.
+
+    Args:
+        groups: of the tree.
+        fields: settings of the tree.
+    """
+    for group in OPEN_GROUPS:
+        if group.path in groups and name.startswith(f"{group.path}."):
+            first = f"{group.path}.{name.removeprefix(f'{group.path}.').split('.')[0]}"
+            return first not in groups and first not in fields
+    return False
 
 
 def add_own_settings(

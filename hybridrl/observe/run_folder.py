@@ -15,6 +15,8 @@ from typing import Any
 import yaml
 
 from hybridrl import __version__
+from hybridrl.config import as_dict as config_as_dict
+from hybridrl.config.schema.node import ConfigNode
 from hybridrl.observe.jsonl import plain
 from hybridrl.utils.files import write_text
 
@@ -24,6 +26,8 @@ VERSIONS = "versions.json"
 
 def as_dict(config: Any) -> dict[str, Any]:
     """A configuration (dataclass, OmegaConf node or mapping) as nested plain data."""
+    if isinstance(config, ConfigNode):  # with the settings of what the user registered
+        return plain(config_as_dict(config))
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return as_dict(dataclasses.asdict(config))
     if type(config).__module__.startswith("omegaconf"):

@@ -321,3 +321,84 @@ def test_no_config_and_shapes_that_differ() -> None:
         run("vanilla", batch)
     with pytest.raises(AlgorithmError, match=r"unknown entries \['tokens'\]"):
         with_global_batch_info(CONFIG, tokens=3)
+
+
+# --- losses of the user's -------------------------------------------------------------------------------------------
+
+COUNTS = {"dp_size": 1, "batch_num_tokens": 40, "global_batch_size": 8, "loss_scale_factor": 5}
+
+
+@pytest.fixture
+def user_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms in which a user's loss may come."""
+
+    def of_verl(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        loss = algorithms.agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info)
+        return loss, {"actor/mine": 1.0}
+
+    def of_old_verl(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, **kwargs):
+        loss = of_verl(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)[0]
+        return loss, torch.tensor(0.1), torch.tensor(0.2), torch.tensor(0.3)
+
+    def with_counts(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, counts, config=None):
+        return algorithms.agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **counts), {}
+
+    def of_three_values(old_log_prob, log_prob, **kwargs):
+        return log_prob.sum(), {}, 1
+
+    def per_token(old_log_prob, log_prob, **kwargs):
+        return log_prob, {}
+
+    def with_another_input(old_log_prob, log_prob, hidden_states, **kwargs):
+        return log_prob.sum(), {}
+
+    for fn in (of_verl, of_old_verl, with_counts, of_three_values, per_token, with_another_input):
+        monkeypatch.setitem(algorithms.POLICY_LOSS_REGISTRY, fn.__name__, fn)
+
+
+def call(name: str, batch: dict) -> tuple[torch.Tensor, dict]:
+    return algorithms.call_policy_loss(
+        name, counts=COUNTS, config=CONFIG, old_log_prob=batch["old"], log_prob=batch["new"], advantages=batch["adv"],
+        response_mask=batch["mask"], loss_agg_mode="token-mean", rollout_is_weights=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["of_verl", "of_old_verl", "with_counts", "gpg"])
+def test_a_loss_gets_the_global_counts_however_it_takes_them(user_losses, name: str) -> None:
+    batch = make(6, 3, 4)
+    loss, metrics = call(name, batch)
+    wanted = sum(-float(batch["adv"][x] * batch["new"][x]) for x in map(tuple, batch["mask"].nonzero().tolist())) / 40
+    assert float(loss) == pytest.approx(wanted, rel=1e-12)
+    if name == "of_old_verl":
+        found = {key: round(float(value), 6) for key, value in metrics.items()}
+        assert found == {"actor/pg_clipfrac": 0.1, "actor/ppo_kl": 0.2, "actor/pg_clipfrac_lower": 0.3}
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("of_three_values", r"loss_mode=of_three_values returned 3 values.*\(loss, metrics\)"),
+    ("per_token", r"loss_mode=per_token returned a loss of torch.Size.*agg_loss"),
+    ("with_another_input", r"loss_mode=with_another_input.*hidden_states.*rollout_is_weights=None"),
+])  # fmt: skip
+def test_a_loss_that_does_not_fit_is_named_with_what_is_expected(user_losses, name: str, said: str) -> None:
+    with pytest.raises(AlgorithmError, match=said):
+        call(name, make(6, 3, 4))
+
+
+@many
+@given(batch=batches)
+def test_metrics_with_verls_names_have_verls_meaning(batch: dict) -> None:
+    tokens = [tuple(x) for x in batch["mask"].nonzero().tolist()]
+    left_out = truncated = distance = 0
+    for x in tokens:
+        p, q, a = math.exp(batch["new"][x]), math.exp(batch["old"][x]), float(batch["adv"][x])
+        valid = p - q <= 0.3 if a > 0 else p - q >= -0.2
+        left_out += not valid
+        truncated += valid and p / q > 1.7
+        distance += abs(float(batch["new"][x] - batch["old"][x]))
+    metrics = run("dppo_tv", batch)[2]
+    assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(left_out / len(tokens))
+    assert float(metrics["actor/pg_clipfrac_lower"]) == pytest.approx(truncated / len(tokens))
+    metrics = run("kl_cov", batch)[2]
+    assert float(metrics["actor/ppo_kl"]) == pytest.approx(distance / len(tokens))
+    chosen = sum(bool(batch["chosen"][x]) for x in tokens) / len(tokens)
+    assert float(metrics["actor/kl_cov_frac"]) == pytest.approx(chosen) and "actor/pg_clipfrac" not in metrics

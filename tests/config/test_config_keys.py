@@ -215,7 +215,7 @@ def test_lora_rank_wins_over_lora_enabled_in_either_order():
         ("actor_rollout_ref.actor.optm.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
         ("data.train_batchsize", "data.train_batch_size"),
-        ("algorithm.kl_ctrl.typo", "algorithm.kl_ctrl.type"),
+        ("algorithm.kl_ctrl.kl_coeff", "algorithm.kl_ctrl.kl_coef"),
         ("trainer.n_gpus", "trainer.n_gpus_per_node"),
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
         ("actor_rollout_ref.actor.megatron.tensor_parallel_size", "tensor_model_parallel_size"),

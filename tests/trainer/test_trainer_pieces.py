@@ -22,6 +22,7 @@ from hybridrl.config import (
 )
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
+from hybridrl.registry import POLICY_LOSSES
 from hybridrl.trainer.ppo.advantage import SLOT, compute_advantage, critic_metrics, draw_by_reward
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
@@ -282,6 +283,15 @@ def test_what_cannot_work_is_refused_by_name_before_a_model_is_loaded(words, nam
     config = load_config("ppo_trainer", ["algorithm.adv_estimator=grpo", *words])
     with pytest.raises(AlgorithmError, match=named):
         check_algorithm(config)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_every_loss_passes_the_check_before_a_run(name) -> None:
+    words = [
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={name}",
+        "actor_rollout_ref.actor.policy_loss.dro_beta=0.1",
+    ]
+    check_algorithm(load_config("ppo_trainer", words))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config.convert import nearest, show
-from hybridrl.config.own_settings import open_parent
+from hybridrl.config.own_settings import may_be_own
 from hybridrl.config.schema.node import declared, default_of, is_free
 from hybridrl.config.schema.root import ROOTS, SHARED_GROUPS
 from hybridrl.config.verl.tables import Pending, Unselected, aliases, pending, unselected
@@ -162,7 +162,7 @@ class KeyBook:
         elif (other := self._find(self._unselected, item.key)) is not None:
             if not item.delete:
                 out.unselected.setdefault(other[1], []).append(f"{item.key}{item.origin}")
-        elif item.key not in self.groups and open_parent(item.key, self.groups):
+        elif may_be_own(item.key, self.groups, self.fields):
             out.assignments.append(item)  # its group tells whether it is a setting, once it is known who is chosen
         elif item.key in self.groups:
             if item.delete or item.value not in ({}, None):  # null: a group of which nothing is set
