@@ -213,13 +213,11 @@ class Replica:
         """
         from hybridrl.rollout.server import make_server
 
-        direct = _Direct(self)
         spec = self.spec
         server, _ = make_server(
             spec.config,
             spec.model,
-            direct,
-            direct.stats,
+            _ReplicaClient(self),
             token=token,
             host=spec.config.server.host if spec.config.server.host in _ANY_NODES_HOSTS else None,
             port=port,
@@ -332,8 +330,8 @@ class Replica:
             await self._engine.close()
 
 
-class _Direct:
-    """A replica as its own HTTP server sees it."""
+class _ReplicaClient:
+    """A `GenerationClient` for the replica's own HTTP server."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -349,6 +347,9 @@ class _Direct:
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._replica.abort(ids)
+
+    async def health(self) -> str | None:
+        return None  # the process ends when its engine fails
 
     async def stats(self) -> dict[str, dict[str, float]]:
         own = {"weights_version": float(self._replica.version)}
