@@ -18,6 +18,7 @@ from hybridrl.models.facts import tokenizer_of
 from hybridrl.rollout.engine import Completion, EngineRegistry, EngineSpec, InferenceEngine, Request, RolloutError
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.stop import StopStrings
+from hybridrl.utils.child_processes import keep_exit_codes
 
 #: completions travel together, for a call of Ray's costs milliseconds: as many as this part of the requests in flight,
 #: or as there are after this time
@@ -68,6 +69,7 @@ class Replica:
         self, engine_name: str, spec: EngineSpec, environment: dict[str, str], log_file: str | None = None
     ) -> None:
         os.environ.update(environment)
+        keep_exit_codes()
         self._log_file = None if log_file is None else Path(log_file)
         if self._log_file is not None:
             _write_output_to(self._log_file)

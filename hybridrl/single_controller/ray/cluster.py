@@ -21,6 +21,7 @@ from hybridrl.single_controller.base.errors import PlacementError
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
+from hybridrl.utils.child_processes import keep_exit_codes
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def init_ray(
         _started_here = True
         if options["address"] == "local":
             _reaper = Reaper(_raylets())
+    keep_exit_codes(adopt_orphans=False)
     wants_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
     check_placement(
         {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
@@ -160,17 +162,11 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Failures are raised from the call that saw them, once; Ray would print each failed rank again.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    system = {
-        # what a worker started (an inference server, a data loader) ends with it
-        "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
-        **options.pop("_system_config", {}),
-    }
     return {
         "include_dashboard": False,
         "num_cpus": max(1, num_cpus),
         **options,
         "address": "local",
-        "_system_config": system,
     }
 
 
