@@ -345,3 +345,11 @@ def test_placement_is_refused_before_ray_starts_or_waits(ray_session: None) -> N
     with pytest.raises(PlacementError, match=r"pool 'global' is \[0\]; give the slots on each node"):
         init_ray({}, {"global": [0]}, use_gpu=False)
     assert init_ray({}, {"global": [2]}) is False
+
+
+def test_a_program_of_torchrun_is_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its ranks would be one, and their workers would wait for a store of torchrun's."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlacementError, match=r"torchrun .* rank 1 of 2"):
+        init_ray({}, {"global": [2]}, use_gpu=False)

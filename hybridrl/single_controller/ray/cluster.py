@@ -57,9 +57,16 @@ def init_ray(
         Whether slots are GPUs.
 
     Raises:
-        PlacementError: the placement does not fit on the nodes; found before Ray would wait for it.
+        PlacementError: the placement does not fit on the nodes; found before Ray would wait for it. Or torchrun started
+            this program.
     """
     global _started_here, _reaper
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the command lines of this package have removed it
+        raise PlacementError(
+            f"torchrun started this program, as rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}: every "
+            "rank would be a controller with workers of its own. Start it with `python`; trainer.n_gpus_per_node and "
+            "trainer.nnodes, or the pools, say how many workers there are"
+        )
     pools = dict(pools or {})
     check_mapping(pools, {})
     if not ray.is_initialized():
