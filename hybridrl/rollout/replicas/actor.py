@@ -20,6 +20,7 @@ from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, Infer
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.stop_strings import StopStrings
+from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.weight_sync.messages import Bucket
 
 #: completions travel together, for a call of Ray's costs milliseconds: as many as this part of the requests in flight,
@@ -71,6 +72,7 @@ class Replica:
         self, engine_name: str, spec: EngineSpec, environment: dict[str, str], log_file: str | None = None
     ) -> None:
         os.environ.update(environment)
+        keep_exit_codes()
         self._log_file = None if log_file is None else Path(log_file)
         if self._log_file is not None:
             _write_output_to(self._log_file)
