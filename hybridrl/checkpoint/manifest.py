@@ -53,32 +53,22 @@ def write_manifest(
     step: int,
     sequence: int,
     *,
-    hashes: Mapping[str, str],
     identity: Mapping[str, Any],
     world: Mapping[str, Any],
     config_digest: str | None,
 ) -> Manifest:
     """Make every file of `folder` durable, hash it, and write `manifest.json` last.
 
-    Args:
-        hashes: relative path -> sha256 of files that were hashed as they were written; the others are read back.
-
     Raises:
-        CheckpointError: `hashes` names a file that is not there, or there is no file at all.
+        CheckpointError: there is no file at all.
     """
     files, folders = walk(folder)
     names = [path.relative_to(folder).as_posix() for path in files]
-    unknown = sorted(set(hashes) - set(names))
-    if unknown:
-        raise CheckpointError(
-            f"step {step}: a hash was handed in for {unknown[0]!r}, but {folder / unknown[0]} is missing"
-        )
     if not files:
         raise CheckpointError(f"step {step}: nothing was written into {folder}; a checkpoint needs files")
 
     def finish(path: Path) -> dict[str, Any]:
-        known = hashes.get(path.relative_to(folder).as_posix())
-        entry = {"size": path.stat().st_size, "sha256": known or sha256(path)}
+        entry = {"size": path.stat().st_size, "sha256": sha256(path)}
         sync_file(path)
         return entry
 

@@ -65,11 +65,6 @@ def backend_name() -> str:
     return "cpu:gloo,cuda:nccl" if is_gpu() else "gloo"
 
 
-def supports_bf16() -> bool:
-    """Whether bfloat16 arithmetic works here (on a CPU always, if slowly)."""
-    return torch.cuda.is_bf16_supported() if is_gpu() else True
-
-
 @functools.cache
 def supports_flash_attention() -> bool:
     """Whether transformers' `flash_attention_2` can run: the package, and a GPU of generation 8.0 or newer."""
