@@ -23,7 +23,7 @@ class Manifest:
     Attributes:
         format: version of this layout.
         step: the training step after which the state was taken.
-        sequence: number of the save in its run folder, counted up; tells the newest of two without a clock.
+        sequence: number of the save in its run folder, counted up; shows which of two is newer without a clock.
         files: path relative to the checkpoint -> {"size": bytes, "sha256": hex digest}.
         hybridrl: version of the package that wrote it.
         created: UTC time, ISO 8601.
@@ -152,7 +152,7 @@ def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, both sides compared, unless every entry of `identity` stands in the manifest alike."""
+    """Raise CheckpointError, which shows both sides, unless the manifest agrees with every entry of `identity`."""
     # As JSON would bring it back: a tuple equals the list it was saved as.
     identity = json.loads(json.dumps(dict(identity)))
     differences = [

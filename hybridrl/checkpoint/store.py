@@ -128,7 +128,7 @@ class RunStore:
         To be called before anything else is written into the run's folder.
 
         Raises:
-            CheckpointError: another living process writes there, or a file stands in the folder's place.
+            CheckpointError: another living process writes there, or a file has the folder's name.
         """
         if self.root.exists() and not self.root.is_dir():
             raise CheckpointError(f"{self.root} is a file; trainer.default_local_dir has to be a folder")

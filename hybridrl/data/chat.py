@@ -21,10 +21,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot be "
-            "turned into a prompt. "
-            "Use an instruction-tuned model, or give a Jinja template with "
-            "actor_rollout_ref.model.custom_chat_template='...' "
-            "(for main_sft: model.custom_chat_template)."
+            "turned into a prompt. Use an instruction-tuned model, or give a Jinja template with "
+            "actor_rollout_ref.model.custom_chat_template='...' (for main_sft: model.custom_chat_template)."
         )
 
 
@@ -57,9 +55,8 @@ def render(
             # A template is a program of its author: it may fail in any way, and the row that it fails on is what helps.
             raise DataError(
                 f"{locate(index)}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses this "
-                "conversation: "
-                f"{type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs or "
-                "model.custom_chat_template."
+                f"conversation: {type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs "
+                "or model.custom_chat_template."
             ) from error
     return texts
 

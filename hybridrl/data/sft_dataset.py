@@ -103,8 +103,7 @@ class SFTDataset(Dataset):
         if (prompt_key is None) != (response_key is None):
             raise DataError(
                 f"data.prompt_key={prompt_key} and data.response_key={response_key}: set both for rows of prompt and "
-                "response, or neither "
-                "for rows of messages (data.messages_key)."
+                "response, or neither for rows of messages (data.messages_key)."
             )
         if prompt_key is not None and response_key is not None:
             return self._from_prompt_and_response(prompt_key, response_key)
@@ -214,11 +213,9 @@ class SFTDataset(Dataset):
                 )
                 raise DataError(
                     f"{self.locate(item)}: the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is "
-                    f"not append-only: {what} is "
-                    f"rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
-                    f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. "
-                    "Which tokens to learn cannot be told. Make one row of each assistant turn (it last, the turns "
-                    "before it as its prompt), set "
+                    f"not append-only: {what} is rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
+                    f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. Which tokens to learn cannot be "
+                    "told. Make one row of each assistant turn (it last, the turns before it as its prompt), set "
                     "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
                     "model.custom_chat_template."
                 )

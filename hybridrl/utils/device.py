@@ -1,4 +1,4 @@
-"""The machine's accelerator behind a few plain functions: the only file of the package that knows of `torch.cuda`.
+"""The machine's accelerator: a few plain functions, in the only file of the package that uses `torch.cuda`.
 
 Everything else asks here, so that every code path runs on a CPU with gloo and takes NCCL, bfloat16 and flash
 attention where there is a GPU that has them.

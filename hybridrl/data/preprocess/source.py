@@ -45,8 +45,7 @@ def read_hub(name: str, configuration: str | None, split: str) -> list[Row]:
         # The hub's client raises a dozen kinds of errors for one thing: the data did not come.
         raise DataError(
             f"{name} cannot be loaded from the hub ({type(error).__name__}: {error}). Without a connection, download "
-            "the data "
-            "set elsewhere and name its folder with --local_dir."
+            "the data set elsewhere and name its folder with --local_dir."
         ) from error
 
 

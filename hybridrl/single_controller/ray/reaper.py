@@ -1,4 +1,4 @@
-"""Ends what Ray would leave behind for a minute when the controller is killed.
+"""Ends the processes of Ray that would run on for a minute after the controller is killed.
 
 Ray's processes end with the process that started them, but two helpers of each node first look for the dead cluster,
 for a minute. This script, run next to the controller, reads its raylet's id from its standard input. When that closes
@@ -22,7 +22,7 @@ _LOOK_S = 5.0
 def stat_of(pid: int | str) -> tuple[str, str, str]:
     """(parent's id, process group, start in the kernel's clock ticks) of a process; empty texts if it is gone.
 
-    The start tells a process from a later one with the same id.
+    The start distinguishes a process from a later one with the same id.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

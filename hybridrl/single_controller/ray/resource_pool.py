@@ -92,10 +92,9 @@ class RayResourcePool(ResourcePool):
                 for made in groups:
                     ray.util.remove_placement_group(made)
                 raise PlacementError(
-                    f"{self.name_prefix}: Ray did not place {self._store[index]} slots of "
-                    f"{self.bundle_resources()} within "
-                    f"{_PLACEMENT_TIMEOUT_S:.0f} s, although the nodes seemed to have them; `ray status` "
-                    "shows who holds them"
+                    f"{self.name_prefix}: Ray did not place {self._store[index]} slots of {self.bundle_resources()} "
+                    f"within {_PLACEMENT_TIMEOUT_S:.0f} s, although the nodes seemed to have them; `ray status` shows "
+                    "who holds them"
                 )
         self.pgs = _sorted_by_node(groups) if len(groups) > 1 else groups
         return self.pgs

@@ -21,7 +21,7 @@ from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, h
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 
-# A call that takes longer than this is taken for a hang unless the group was told otherwise.
+# A call that takes longer counts as hanging, unless the group has a `timeout_s` of its own.
 DEFAULT_TIMEOUT_S = 7200.0
 # Detached workers are named here, where every driver finds them; other workers in their driver's own namespace.
 NAMESPACE = "hybridrl"
