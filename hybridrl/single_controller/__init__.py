@@ -6,33 +6,79 @@ names of both stand here; those of `ray` are loaded when they are first used.
 
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.single_controller import base
-from hybridrl.single_controller.base import *  # noqa: F403
+from hybridrl.single_controller.base import (
+    ClassWithInitArgs,
+    Dispatch,
+    Execute,
+    PlacementError,
+    ResourcePool,
+    Worker,
+    WorkerDiedError,
+    WorkerError,
+    WorkerGroup,
+    WorkerTimeoutError,
+    WorkerUserError,
+    make_nd_compute_dataproto_dispatch_fn,
+    make_nd_compute_dispatch_fn,
+    padding_mask,
+    real_rows,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
 
 if TYPE_CHECKING:
-    from hybridrl.single_controller.ray import init_ray as init_ray
-    from hybridrl.single_controller.ray import shutdown_ray as shutdown_ray
-    from hybridrl.single_controller.ray.base import *  # noqa: F403
+    from hybridrl.single_controller.ray import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        ResourcePoolManager,
+        SubRayResourcePool,
+        create_colocated_worker_cls,
+        create_colocated_worker_cls_fused,
+        extract_pg_from_exist,
+        init_ray,
+        merge_resource_pool,
+        shutdown_ray,
+        split_resource_pool,
+    )
 
-_ON_RAY = (
+__all__ = [
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "PlacementError",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
+    "ResourcePool",
     "ResourcePoolManager",
     "SubRayResourcePool",
+    "Worker",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerTimeoutError",
+    "WorkerUserError",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
     "extract_pg_from_exist",
     "init_ray",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "make_nd_compute_dispatch_fn",
     "merge_resource_pool",
+    "padding_mask",
+    "real_rows",
+    "register",
+    "register_dispatch_mode",
     "shutdown_ray",
     "split_resource_pool",
-)
-__all__ = [*base.__all__, *_ON_RAY]
+    "update_dispatch_mode",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_RAY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hybridrl.single_controller import ray as on_ray
 
