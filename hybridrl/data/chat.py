@@ -41,7 +41,7 @@ def render(
         conversations: lists of messages.
         locate: the address of the i-th conversation, for messages.
         add_generation_prompt: end with the opening of an assistant turn.
-        template_kwargs: more variables of the template (``data.apply_chat_template_kwargs``).
+        template_kwargs: more variables of the template (`data.apply_chat_template_kwargs`).
 
     Raises:
         DataError: the template refuses a conversation; names its file and row.
@@ -62,10 +62,10 @@ def render(
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """Cut a sequence to ``limit`` tokens.
+    """Cut a sequence to `limit` tokens.
 
-    ``left`` drops the beginning, ``right`` the end, ``middle`` keeps the first ``limit // 2`` and the last ``limit -
-    limit // 2``.
+    `left` drops the beginning, `right` the end, `middle` keeps the first `limit // 2` and the last `limit -
+    limit // 2`.
     """
     if len(ids) <= limit:
         return ids

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def read_split(folder: Path, split: str) -> Table:
-    """The rows of ``SPLIT.jsonl``, ``.json`` or ``.parquet`` in a folder, or of ``SPLIT-*.parquet`` as the hub names
+    """The rows of `SPLIT.jsonl`, `.json` or `.parquet` in a folder, or of `SPLIT-*.parquet` as the hub names
     its pieces.
 
     Raises:
@@ -59,8 +59,8 @@ def write_rows(file: Path, rows: Iterable[Row]) -> int:
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist(list(rows))
-    with replacing(file) as beside:
-        pyarrow.parquet.write_table(table, beside)
+    with replacing(file) as temporary:
+        pyarrow.parquet.write_table(table, temporary)
     return table.num_rows
 
 
@@ -81,7 +81,7 @@ def text_of(row: Row, column: str, where: str) -> str:
 def convert(
     out: Path, local_dir: Path | None, hub: tuple[str, str | None], make_row: Callable[[Row, str, int, str], Row]
 ) -> dict[str, int]:
-    """Turn both splits into ``train.parquet`` and ``test.parquet`` under ``out`` (made if missing).
+    """Turn both splits into `train.parquet` and `test.parquet` under `out` (made if missing).
 
     Args:
         out: folder to write.
@@ -105,7 +105,7 @@ def convert(
 
 
 def command_line(module: str, description: str, run: Callable[[Path, Path | None], dict[str, int]]) -> None:
-    """``python -m ...MODULE --out DIR [--local_dir DIR]``; an error of the user is one line and exit code 2."""
+    """`python -m ...MODULE --out DIR [--local_dir DIR]`; an error of the user is one line and exit code 2."""
     parser = argparse.ArgumentParser(prog=f"python -m hybridrl.data.preprocess.{module}", description=description)
     parser.add_argument("--out", required=True, type=Path, help="folder to write train.parquet and test.parquet into")
     parser.add_argument(
