@@ -163,13 +163,6 @@ class ResourcePoolManager:
             raise PlacementError(f"pool {name!r} does not exist yet; call create_resource_pool() first")
         return self.resource_pool_dict[name]
 
-    def roles_by_pool(self) -> dict[str, list[Any]]:
-        """The roles that share each pool, in the order of the mapping."""
-        roles: dict[str, list[Any]] = {name: [] for name in self.resource_pool_spec}
-        for role, name in self.mapping.items():
-            roles[name].append(role)
-        return roles
-
     def get_n_gpus(self) -> int:
         """Slots in all pools."""
         return sum(itertools.chain.from_iterable(self.resource_pool_spec.values()))

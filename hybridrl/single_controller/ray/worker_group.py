@@ -146,7 +146,7 @@ class RayWorkerGroup(WorkerGroup):
             self._start(resource_pool, ray_cls_with_init, "STRICT_PACK" if bin_pack else "PACK")
         self._bind_calls()
         if ray_cls_with_init is not None:
-            self.method_names = self.bind_worker_methods(ray_cls_with_init.cls)
+            self.bind_worker_methods(ray_cls_with_init.cls)
 
     # --- starting
 
@@ -275,7 +275,7 @@ class RayWorkerGroup(WorkerGroup):
             _roles={},
         )
         group._bind_calls()
-        group.method_names = group.bind_worker_methods(classes[role])
+        group.bind_worker_methods(classes[role])
         self._roles[role] = group
         return group
 
