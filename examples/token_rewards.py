@@ -1,6 +1,7 @@
 """Rewards on every token: a manager that rewards each digit of a sorted list when it is written.
 
-    python -m hybridrl.trainer.main_ppo reward.reward_manager.source=importlib         reward.reward_manager.module.path=examples/token_rewards.py reward.reward_manager.module.name=PrefixRewards ...
+    python -m hybridrl.trainer.main_ppo reward.reward_manager.source=importlib \\
+        reward.reward_manager.module.path=examples/token_rewards.py reward.reward_manager.module.name=PrefixRewards ...
 
 A manager may return rewards on any response token. The estimators that depend on time (`gae`, `reinforce_plus_plus`,
 `remax`, `optimal_token_baseline`) credit each token with the rewards after it; the others sum the rewards.
