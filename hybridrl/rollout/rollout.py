@@ -15,6 +15,7 @@ from hybridrl.rollout.batch import NO_VERSION, batch_of, requests_of
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS
 
+_MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
 
@@ -37,7 +38,8 @@ class Rollout(ABC):
 
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
-                prompt) and, where a prompt has several rows, `sample` (which of them); meta `global_steps`, `validate`,
+                prompt) and, where a prompt has several rows, `sample` (which of them), and whatever else the prompts
+                carry (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`,
                 `seeded` (every request draws from a seed of its own, so that what else is generated does not matter),
                 and any field of `SamplingParams` to override.
 
@@ -100,7 +102,9 @@ class InPlaceRollout(Rollout):
         self._policy = policy
 
     def generate(self, prompts: DataProto) -> DataProto:
-        batch: DataProto = self._policy.generate_sequences(prompts)
+        known = [name for name in ("uid", "sample") if name in prompts.non_tensor_batch]
+        inputs = prompts.select(_MODEL_INPUTS, non_tensor_batch_keys=known)  # all that travels to the workers
+        batch: DataProto = self._policy.generate_sequences(inputs)
         mask = batch.batch["response_mask"].bool()
         batch.batch["weight_versions"] = torch.where(mask, self.version, NO_VERSION).to(torch.int32)
         return batch

@@ -3,7 +3,6 @@
 import inspect
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridrl.algorithms import (
@@ -120,7 +119,7 @@ def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataPr
     many of them as ever.
 
     Args:
-        batch: in canonical order, with advantages.
+        batch: with advantages.
         seed: of the draw.
     """
     places = batch.non_tensor_batch["uid"]
@@ -129,5 +128,4 @@ def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataPr
         batch, settings.reweight_method, settings.weight_pow, generator=generator
     )
     drawn.non_tensor_batch[SLOT] = places
-    drawn.non_tensor_batch["row"] = np.arange(len(drawn)).astype(object)
     return drawn

@@ -1,10 +1,8 @@
-"""Device memory of each phase of a step: told before the first, with what to change where it is short."""
+"""Device memory of each phase of a step, reported before the first one, and what to change if it is short."""
 
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.single_controller import RayWorkerGroup
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _TRAINING = (
@@ -36,28 +34,27 @@ class MemoryReport:
     """Used device memory at several points, in GiB on the fullest device.
 
     Args:
-        trainer: with worker groups.
+        group: the policy's worker group, on whose devices everything runs.
     """
 
-    def __init__(self, trainer: "RayPPOTrainer") -> None:
-        self._trainer = trainer
+    def __init__(self, group: RayWorkerGroup) -> None:
+        self._group = group
         self._points: list[tuple[str, float]] = []
         self._total = 0.0
-        self.told = False
+        self.printed = False
 
     def note(self, what: str) -> float:
-        """Look now, and remember under this name."""
-        facts = self._trainer.actor_rollout.device_memory()
+        """Measure now, and remember the result under this name."""
+        facts = self._group.device_memory()
         used = max(fact["total_gb"] - fact["free_gb"] for fact in facts)
         self._total = max(fact["total_gb"] for fact in facts)
         self._points.append((what, used))
         return used
 
-    def tell(self) -> None:
+    def print(self) -> None:
         """Print what was noted."""
-        self.told = True
-        pool = self._trainer.actor_rollout.resource_pool
-        where = "device" if getattr(pool, "use_gpu", False) else "this machine's"
+        self.printed = True
+        where = "device" if getattr(self._group.resource_pool, "use_gpu", False) else "this machine's"
         points = ", ".join(f"{what} {used:.1f}" for what, used in self._points)
         print(f"{where} memory in use, GiB of {self._total:.1f}: {points}")
 

@@ -81,10 +81,10 @@ class SFTTrainer:
         batch = as_responses(batch)
         batch.meta_info = {"updates": 1, "on_nonfinite": self.config.trainer.on_nonfinite}
         shards = spread_over_ranks(batch, [np.arange(len(batch))], self.group.world_size)
-        with self.run.phase("update_model"), self.run.keeping_batch_on_error(batch):
+        with self.run.phase("update_model"), self.run.failed_batches.keeping(batch, self.run.step):
             updated = self.group.update_model(shards).get()
         of_ranks = updated.meta_info["metrics"]
-        self.run.keep_if_skipped(batch, of_ranks)
+        self.run.failed_batches.keep_if_skipped(batch, self.run.step, of_ranks)
         merged = merge_metrics({name: metric} for name, found in of_ranks.items() for metric in found)
         self.run.metrics |= reduce_to_floats(merged)
         self.run.metrics["train/global_tokens"] = int(batch.batch["response_mask"].sum())
