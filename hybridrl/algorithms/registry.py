@@ -156,6 +156,11 @@ def required_inputs(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
     )
 
 
+def named_inputs(name_or_enum: str | AdvantageEstimator) -> frozenset[str]:
+    """Everything that an estimator names as a parameter, with or without a default."""
+    return frozenset(inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters)
+
+
 def check_adv_inputs(name_or_enum: str | AdvantageEstimator, available: Iterable[str], config: Any = None) -> None:
     """Refuse, before training starts, an estimator whose inputs nothing will provide.
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
-class _ParquetPart:
-    """One parquet file; rows are counted from 0."""
+class _ArrowPart:
+    """A parquet file, or a table in memory that `path` describes; rows are counted from 0."""
 
-    def __init__(self, path: Path, table: pyarrow.Table) -> None:
+    def __init__(self, path: Path | str, table: pyarrow.Table) -> None:
         self.path = path
         self.table = table
         self.columns = list(table.column_names)
@@ -47,7 +47,7 @@ class _ParquetPart:
 class _JsonPart:
     """One JSON or JSON-lines file; rows are named by their line, or by their place in a JSON list."""
 
-    def __init__(self, path: Path, rows: list[dict[str, Any]], lines: list[int] | None) -> None:
+    def __init__(self, path: Path | str, rows: list[dict[str, Any]], lines: list[int] | None) -> None:
         self.path = path
         self.rows = rows
         self.lines = lines
@@ -82,7 +82,7 @@ class Table:
         columns: every column that any of the files has; a row of a file without it holds None there.
     """
 
-    def __init__(self, parts: Sequence[_ParquetPart | _JsonPart]) -> None:
+    def __init__(self, parts: Sequence[_ArrowPart | _JsonPart]) -> None:
         self.parts = list(parts)
         self._ends: list[int] = []
         total = 0
@@ -94,7 +94,7 @@ class Table:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _find(self, index: int) -> tuple[_ParquetPart | _JsonPart, int]:
+    def _find(self, index: int) -> tuple[_ArrowPart | _JsonPart, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect.bisect_right(self._ends, index)
@@ -137,7 +137,7 @@ class Table:
         part, inner = self._find(index)
         return part.locate(inner)
 
-    def files_without(self, column: str) -> Iterator[_ParquetPart | _JsonPart]:
+    def files_without(self, column: str) -> Iterator[_ArrowPart | _JsonPart]:
         """The files that lack a column."""
         return (part for part in self.parts if column not in part.columns)
 
@@ -153,6 +153,39 @@ class Table:
                 f"{part.path} has no column {column!r} (columns found: {found}). "
                 f"{hint or f'Add it, or name the right column with {key}=COLUMN.'}"
             )
+
+
+def table_of(rows: Any, origin: str) -> Table:
+    """Rows that are in memory already.
+
+    Args:
+        rows: a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table`, or a list of dicts.
+        origin: where they come from, for messages.
+
+    Raises:
+        DataError: they are something else, or there is none.
+    """
+    import datasets
+    import pandas
+    import pyarrow
+
+    if isinstance(rows, datasets.Dataset):
+        rows = rows.flatten_indices().data.table  # a filtered or shuffled data set is its table and a list of indices
+    elif isinstance(rows, pandas.DataFrame):
+        rows = pyarrow.Table.from_pandas(rows, preserve_index=False)
+    part: _ArrowPart | _JsonPart
+    if isinstance(rows, pyarrow.Table):
+        part = _ArrowPart(origin, rows)
+    elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        part = _JsonPart(origin, rows, None)
+    else:
+        raise DataError(
+            f"{origin}: rows must be a datasets.Dataset, a pandas.DataFrame, a pyarrow.Table or a list of dicts, found "
+            f"{type(rows).__name__}."
+        )
+    if len(part) == 0:
+        raise DataError(f"{origin}: there are no rows.")
+    return Table([part])
 
 
 def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_files") -> Table:
@@ -173,7 +206,7 @@ def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_
     return Table([_read_file(path, key) for path in paths])
 
 
-def _read_file(name: str | Path, key: str) -> _ParquetPart | _JsonPart:
+def _read_file(name: str | Path, key: str) -> _ArrowPart | _JsonPart:
     if "://" in str(name):
         raise DataError(f"{key}={name}: only local files can be read. Copy it to a local disk first and name the copy.")
     path = Path(name).expanduser()
@@ -196,12 +229,12 @@ def _read_file(name: str | Path, key: str) -> _ParquetPart | _JsonPart:
     return part
 
 
-def _read_parquet(path: Path, key: str) -> _ParquetPart:
+def _read_parquet(path: Path, key: str) -> _ArrowPart:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return _ParquetPart(path, pyarrow.parquet.read_table(path))
+        return _ArrowPart(path, pyarrow.parquet.read_table(path))
     except (pyarrow.ArrowException, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
     from hybridrl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
@@ -52,7 +55,7 @@ class StatefulLoader:
         key: the configuration key of the batch size, for messages.
 
     Raises:
-        DataError: not one batch fits into an epoch.
+        DataError: not one batch fits into an epoch, or a sampler that learns from batches would be read ahead of them.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class StatefulLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.sampler: Any = EpochSampler(len(dataset), shuffle=False, seed=seed) if sampler is None else sampler
+        self._check_hooks(num_workers)
         self.seed = seed
         self.every_epoch_alike = every_epoch_alike
         self._generator = torch.Generator()  # its own, so that reading data draws nothing from the global one
@@ -95,6 +99,26 @@ class StatefulLoader:
         self._batches = 0
         self._pending: dict[str, Any] | None = None  # state of the inner loader to go on from
         self._resumed_at_boundary = False
+
+    def _check_hooks(self, num_workers: int) -> None:
+        """Refuse hooks that would act too late or not at all; say what a resume would not repeat."""
+        hooks = [
+            f"{type(thing).__name__}.{name}"
+            for thing, name in ((self.sampler, "update"), (self.dataset, "on_batch_end"))
+            if hasattr(thing, name)
+        ]
+        if hooks and num_workers:
+            raise DataError(
+                f"data.dataloader_num_workers={num_workers}: {' and '.join(hooks)} must see a batch before the next "
+                "rows are drawn, and reading processes draw them ahead. Set data.dataloader_num_workers=0."
+            )
+        if hasattr(self.sampler, "update") and not _is_stateful(self.sampler):
+            name = type(self.sampler).__name__
+            logger.warning(
+                "data.sampler: %s has update() but no state_dict() and load_state_dict(), so a resumed run forgets "
+                "what it learned and may draw other rows. Add both.",
+                name,
+            )
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -135,6 +159,16 @@ class StatefulLoader:
             # saved it.
             yield from self._loader
         self._resumed_at_boundary = False
+
+    def after_step(self, batch: DataProto) -> None:
+        """Hand a batch to the sampler's `update` and the data set's `on_batch_end`, where they have one (as in verl).
+
+        Args:
+            batch: after its update: responses, rewards and advantages are in it.
+        """
+        for hook in (getattr(self.sampler, "update", None), getattr(self.dataset, "on_batch_end", None)):
+            if hook is not None:
+                hook(batch=batch)
 
     def finish(self, collated: Collated, epoch: int) -> DataProto:
         """Make the batch, in the controller's process."""

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hybridrl.data.chat import check_chat_template, render, truncate
-from hybridrl.data.files import Table, read_table
+from hybridrl.data.files import Table, read_table, table_of
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, clean_messages, encode, fault_in_messages
 
@@ -27,6 +27,12 @@ logger = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 _MEDIA_COLUMNS = ("images", "videos", "audios")
+#: methods of verl's class that nothing here calls -> what to do instead
+_HOOKS_WITHOUT_EFFECT = {
+    "_download": "Copy the files to a local disk first and name the copies, or read them in _read_files_and_tokenize.",
+    "resume_dataset_state": "A resumed run builds the data set again: do the work in _read_files_and_tokenize.",
+    "process_vision_info": "Images, audio and video are not supported; use a text-only data set and model.",
+}
 _CHUNK = 2048  # rows rendered and tokenised at a time
 _CACHED_TOKENS = (
     50_000_000  # token ids kept in memory (int32: 200 MB); beyond it a prompt is tokenised again when it is drawn
@@ -78,17 +84,22 @@ class RLHFDataset(Dataset):
     An item is ``{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}``; ``index`` counts the
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
+    A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
+    `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. One that defines a hook of verl's
+    that has no effect here is refused by name. With `on_batch_end(batch)` it sees each batch after its update.
+
     Args:
         data_files: one path or several.
         tokenizer: with a chat template.
         config: ``DataConfig`` or ``GenerationDataConfig``.
         processor: accepted for the sake of subclasses written for verl; must be None.
-        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``. -1:
-        all.
+        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``; -1
+            uses all.
         key: the configuration key that named the files, for messages.
 
     Raises:
-        DataError: unreadable files, missing columns, a bad or overlong row (each named), no row left.
+        DataError: unreadable files, missing columns, a bad or overlong row (each named), no row left, a hook that would
+            not be called.
     """
 
     def __init__(
@@ -104,18 +115,31 @@ class RLHFDataset(Dataset):
             raise DataError("processor: images, audio and video are not supported; use a text-only data set and model.")
         if config.truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation={config.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
+        self._refuse_hooks_without_effect()
         self.tokenizer = tokenizer
+        self.processor = processor
         self.config = config
         self.key = key
+        self.data_files = [str(f) for f in ([data_files] if isinstance(data_files, str | Path) else data_files or [])]
+        self.original_data_files = list(self.data_files)
+        self.prompt_key = config.prompt_key
+        self.max_prompt_length = config.max_prompt_length
+        self.truncation = config.truncation
+        self.filter_overlong_prompts = config.filter_overlong_prompts
         check_chat_template(tokenizer)
-        self.table: Table = read_table(data_files, key)
-        self.table.require(config.prompt_key, "data.prompt_key")
+        self._table: Table | None = None
+        self._read_files_and_tokenize()
+        if not self._builds_messages():
+            self.table.require(config.prompt_key, "data.prompt_key")
         self._refuse_media()
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
-        prompts = self._checked_prompts()
+        prompts = self._prompt_column()
         self._tokens: TokenCache | None = None
         if config.filter_overlong_prompts or config.truncation == "error":
             self._tokenize(prompts)
+        else:
+            for number in range(len(self._rows)):
+                self._conversation(number, prompts)
         if not len(self._rows):
             raise DataError(
                 f"{key}: no row is left; all {len(self.table)} prompts are longer than data.max_prompt_length="
@@ -126,8 +150,51 @@ class RLHFDataset(Dataset):
     # What a subclass may want to change
 
     def build_messages(self, row: dict[str, Any]) -> list[Message]:
-        """The chat messages of a row."""
-        return clean_messages(row[self.config.prompt_key])
+        """The chat messages of a row.
+
+        Args:
+            row: all columns. What an override changes in it is what the item holds.
+        """
+        return self._build_messages(row)
+
+    def _build_messages(self, example: dict[str, Any]) -> list[Message]:
+        """verl's name for `build_messages`."""
+        return clean_messages(example[self.config.prompt_key])
+
+    def _read_files_and_tokenize(self) -> None:
+        """Read `data_files`. An override, as in verl, sets `self.dataframe`; see `table_of` for what that may be."""
+        self.table = read_table(self.data_files, self.key)
+        if type(self).maybe_filter_out_long_prompts is not RLHFDataset.maybe_filter_out_long_prompts:
+            self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """verl's hook that drops rows: overridden, it returns those to keep. Overlong prompts are dropped after it."""
+        return self.dataframe if dataframe is None else dataframe
+
+    @property
+    def table(self) -> Table:
+        """The rows as they were read."""
+        if self._table is None:
+            raise DataError(
+                f"data.custom_cls: {type(self).__name__}._read_files_and_tokenize read no rows. It must set "
+                "self.dataframe to a datasets.Dataset, a pandas.DataFrame or a list of dicts."
+            )
+        return self._table
+
+    @table.setter
+    def table(self, table: Table) -> None:
+        self._table = table
+
+    @property
+    def dataframe(self) -> Any:
+        """The rows as verl's `datasets.Dataset`."""
+        import datasets
+
+        return datasets.Dataset(self.table.arrow())
+
+    @dataframe.setter
+    def dataframe(self, rows: Any) -> None:
+        self.table = table_of(rows, f"{self.key}, as read by {type(self).__name__}")
 
     def encode_prompts(
         self,
@@ -159,13 +226,13 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = int(self._rows[item])
         row = self.table[index]
-        messages = self.build_messages(row)
+        messages = self._checked(index, row)
         ids = self._tokens.get(item) if self._tokens is not None else None
         if ids is None:
             ids = self.encode_prompts([messages], [index])[0]
         if self.config.truncation != "error":
             ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
-        del row[self.config.prompt_key]
+        row.pop(self.config.prompt_key, None)
         return {**row, "input_ids": ids, "raw_prompt": messages, "index": index}
 
     @property
@@ -197,20 +264,54 @@ class RLHFDataset(Dataset):
                     "model."
                 )
 
-    def _checked_prompts(self) -> list[Any]:
-        """The prompt column of the chosen rows, each a list of messages."""
-        column = self.table.column(self.config.prompt_key)
-        prompts = [column[int(index)] for index in self._rows]
-        for index, prompt in zip(self._rows, prompts, strict=True):
-            fault = fault_in_messages(prompt)
-            if fault:
+    def _refuse_hooks_without_effect(self) -> None:
+        for name, instead in _HOOKS_WITHOUT_EFFECT.items():
+            if hasattr(type(self), name):
                 raise DataError(
-                    f"{self.table.locate(int(index))}: column {self.config.prompt_key!r} cannot be used as a prompt: "
-                    f"{fault}."
+                    f"data.custom_cls: {type(self).__name__} defines {name}, a hook of verl's that hybridrl does not "
+                    f"call. {instead}"
                 )
-        return prompts
 
-    def _tokenize(self, prompts: list[Any]) -> None:
+    def _builds_messages(self) -> bool:
+        """Whether a subclass makes the messages, so that the prompt column may hold anything."""
+        base, cls = RLHFDataset, type(self)
+        return cls.build_messages is not base.build_messages or cls._build_messages is not base._build_messages
+
+    def _prompt_column(self) -> list[Any] | None:
+        """The prompts of the chosen rows; None where a subclass makes them of whole rows."""
+        if self._builds_messages():
+            return None
+        column = self.table.column(self.config.prompt_key)
+        return [column[int(index)] for index in self._rows]
+
+    def _conversation(self, number: int, prompts: list[Any] | None) -> list[Message]:
+        """The checked messages of the chosen row `number`."""
+        index = int(self._rows[number])
+        return self._checked(index, self.table[index] if prompts is None else {self.config.prompt_key: prompts[number]})
+
+    def _checked(self, index: int, row: dict[str, Any]) -> list[Message]:
+        """The messages of a row.
+
+        Raises:
+            DataError: it has none, or they are of the wrong form; the row is named.
+        """
+        if not self._builds_messages():
+            fault = fault_in_messages(row[self.config.prompt_key])
+            if fault:
+                column = self.config.prompt_key
+                raise DataError(f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {fault}.")
+            return self.build_messages(row)
+        who = f"{self.table.locate(index)}: build_messages of {type(self).__name__}"
+        try:
+            messages = self.build_messages(row)
+        except Exception as error:
+            raise DataError(f"{who} failed: {type(error).__name__}: {error}") from error
+        fault = fault_in_messages(messages)
+        if fault:
+            raise DataError(f"{who} returned what cannot be used as a prompt: {fault}.")
+        return messages
+
+    def _tokenize(self, prompts: list[Any] | None) -> None:
         """Tokenise every prompt; drop or refuse those that are too long."""
         limit = self.config.max_prompt_length
         cache, kept, overlong = TokenCache(), [], []
@@ -226,22 +327,22 @@ class RLHFDataset(Dataset):
                 "%s: %d of %d prompts are longer than data.max_prompt_length=%d tokens and were left out",
                 self.key,
                 len(overlong),
-                len(prompts),
+                len(self._rows),
                 limit,
             )
         elif overlong and self.config.truncation == "error":
             index, length = overlong[0]
             raise DataError(
                 f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length={limit} "
-                f"({len(overlong)} such rows of {len(prompts)}, the longest with {max(n for _, n in overlong)}). Raise "
-                "data.max_prompt_length, "
-                "or set data.filter_overlong_prompts=True, or data.truncation to left, right or middle."
+                f"({len(overlong)} such rows of {len(self._rows)}, the longest with {max(n for _, n in overlong)}). "
+                "Raise data.max_prompt_length, or set data.filter_overlong_prompts=True, or data.truncation to left, "
+                "right or middle."
             )
         cache.freeze()
         self._tokens = cache
         self._rows = np.asarray(kept, dtype=np.int64)
 
-    def _encoded_chunks(self, prompts: list[Any]) -> Iterator[tuple[list[int], list[list[int]]]]:
+    def _encoded_chunks(self, prompts: list[Any] | None) -> Iterator[tuple[list[int], list[list[int]]]]:
         """Row numbers and token ids of the prompts, chunk by chunk.
 
         ``filter_overlong_prompts_workers`` threads share the work: tokenising is done outside the interpreter lock.
@@ -253,13 +354,11 @@ class RLHFDataset(Dataset):
             if not hasattr(own, "tokenizer"):
                 own.tokenizer = copy.deepcopy(self.tokenizer) if workers > 1 else self.tokenizer
             indices = [int(index) for index in self._rows[start : start + _CHUNK]]
-            messages = [
-                self.build_messages({self.config.prompt_key: prompt}) for prompt in prompts[start : start + _CHUNK]
-            ]
+            messages = [self._conversation(start + number, prompts) for number in range(len(indices))]
             return indices, self.encode_prompts(messages, indices, own.tokenizer)
 
         workers = self.config.filter_overlong_prompts_workers
-        starts = range(0, len(prompts), _CHUNK)
+        starts = range(0, len(self._rows), _CHUNK)
         if workers == 1:
             yield from map(encode_chunk, starts)
             return

@@ -8,10 +8,8 @@ builds an empty one on the meta device, which costs no memory and next to no tim
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import re
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import looks_local
 from hybridrl.utils import device
+from hybridrl.utils.user_code import load_module
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 DTYPES = {
@@ -174,22 +173,7 @@ def import_external_lib(name: str | None) -> None:
         ModelError: one of them cannot be imported, or raises while it is.
     """
     for module in filter(None, (part.strip() for part in (name or "").split(","))):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # the user's code raises whatever is wrong with it
-            where = _last_place(error)
-            raise ModelError(
-                f"model.external_lib={name!r}: module {module!r} cannot be imported: "
-                f"{type(error).__name__}: {error}{where}"
-            ) from error
-
-
-def _last_place(error: Exception) -> str:
-    """The file and line that raised, where that is not the import machinery."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    if len(frames) < 2:  # the first is this module's own
-        return ""
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        load_module(module, "model.external_lib", ModelError)
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:

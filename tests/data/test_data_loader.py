@@ -253,3 +253,66 @@ def test_loaders_of_the_configuration(write, rows, tokenizer):
     assert batch.non_tensor_batch["index"].tolist() == list(range(7))
     config.val_batch_size = 3
     assert [len(batch) for batch in create_val_loader(config, dataset)] == [3, 3, 1]
+
+
+class Curriculum(torch.utils.data.Sampler):
+    """Draws the row after the longest response that it has seen."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.seen, self.next = size, [], 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self):
+        for _ in range(self.size):
+            yield self.next
+
+    def update(self, batch) -> None:
+        self.seen.append(batch.non_tensor_batch["uid"].tolist())
+        self.next = int(batch.batch["input_ids"].max())
+
+
+def test_curriculum_sampler_decides_the_next_rows():
+    sampler = Curriculum(6)
+    source = PromptLoader(Numbers(6), 1, sampler)
+    drawn = []
+    for batch in source:
+        drawn.append(int(batch.non_tensor_batch["index"][0]))
+        source.after_step(batch)
+        if len(drawn) == 4:
+            break
+    assert drawn == [0, 1, 2, 3]
+    assert sampler.seen == [["0-0"], ["0-1"], ["0-2"], ["0-3"]]
+
+
+def test_dataset_hook_sees_each_batch():
+    class Watching(Numbers):
+        def on_batch_end(self, batch) -> None:
+            self.seen = batch
+
+    source = PromptLoader(Watching(4), 2)
+    batch = next(iter(source))
+    source.after_step(batch)
+    assert source.dataset.seen is batch
+
+
+def test_hooks_that_reading_ahead_would_make_useless_are_refused():
+    with pytest.raises(DataError, match=r"dataloader_num_workers=2.*Curriculum\.update.*dataloader_num_workers=0"):
+        PromptLoader(Numbers(6), 1, Curriculum(6), num_workers=2)
+
+
+def test_curriculum_without_a_state_is_told(caplog):
+    PromptLoader(Numbers(6), 1, Curriculum(6))
+    assert "Curriculum" in caplog.text and "state_dict" in caplog.text
+    caplog.clear()
+
+    class Saved(Curriculum):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    PromptLoader(Numbers(6), 1, Saved(6))
+    assert not caplog.text

@@ -204,7 +204,7 @@ def test_custom_class(write, rows, tokenizer, tmp_path):
     loud = build("Loud")
     assert isinstance(loud, RLHFDataset)
     assert tokenizer.decode(loud[0]["input_ids"]) == f"{PREFIX.replace('Sort', 'SORT')}9{SUFFIX}"
-    with pytest.raises(DataError, match=r"data.custom_cls.name=Quiet: no such class.*Loud, Wrong"):
+    with pytest.raises(DataError, match=r"data.custom_cls.name=Quiet.*Loud, Wrong"):
         build("Quiet")
     with pytest.raises(
         DataError, match=r"data.custom_cls: Wrong .* is called as Wrong\(data_files=, tokenizer=, config="
@@ -221,7 +221,7 @@ def test_custom_class_of_an_importable_module(write, rows, tokenizer):
     config.custom_cls.path, config.custom_cls.name = "pkg://hybridrl.data.rl_dataset", "RLHFDataset"
     assert len(create_rl_dataset(write("a.parquet", rows), config, tokenizer)) == 7
     config.custom_cls.path = "no.such.module"
-    with pytest.raises(DataError, match="neither a Python file nor a module"):
+    with pytest.raises(DataError, match=r"data\.custom_cls\.path=no\.such\.module"):
         create_rl_dataset(write("a.parquet", rows), config, tokenizer)
 
 
@@ -231,3 +231,96 @@ def test_custom_file_that_fails_to_import(write, rows, tokenizer, tmp_path):
     config.custom_cls.path, config.custom_cls.name = str(tmp_path / "mine.py"), "Loud"
     with pytest.raises(DataError, match="fails to import: ModuleNotFoundError"):
         create_rl_dataset(write("a.parquet", rows), config, tokenizer)
+
+
+def custom(path, tokenizer, tmp_path, source, **settings):
+    """A data set of the class `Mine`, as a user's file defines it."""
+    (tmp_path / "mine.py").write_text(source)
+    config = DataConfig(shuffle=False, **settings)
+    config.custom_cls.path, config.custom_cls.name = str(tmp_path / "mine.py"), "Mine"
+    return create_rl_dataset(path, config, tokenizer)
+
+
+def prompts_of(dataset, tokenizer):
+    return [tokenizer.decode(dataset[i]["input_ids"]) for i in range(len(dataset))]
+
+
+READS = {
+    "datasets": "datasets.load_dataset('parquet', data_files=self.data_files)['train'].filter(keep).map(shout)",
+    "pandas": "pandas.DataFrame([shout(row) for row in pandas.read_parquet(self.data_files[0]).to_dict('records')"
+    " if keep(row)])",
+    "list": "[shout(row) for row in self.read_all() if keep(row)]",
+    "super": "super()._read_files_and_tokenize() or self.dataframe.filter(keep).map(shout)",
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_verls_hook_that_reads_the_files_acts(write, rows, tokenizer, tmp_path, kind):
+    """Four ways in which classes written for verl set `self.dataframe`."""
+    source = f"""
+import datasets, pandas, pyarrow.parquet
+from hybridrl.data import RLHFDataset
+
+def keep(row): return row["extra_info"]["index"] in (1, 3)
+def shout(row): return {{**row, "prompt": [{{"role": "user", "content": "SORT" + row["prompt"][0]["content"][4:]}}]}}
+
+class Mine(RLHFDataset):
+    def read_all(self): return pyarrow.parquet.read_table(self.data_files[0]).to_pylist()
+    def _read_files_and_tokenize(self):
+        self.dataframe = {READS[kind]}
+"""
+    dataset = custom(write("a.parquet", rows), tokenizer, tmp_path, source)
+    loud = PREFIX.replace("Sort", "SORT")
+    assert prompts_of(dataset, tokenizer) == [f"{loud}98{SUFFIX}", f"{loud}9876{SUFFIX}"]
+    assert [dataset[i]["reward_model"]["ground_truth"] for i in range(2)] == ["89", "6789"]
+
+
+def test_hook_that_reads_nothing_or_something_else_is_named(write, rows, tokenizer, tmp_path):
+    head = "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def _read_files_and_tokenize(self):\n"
+    for body, said in (("pass", r"Mine\._read_files.*self\.dataframe"), ("self.dataframe = 3", "DataFrame.*int")):
+        with pytest.raises(DataError, match=said):
+            custom(write("a.parquet", rows), tokenizer, tmp_path, f"{head}        {body}\n")
+
+
+def test_verls_filter_hook_acts(write, rows, tokenizer, tmp_path):
+    source = (
+        "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n"
+        "    def maybe_filter_out_long_prompts(self, dataframe=None):\n"
+        "        return dataframe.filter(lambda row: row['extra_info']['index'] > 4)\n"
+    )
+    dataset = custom(write("a.parquet", rows), tokenizer, tmp_path, source)
+    assert prompts_of(dataset, tokenizer) == [f"{PREFIX}987654{SUFFIX}", f"{PREFIX}9876543{SUFFIX}"]
+
+
+@pytest.mark.parametrize("hook", ["build_messages", "_build_messages"])
+@pytest.mark.parametrize("settings", [{}, {"truncation": "left"}])
+def test_hook_makes_messages_of_the_whole_row(write, rows, tokenizer, tmp_path, hook, settings):
+    """The prompt column may hold text, or be missing, where a subclass makes the messages."""
+    plain = [{"question": "123", "hint": str(number), "data_source": "mine"} for number in range(3)]
+    source = (
+        "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n"
+        f"    def {hook}(self, row):\n"
+        "        return [{'role': 'user', 'content': f\"Sort: {row['question']}{row.pop('hint')}\"}]\n"
+    )
+    dataset = custom(write("a.jsonl", plain), tokenizer, tmp_path, source, **settings)
+    assert prompts_of(dataset, tokenizer) == [f"{PREFIX}123{number}{SUFFIX}" for number in range(3)]
+    assert "hint" not in dataset[0] and dataset[0]["question"] == "123"
+
+
+def test_hook_that_fails_or_returns_text_names_the_row(write, rows, tokenizer, tmp_path):
+    head = "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def _build_messages(self, row):\n"
+    bodies = {
+        "return 'Sort' if row['extra_info']['index'] == 2 else row['prompt']": r"row 2 .*build_messages of Mine.*text",
+        "return row['prompt'] if row['extra_info']['index'] else row['nothing']": r"row 0 .*of Mine.*KeyError.*nothing",
+    }
+    for body, said in bodies.items():
+        for settings in ({}, {"truncation": "left"}):
+            with pytest.raises(DataError, match=said):
+                custom(write("a.parquet", rows), tokenizer, tmp_path, f"{head}        {body}\n", **settings)
+
+
+@pytest.mark.parametrize("hook", ["_download", "resume_dataset_state", "process_vision_info"])
+def test_hook_of_verls_that_would_not_be_called_is_refused(write, rows, tokenizer, tmp_path, hook):
+    source = f"from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def {hook}(self): pass\n"
+    with pytest.raises(DataError, match=rf"data\.custom_cls: Mine defines {hook}"):
+        custom(write("a.parquet", rows), tokenizer, tmp_path, source)

@@ -334,8 +334,8 @@ def test_more_workers_than_there_are_devices(run: Runner) -> None:
 @pytest.mark.parametrize(
     ("code", "words", "texts"),
     [
-        ("import no_such_thing", [], ["model.external_lib='mine_0'", "no_such_thing"]),
-        ("x = 1\ny = x.missing", [], ["model.external_lib='mine_1'", "mine_1.py, line 2"]),
+        ("import no_such_thing", [], ["model.external_lib=mine_0", "no_such_thing"]),
+        ("x = 1\ny = x.missing", [], ["model.external_lib=mine_1", "mine_1.py, line 2"]),
         ("", ["algorithm.adv_estimator=mine"], ["algorithm.adv_estimator is 'mine'", "register_adv_est"]),
         ("", ["actor_rollout_ref.actor.policy_loss.loss_mode=mine"], ["loss_mode is 'mine'", "register_policy_loss"]),
     ],

@@ -1,7 +1,7 @@
 """The pieces of the dataflow around the estimators, without workers: what they do to a batch, against plain loops."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from hybridrl.trainer.ppo.advantage import SLOT, compute_advantage, critic_metri
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
 from hybridrl.trainer.ppo.health_checks import HealthError, HealthMonitor
-from hybridrl.trainer.ppo.needs import check_algorithm, needs_old_log_prob
+from hybridrl.trainer.ppo.needs import Needs, check_algorithm
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.utils.metrics import Metric, merge_metrics
@@ -360,7 +360,33 @@ def test_what_cannot_work_is_refused_by_name_before_a_model_is_loaded(words, nam
 )
 def test_old_log_probs_are_computed_where_something_needs_them(words, needed) -> None:
     base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
-    assert needs_old_log_prob(load_config("ppo_trainer", [*base, *words])) is needed
+    assert Needs.of(load_config("ppo_trainer", [*base, *words])).old_log_probs is needed
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ([], {"critic", "values"}),
+        (["algorithm.adv_estimator=grpo"], set()),
+        (["algorithm.adv_estimator=grpo", "critic.enable=True"], {"critic"}),
+        (["algorithm.adv_estimator=remax"], {"reward_baselines"}),
+        (["algorithm.adv_estimator=tir_optimal_token_baseline"], {"old_log_probs"}),
+        (["algorithm.use_kl_in_reward=True"], {"critic", "values", "reference", "ref_log_prob", "old_log_probs"}),
+        (
+            ["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"],
+            {"critic", "values", "reference", "ref_kl", "old_log_probs"},
+        ),
+        (["actor_rollout_ref.actor.use_kl_loss=True"], {"critic", "values", "reference", "ref_log_prob"}),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=full"],
+            {"critic", "values", "reference"},
+        ),
+    ],
+)
+def test_what_a_run_needs_follows_from_its_settings(words, needed) -> None:
+    one_update = "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"
+    found = asdict(Needs.of(load_config("ppo_trainer", [one_update, *words])))
+    assert {name for name, value in found.items() if value} == needed
 
 
 @pytest.fixture
@@ -387,7 +413,7 @@ def test_an_estimator_of_ones_own_gets_old_log_probs_or_is_told_how(estimators_o
     one_update = ["actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
 
     def needed(name: str) -> bool:
-        return needs_old_log_prob(load_config("ppo_trainer", [f"algorithm.adv_estimator={name}", *one_update]))
+        return Needs.of(load_config("ppo_trainer", [f"algorithm.adv_estimator={name}", *one_update])).old_log_probs
 
     assert needed("named") and not needed("from_batch")
     ones = torch.ones(2, 3)

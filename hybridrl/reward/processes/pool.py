@@ -81,8 +81,8 @@ class RewardPool:
         """Start the processes that are missing; with ``wait_for_one`` return when the first has loaded the function.
 
         Raises:
-            RewardError: the function cannot be loaded (only with ``wait_for_one``; otherwise the first ``run`` says
-            so).
+            RewardError: the function cannot be loaded (only with ``wait_for_one``; otherwise the first ``run``
+                raises).
         """
         with self._lock:
             self._start_missing()

@@ -281,10 +281,9 @@ class RayWorkerGroup(WorkerGroup):
         else:
             call = self._submit(method.name, range(self.world_size), *_per_worker(args, kwargs, self.world_size))
         if not method.blocking:
-            call.watch()
             output = calls.RayPendingOutputs(call, single=method.rank_zero)
             collected = finish_output(method.collect_fn(self, output), padding)
-            call.held_by(collected)
+            call.watch(collected)
             return collected
         call.wait()
         values = ray.get(call.results)
@@ -345,9 +344,8 @@ class RayWorkerGroup(WorkerGroup):
         kwargs.pop(PADDING_KEY, None)
         count = self.world_size
         call = self._submit(method_name, range(count), *_per_worker(args, kwargs, count))
-        call.watch()
         outputs = calls.RayPendingOutputs(call)
-        call.held_by(outputs)
+        call.watch(outputs)
         return outputs
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> calls.RayPendingOutputs:

@@ -1,6 +1,5 @@
 """From scores to advantages: what the estimator needs, the KL penalty in the reward, the estimator, PF-PPO's draw."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from hybridrl.algorithms import (
     compute_pf_ppo_reweight_data,
     estimate_advantages,
     explained_variance,
-    get_adv_estimator_fn,
     masked_var,
     penalise_rewards,
     rewards_to_go,
@@ -37,13 +35,6 @@ def check_estimator(config: PPOTrainerConfig) -> None:
     if config.algorithm.rollout_correction.rollout_is is not None:
         available.add("rollout_is_weights")
     check_adv_inputs(config.algorithm.adv_estimator, available, config.algorithm)
-
-
-def needs(config: PPOTrainerConfig, *inputs: str) -> bool:
-    """Whether the estimator names one of these inputs as a parameter, with or without a default."""
-    return not set(inputs).isdisjoint(
-        inspect.signature(get_adv_estimator_fn(config.algorithm.adv_estimator)).parameters
-    )
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl") -> tuple[DataProto, dict[str, float]]:

@@ -16,7 +16,7 @@ from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
-from hybridrl.trainer.ppo.roles import Role, needs_critic
+from hybridrl.trainer.ppo.roles import Role
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import USES_GPU
 
@@ -38,7 +38,7 @@ def prepare(
     check_algorithm(config)
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
-    if needs_critic(config):
+    if config.use_critic:
         check_weights(config.critic.model.path)
     reward = create_reward_manager(config, tokenizer)
     try:

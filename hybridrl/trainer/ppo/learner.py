@@ -26,7 +26,7 @@ from hybridrl.trainer.ppo.advantage import (
 from hybridrl.trainer.ppo.batching import balanced_order, epochs_of_mini_batches, seed_of, spread_over_ranks
 from hybridrl.trainer.ppo.correction import PROBE_ROWS, TRAINED_MASK, correct_rollout
 from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY
-from hybridrl.trainer.ppo.needs import needs_old_log_prob, needs_ref_kl, needs_ref_log_prob
+from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.trainer.ppo.roles import Role
 from hybridrl.trainer.ppo.sampler import Sampled
@@ -79,7 +79,7 @@ class Learner:
         self.failed_batches = failed_batches
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.reward_transform = RewardTransform(config.algorithm)
-        self.recompute_old_log_prob = needs_old_log_prob(config)
+        self.needs = Needs.of(config)
         self.step = 0
 
     def init_models(self, total_steps: int) -> None:
@@ -119,10 +119,10 @@ class Learner:
         inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
         inputs, back, metrics = self._balanced(inputs)
         pending = {}
-        if self.recompute_old_log_prob:
-            inputs.meta_info["ref_kl"] = needs_ref_kl(self.config)
+        if self.needs.old_log_probs:
+            inputs.meta_info["ref_kl"] = self.needs.ref_kl
             pending["old_log_prob"] = self.actor_rollout.compute_log_prob(inputs)
-        if self.reference is not None and needs_ref_log_prob(self.config):
+        if self.reference is not None and self.needs.ref_log_prob:
             pending["ref"] = self.reference.compute_ref_log_prob(inputs)
         if self.critic is not None:
             pending["values"] = self.critic.compute_values(inputs)
@@ -130,7 +130,7 @@ class Learner:
             with timer.phase(phase):
                 found = future.get()
                 batch.union(found if back is None else found.select_idxs(back))
-        if self.recompute_old_log_prob:
+        if self.needs.old_log_probs:
             entropy = batch.pop(batch_keys=["entropys"]).batch["entropys"]
             metrics["actor/entropy"] = masked_mean(entropy, batch.batch["response_mask"]).item()
         return metrics
@@ -190,7 +190,7 @@ class Learner:
             if algorithm.use_kl_in_reward:
                 batch, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
             compute_advantage(batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, algorithm)
-            if algorithm.adv_estimator == "gae":
+            if self.needs.values:
                 metrics |= critic_metrics(batch, algorithm.gamma)
         return metrics
 

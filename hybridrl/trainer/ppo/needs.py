@@ -1,14 +1,72 @@
-"""What the controller reads out of the settings before anything runs: what must be computed, and what cannot work."""
+"""What a run's settings ask of its models: computed once, before anything runs."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
-from hybridrl.algorithms import compute_rollout_correction_and_rejection_mask, get_policy_loss_fn
+from hybridrl.algorithms import compute_rollout_correction_and_rejection_mask, get_policy_loss_fn, named_inputs
 from hybridrl.algorithms.rollout_correction.apply import correction_settings
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.trainer.ppo.advantage import check_estimator, needs
+from hybridrl.trainer.ppo.advantage import check_estimator
 from hybridrl.workers.losses import FULL_KL, PolicyLoss
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run computes for each batch.
+
+    Attributes:
+        critic: a value model takes part, see `PPOTrainerConfig.use_critic`.
+        reference: a reference policy takes part, see `PPOTrainerConfig.use_reference`.
+        old_log_probs: the actor computes log-probabilities once before the first update of a batch. With one update
+            per batch the policy that is updated is the one that sampled, so its detached current log-probabilities
+            are the old ones and the pass is skipped; `actor.recompute_old_log_prob=always` never skips it. A KL
+            penalty in the reward, some estimators and a correction of the sampler's probabilities need them before.
+            In bypass mode the sampler's log-probabilities replace them.
+        ref_log_prob: the reference computes log-probabilities of the sampled tokens: every KL form but `full` reads
+            them.
+        ref_kl: the reward needs the KL over the vocabulary, which the actor computes with its old log-probabilities.
+        values: the estimator reads the critic's values.
+        reward_baselines: the estimator compares with a greedy response to each prompt.
+    """
+
+    critic: bool
+    reference: bool
+    old_log_probs: bool
+    ref_log_prob: bool
+    ref_kl: bool
+    values: bool
+    reward_baselines: bool
+
+    @classmethod
+    def of(cls, config: PPOTrainerConfig) -> "Needs":
+        """Read them from the settings and from what the estimator names as its inputs."""
+        actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+        inputs = named_inputs(algorithm.adv_estimator)
+        full_in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL
+        full_in_loss = actor.use_kl_loss and actor.kl_loss_type == FULL_KL
+        return cls(
+            critic=config.use_critic,
+            reference=config.use_reference,
+            old_log_probs=_old_log_probs(config, inputs),
+            ref_log_prob=(algorithm.use_kl_in_reward and not full_in_reward)
+            or (actor.use_kl_loss and not full_in_loss),
+            ref_kl=full_in_reward,
+            values="values" in inputs,
+            reward_baselines="reward_baselines" in inputs,
+        )
+
+
+def _old_log_probs(config: PPOTrainerConfig, inputs: frozenset[str]) -> bool:
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    if actor.recompute_old_log_prob == "always" or inputs & {"old_log_probs", "sum_pi_squared"}:
+        return True
+    if correction.bypass_mode:
+        return False
+    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    corrects = correction.rollout_is is not None or correction.rollout_rs is not None
+    return not one_update or config.algorithm.use_kl_in_reward or corrects
 
 
 def check_algorithm(config: PPOTrainerConfig) -> None:
@@ -32,36 +90,6 @@ def check_algorithm(config: PPOTrainerConfig) -> None:
         loss_agg_mode=actor.loss_agg_mode,
         config=settings,
     )
-
-
-def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
-    """Whether log-probabilities are computed once before the first update of a batch.
-
-    With one update a batch the policy that is updated is the one that sampled, so its detached current
-    log-probabilities are the old ones and the extra pass can be spared; `actor.recompute_old_log_prob=always` takes it
-    nevertheless. A KL penalty in the reward, some estimators and a correction of the sampler's probabilities need them
-    early. In bypass mode the sampler's stand for them.
-    """
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    if actor.recompute_old_log_prob == "always" or needs(config, "old_log_probs", "sum_pi_squared"):
-        return True
-    if correction.bypass_mode:
-        return False
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-    corrects = correction.rollout_is is not None or correction.rollout_rs is not None
-    return not one_update or config.algorithm.use_kl_in_reward or corrects
-
-
-def needs_ref_log_prob(config: PPOTrainerConfig) -> bool:
-    """Whether the reference's log-probabilities of the sampled tokens are read: a KL form other than `full` is."""
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty != FULL_KL
-    return in_reward or (actor.use_kl_loss and actor.kl_loss_type != FULL_KL)
-
-
-def needs_ref_kl(config: PPOTrainerConfig) -> bool:
-    """Whether the reward needs the KL over the vocabulary, which the actor computes with its old log-probabilities."""
-    return config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == FULL_KL
 
 
 def total_training_steps(config: PPOTrainerConfig, prompts_per_epoch: int) -> int:

@@ -39,24 +39,12 @@ _PLACEMENT_KEYS = {
 }
 
 
-def needs_reference(config: PPOTrainerConfig) -> bool:
-    """A KL term, in the reward or in the loss, compares with the reference policy."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
-def needs_critic(config: PPOTrainerConfig) -> bool:
-    """`critic.enable`, or where that is null: the estimator is GAE."""
-    if config.critic.enable is not None:
-        return config.critic.enable
-    return config.algorithm.adv_estimator == "gae"
-
-
 def active_roles(config: PPOTrainerConfig) -> list[Role]:
     """The roles of this run, the policy first."""
     roles = [Role.ActorRollout]
-    if needs_critic(config):
+    if config.use_critic:
         roles.append(Role.Critic)
-    if needs_reference(config):
+    if config.use_reference:
         roles.append(Role.RefPolicy)
     return roles
 

@@ -19,10 +19,10 @@ from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
-from hybridrl.trainer.ppo.advantage import needs
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
 from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY
+from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 
 
@@ -76,6 +76,7 @@ class Sampler:
         self.reward_fn = reward_fn
         self.loader = loader
         self.pool = pool
+        self.needs = Needs.of(config)
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
         self._prompts = _endless(loader)
@@ -91,7 +92,7 @@ class Sampler:
             scored = self.score(batch, timer)
             timeouts = metrics.get("reward/timeouts", 0.0) + scored.get("reward/timeouts", 0.0)
             metrics |= scored | {"reward/timeouts": timeouts}
-            if needs(self.config, "reward_baselines"):
+            if self.needs.reward_baselines:
                 metrics |= self.add_baselines(batch, prompts, timer)
             self.pool.add(batch)
         batch, of_pool = self.pool.take()

@@ -144,6 +144,7 @@ class RayPPOTrainer:
                     self.rollout.release()  # its memory is for training now
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
                     synced = self.reshard()  # training weights -> generation weights
+                    self.train_loader.after_step(result.batch)  # a curriculum chooses the next prompts from it
                 metrics = self.report(sampled, result, synced, self.worker_seconds() - busy)
                 self.watch(metrics)
                 self.validate_if_due()

@@ -58,6 +58,7 @@ class SFTTrainer:
             for batch in self.run.batches(self.train_loader):
                 with self.step():
                     self.update(batch)
+                    self.train_loader.after_step(batch)  # for a sampler or data set that learns from it
                 self.validate_if_due()
                 self.save_if_due()
             self.save_if_due()  # a wish to stop may come between the last save and the end of the loop
