@@ -225,6 +225,11 @@ def _store_schema(root: str, tree: dict[str, Any], group: str) -> None:
                 _store_schema(root, value, f"{group}/{name}")
 
 
+def _if_set(value: Any, then: Any, otherwise: Any) -> Any:
+    """`then` where `value` is given, `otherwise` where it is null."""
+    return otherwise if value is None else then
+
+
 def _global_pool(processes: Any, nodes: Any) -> list[int]:
     return [int(processes)] * int(nodes)
 
@@ -275,6 +280,7 @@ def compose_config(
 def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str]) -> Any:
     """Resolve interpolations and convert; faults are collected, and end the work only where nothing can be resolved."""
     OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
+    OmegaConf.register_new_resolver("if_set", _if_set, replace=True)
     try:
         plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:

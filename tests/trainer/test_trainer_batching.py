@@ -50,22 +50,20 @@ def test_update_batches_hold_every_row_once_whatever_the_ranks(prompts, n, per_m
         assert sorted(np.concatenate(mini_batches).tolist()) == list(range(prompts * n))
         for rows in mini_batches[:-1]:
             assert len(set(uids[rows])) == per_mini and len(rows) == per_mini * n
-        spread = spread_over_ranks(batch, mini_batches, ranks)
-        per_rank = sum(spread.meta_info["mini_batch_rows"])
-        assert len(spread) == per_rank * ranks
+        spread, planned = spread_over_ranks(batch, mini_batches, ranks)
+        per_rank = sum(mini.rows for mini in planned)
+        assert len(spread) == per_rank * ranks and len(planned) == len(mini_batches)
         start = 0
-        for index, rows in enumerate(mini_batches):
-            count = spread.meta_info["mini_batch_rows"][index]
+        for rows, mini in zip(mini_batches, planned, strict=True):
             keys, tokens = [], 0
             for rank in range(ranks):
-                part = spread[rank * per_rank + start : rank * per_rank + start + count]
+                part = spread[rank * per_rank + start : rank * per_rank + start + mini.rows]
                 real = part.batch["response_mask"].sum(1) > 0
                 keys += part.batch["key"][real].tolist()
                 tokens += int(part.batch["response_mask"].sum())
             assert sorted(keys) == sorted(rows.tolist())
-            assert tokens == spread.meta_info["mini_batch_tokens"][index]
-            assert len(rows) == spread.meta_info["mini_batch_sequences"][index]
-            start += count
+            assert (mini.tokens, mini.sequences) == (tokens, len(rows))
+            start += mini.rows
 
 
 def test_shuffled_epochs_differ_and_repeat_by_seed() -> None:

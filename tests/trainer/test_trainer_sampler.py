@@ -11,7 +11,8 @@ from hybridrl.data import PromptLoader
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.rollout import Rollout
-from hybridrl.rollout.batch import assemble
+from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
+from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.sampler import Sampler, respond
 
@@ -41,7 +42,7 @@ class OwnRollout(Rollout):
     """Answers with what `change` makes of the plain answer, and remembers what it was asked.
 
     Args:
-        change: gets the plain answer (row by row, no columns) and the prompts.
+        change: gets the plain answer (row by row, with `uid` and `sample`) and the prompts.
     """
 
     def __init__(self, change: Callable[[DataProto, DataProto], DataProto]) -> None:
@@ -50,10 +51,12 @@ class OwnRollout(Rollout):
 
     def generate(self, prompts: DataProto) -> DataProto:
         self.asked.append(prompts)
-        rows = len(prompts)
-        lengths = torch.arange(rows) % WIDTH + 1
-        answers = torch.arange(rows)[:, None] + 10 + torch.zeros(rows, WIDTH, dtype=torch.int64)
-        return self.change(assemble(prompts, answers, lengths, torch.zeros(rows, WIDTH), PAD), prompts)
+        trajectories = []
+        for row, (ids, uid, sample) in enumerate(zip(prompt_ids_of(prompts), *names_of(prompts), strict=True)):
+            tokens = [row + 10] * (row % WIDTH + 1)
+            zeros = [0.0] * len(tokens)
+            trajectories.append(Trajectory(uid, sample, ids, tokens, [1] * len(tokens), zeros, [(0, len(tokens))]))
+        return self.change(batch_of(trajectories, PAD, response_width=WIDTH), prompts)
 
     def update_weights(self, version: int) -> dict[str, float]:
         return {}
@@ -99,10 +102,7 @@ def test_a_rollout_may_return_other_rows_in_another_order() -> None:
     order = [3, 1, 1, 1, 0, 2]
 
     def sessions(answer: DataProto, prompts: DataProto) -> DataProto:
-        rows = answer.select_idxs(order)
-        for name in ("uid", "sample"):
-            rows.non_tensor_batch[name] = prompts.non_tensor_batch[name][order]
-        return rows
+        return answer.select_idxs(order)
 
     answer = respond(OwnRollout(sessions), prompts_of(["a", "b"], samples=2), 1.0)
     found = answer.non_tensor_batch
@@ -123,8 +123,7 @@ def test_a_rollout_may_return_other_rows_in_another_order() -> None:
 def test_a_rollout_that_loses_or_invents_rows_is_refused(rows, uids, named) -> None:
     def change(answer: DataProto, prompts: DataProto) -> DataProto:
         answer = answer.select_idxs(rows)
-        if uids is not None:
-            answer.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        answer.non_tensor_batch = {} if uids is None else {"uid": np.array(uids, dtype=object)}
         return answer
 
     with pytest.raises(RolloutError, match=named):
@@ -181,11 +180,7 @@ def test_batches_come_one_after_the_other_with_their_metrics() -> None:
 
 def test_greedy_baselines_find_their_rows_by_uid() -> None:
     def backwards(answer: DataProto, prompts: DataProto) -> DataProto:
-        order = list(range(len(prompts)))[::-1]
-        rows = answer.select_idxs(order)
-        for name in ("uid", "sample"):
-            rows.non_tensor_batch[name] = prompts.non_tensor_batch[name][order]
-        return rows
+        return answer.select_idxs(list(range(len(prompts)))[::-1])
 
     rollout = OwnRollout(backwards)
     sampled = sampler_of(rollout, "algorithm.adv_estimator=remax").next()

@@ -11,6 +11,8 @@ from typing import Any
 
 from hybridrl.single_controller.base.decorator import Dispatch, register
 
+# What `set_up_process` decides for each rank: nobody else may set it.
+RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Libraries read their number of threads from these when they are loaded.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

@@ -174,6 +174,14 @@ class WorkerGroup:
             )
         return self._mesh_info[mesh_name]
 
+    def dp_size(self, mesh_name: str) -> int:
+        """Number of shards that a batch is split into in calls over a mesh.
+
+        This is fewer than `world_size` where several ranks hold one copy of the model (tensor, pipeline or sequence
+        parallelism).
+        """
+        return len(self.mesh_info(mesh_name)[1])
+
     # --- aliveness
 
     def check_alive(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import WorkerError
 from hybridrl.single_controller.base.decorator import PADDING_KEY, finish_output
-from hybridrl.single_controller.base.worker import WorkerSettings
+from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSettings
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem
 from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
@@ -25,6 +26,8 @@ DEFAULT_TIMEOUT_S = 7200.0
 # Detached workers are named here, where every driver finds them; other workers in their driver's own namespace.
 NAMESPACE = "hybridrl"
 _counter = itertools.count()
+# Calls from several threads must reach all ranks in the same order, or their collectives would wait for each other.
+_SUBMITTING = threading.Lock()
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -89,7 +92,10 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: seconds after which a call without an answer from all ranks fails.
         threads: threads for arithmetic in each worker; None shares each node's cores among its workers.
         master_port: port of the process group on rank 0's node; None takes a free one.
-        worker_env: further environment variables of the workers.
+        worker_env: further environment variables of the workers; not those of a rank, such as `RANK`.
+
+    Raises:
+        ValueError: no pool or class to start from, or `worker_env` sets a rank's variable.
     """
 
     def __init__(
@@ -119,6 +125,11 @@ class RayWorkerGroup(WorkerGroup):
         self.threads = threads
         self.master_port_wanted = master_port
         self.worker_env = dict(worker_env or {})
+        if reserved := [name for name in RANK_VARIABLES if name in self.worker_env]:
+            raise ValueError(
+                f"worker_env sets {', '.join(reserved)}, which differs from rank to rank and is set by the group; "
+                "leave it out (master_port= chooses the port of the process group)"
+            )
         self.role = role or (ray_cls_with_init.cls.__name__ if ray_cls_with_init is not None else self.name_prefix)
         #: seconds that the slowest rank spent in each method, added up over calls
         self.method_seconds: dict[str, float] = {}
@@ -299,15 +310,16 @@ class RayWorkerGroup(WorkerGroup):
         columns = [put_shared(column) for column in columns]
         named = {key: put_shared(column) for key, column in named.items()}
         results, answers = [], []
-        for index, rank in enumerate(ranks):
-            result, answer = self._callers[rank].remote(
-                self._sub_role,
-                name,
-                *(column[index] for column in columns),
-                **{key: column[index] for key, column in named.items()},
-            )
-            results.append(result)
-            answers.append(answer)
+        with _SUBMITTING:
+            for index, rank in enumerate(ranks):
+                result, answer = self._callers[rank].remote(
+                    self._sub_role,
+                    name,
+                    *(column[index] for column in columns),
+                    **{key: column[index] for key, column in named.items()},
+                )
+                results.append(result)
+                answers.append(answer)
         return calls.Call(self, name, ranks, results, answers)
 
     def _check_usable(self) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from hybridrl.protocol import DataProto
 from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+from hybridrl.workers.update_plan import MiniBatch
 
 
 def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
@@ -108,38 +109,46 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def spread_over_ranks(batch: DataProto, mini_batches: list[np.ndarray], ranks: int) -> DataProto:
-    """The batch of one update call: rank after rank, and on each rank mini-batch after mini-batch, work balanced.
+def spread_over_ranks(
+    batch: DataProto, mini_batches: Sequence[np.ndarray], dp_size: int, seeds: Sequence[int] | None = None
+) -> tuple[DataProto, tuple[MiniBatch, ...]]:
+    """Arrange a batch for one update call: shard after shard, and in each shard mini-batch after mini-batch.
 
-    A mini-batch that does not divide gets rows that repeat its first one with an empty `response_mask`: they add
-    nothing to any loss. Meta tells, an entry a mini-batch, `mini_batch_rows` (on each rank), `mini_batch_tokens` and
-    `mini_batch_sequences` (in all, those without a response token apart).
+    The work of every mini-batch is balanced over the shards. One that does not divide is filled up with copies of its
+    first row. The copies have an empty `response_mask`, so they add nothing to any loss.
+
+    Args:
+        mini_batches: the rows of each.
+        dp_size: number of shards, `WorkerGroup.dp_size`.
+        seeds: of each mini-batch; 0 where None.
+
+    Returns:
+        The arranged batch, and its mini-batches for an `UpdatePlan`.
     """
     lengths = batch.batch["attention_mask"].sum(dim=1)
     tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
     workload = calculate_workload(lengths).numpy()
-    shards: list[list[int]] = [[] for _ in range(ranks)]
-    is_padding: list[list[bool]] = [[] for _ in range(ranks)]
-    rows_on_rank, tokens, sequences = [], [], []
-    for rows in mini_batches:
-        missing = -len(rows) % ranks
+    shards: list[list[int]] = [[] for _ in range(dp_size)]
+    is_copy: list[list[bool]] = [[] for _ in range(dp_size)]
+    planned = []
+    for number, rows in enumerate(mini_batches):
+        missing = -len(rows) % dp_size
         padded = np.concatenate([rows, np.repeat(rows[:1], missing)])
-        parts = get_seqlen_balanced_partitions(workload[padded].tolist(), k_partitions=ranks, equal_size=True)
-        for rank, part in enumerate(parts):
-            shards[rank].extend(padded[part].tolist())
-            is_padding[rank].extend(index >= len(rows) for index in part)
-        rows_on_rank.append(len(padded) // ranks)
-        tokens.append(int(tokens_of[rows].sum()))
-        sequences.append(int((tokens_of[rows] > 0).sum()))
-    order = [row for shard in shards for row in shard]
-    spread = batch.select_idxs(np.asarray(order))
-    padding = torch.tensor([flag for flags in is_padding for flag in flags])
-    if bool(padding.any()):
+        parts = get_seqlen_balanced_partitions(workload[padded].tolist(), k_partitions=dp_size, equal_size=True)
+        for shard, part in enumerate(parts):
+            shards[shard].extend(padded[part].tolist())
+            is_copy[shard].extend(index >= len(rows) for index in part)
+        planned.append(
+            MiniBatch(
+                rows=len(padded) // dp_size,
+                tokens=int(tokens_of[rows].sum()),
+                sequences=int((tokens_of[rows] > 0).sum()),
+                seed=0 if seeds is None else seeds[number],
+            )
+        )
+    spread = batch.select_idxs(np.asarray([row for shard in shards for row in shard]))
+    copies = torch.tensor([flag for flags in is_copy for flag in flags])
+    if bool(copies.any()):
         mask = spread.batch["response_mask"]
-        spread.batch["response_mask"] = torch.where(padding[:, None], torch.zeros_like(mask), mask)
-    spread.meta_info = dict(batch.meta_info) | {
-        "mini_batch_rows": rows_on_rank,
-        "mini_batch_tokens": tokens,
-        "mini_batch_sequences": sequences,
-    }
-    return spread
+        spread.batch["response_mask"] = torch.where(copies[:, None], torch.zeros_like(mask), mask)
+    return spread, tuple(planned)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_rl_dataset
-from hybridrl.models.info import checked_identity, tokenizer_of
+from hybridrl.models.info import check_same_tokenizer, checked_identity, tokenizer_of
 from hybridrl.models.loading import check_weights, import_external_lib
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.reward import RewardManager, create_reward_manager
@@ -40,6 +40,7 @@ def prepare(
     identity = checked_identity(model, tokenizer)
     if config.use_critic:
         check_weights(config.critic.model.path)
+        check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()

@@ -5,6 +5,7 @@ Shapes: B sequences, T response tokens.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from hybridrl.trainer.ppo.sampler import Sampled
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
 from hybridrl.workers.loss_prepass import ROW_IDS
+from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 
@@ -137,7 +139,7 @@ class Learner:
 
     def _balanced(self, inputs: DataProto) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
         """The rows in balanced order, the order that undoes it (None where nothing was reordered), and metrics."""
-        ranks = self.actor_rollout.world_size
+        ranks = self.actor_rollout.dp_size("actor")
         if not self.config.trainer.balance_batch or ranks == 1 or len(inputs) % ranks:
             return inputs, None, {}
         order = balanced_order(inputs, ranks)
@@ -203,13 +205,13 @@ class Learner:
         pending: list[tuple[str, Any]] = []
         if self.critic is not None:
             fields = [*MODEL_INPUTS, "values", "returns"]
-            for shard in self._update_batches(batch, self.config.critic, self.critic.world_size, fields):
+            for shard in self._update_batches(batch, self.config.critic, self.critic.dp_size("critic"), fields):
                 pending.append(("update_critic", self.critic.update_critic(shard)))
         if self.step > self.config.trainer.critic_warmup:
             optional = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights")
             fields = [*MODEL_INPUTS, "advantages", *(name for name in optional if name in batch.batch.keys())]
             actor = self.config.actor_rollout_ref.actor
-            for shard in self._update_batches(batch, actor, self.actor_rollout.world_size, fields):
+            for shard in self._update_batches(batch, actor, self.actor_rollout.dp_size("actor"), fields):
                 pending.append(("update_actor", self.actor_rollout.update_actor(shard)))
         parts: list[dict[str, Metric]] = []
         for phase, future in pending:
@@ -223,8 +225,8 @@ class Learner:
         """Optimizer steps that a model takes in each training step."""
         return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
 
-    def _update_batches(self, batch: DataProto, settings: Any, ranks: int, fields: list[str]) -> Iterator[DataProto]:
-        """One batch an epoch, arranged for `ModelWorker.update`."""
+    def _update_batches(self, batch: DataProto, settings: Any, dp_size: int, fields: list[str]) -> Iterator[DataProto]:
+        """One batch per epoch, arranged for `ModelWorker.update`."""
         objects = batch.non_tensor_batch
         epochs = list(
             epochs_of_mini_batches(
@@ -235,22 +237,23 @@ class Learner:
                 seed=settings.data_loader_seed + self.step,
             )
         )
-        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
+        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
         if TRAINED_MASK in batch.batch.keys():
             chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
         chosen.batch[ROW_IDS] = torch.arange(len(batch))
-        chosen.meta_info |= {
-            "updates": sum(len(mini_batches) for mini_batches in epochs),
-            "response_length": self.config.actor_rollout_ref.rollout.response_length,
-            "on_nonfinite": self.config.trainer.on_nonfinite,
-            "rollout_correction": self.config.algorithm.rollout_correction,
-        }
+        seed = partial(seed_of, settings.data_loader_seed, self.step)
         for epoch, mini_batches in enumerate(epochs):
-            spread = spread_over_ranks(chosen, mini_batches, ranks)
-            spread.meta_info["mini_batch_seeds"] = [
-                seed_of(settings.data_loader_seed, self.step, epoch, number) for number in range(len(mini_batches))
-            ]
-            yield spread
+            seeds = [seed(epoch, number) for number in range(len(mini_batches))]
+            spread, planned = spread_over_ranks(chosen, mini_batches, dp_size, seeds)
+            yield UpdatePlan(
+                mini_batches=planned,
+                dp_size=dp_size,
+                updates=sum(map(len, epochs)),
+                skip_nonfinite=self.config.trainer.on_nonfinite == "skip",
+                response_length=self.config.actor_rollout_ref.rollout.response_length,
+                temperature=self.config.actor_rollout_ref.rollout.temperature,
+                rollout_correction=self.config.algorithm.rollout_correction,
+            ).attach_to(spread)
 
     # ------------------------------------------------------------------ state
 
