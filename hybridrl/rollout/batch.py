@@ -13,14 +13,21 @@ import torch
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.names import TRAJECTORY_REWARD
 from hybridrl.rollout.noise import stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 
-#: non-tensor column with the rewards that trajectories brought along
-REWARD_COLUMN = "trajectory_reward"
-_OWN_COLUMNS = ("uid", "sample", "session_id", "trajectory_index", REWARD_COLUMN, "turn_rewards", "multi_modal_inputs")
+_OWN_COLUMNS = (
+    "uid",
+    "sample",
+    "session_id",
+    "trajectory_index",
+    TRAJECTORY_REWARD,
+    "turn_rewards",
+    "multi_modal_inputs",
+)
 
 
 def names_of(prompts: DataProto) -> tuple[list[str], list[int]]:
@@ -143,7 +150,7 @@ def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict
         columns["session_id"] = [one.session or f"sample {one.sample}" for one in trajectories]
         columns["trajectory_index"] = [one.turn for one in trajectories]
     if any(one.reward is not None for one in trajectories):
-        columns[REWARD_COLUMN] = [one.reward for one in trajectories]
+        columns[TRAJECTORY_REWARD] = [one.reward for one in trajectories]
     if any(one.turn_rewards for one in trajectories):
         columns["turn_rewards"] = [list(one.turn_rewards) for one in trajectories]
     if any(one.multimodal for one in trajectories):

@@ -7,6 +7,8 @@ import torch
 
 from hybridrl.config import DataConfig
 from hybridrl.data import create_rl_dataset
+from hybridrl.protocol import object_array
+from hybridrl.protocol.names import TRAJECTORY_REWARD
 from hybridrl.reward import (
     RewardError,
     RewardManager,
@@ -67,6 +69,67 @@ def test_padding_and_special_tokens_are_not_part_of_the_text(manager_for, make_b
     batch.batch["responses"][0, 5:] = tokenizer("z")["input_ids"][0]  # rubbish beyond the end
     result = manager_for(user_file(LENGTHS_FILE))(batch, return_dict=True)
     assert result["reward_extra_info"]["text"] == ["ab", "a longer text"]
+
+
+def test_rows_that_are_scored_as_they_finish_get_what_the_batch_gets(manager_for, make_batch, config):
+    """Each row in a batch of its own, as the last finish first; the length penalty applies to each."""
+    batch = make_batch(["#### 12", "#### 21 ", "12"], width=12, **sort_columns("12", "21", "12"))
+    overlong = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
+    config.reward.reward_manager.name = "dapo"
+    manager = manager_for(reward_kwargs={"max_resp_len": 5, "overlong_buffer_cfg": overlong})
+    expected = manager(batch, return_dict=True)
+    futures = {row: manager.submit(batch[row : row + 1])[0] for row in (2, 0, 1)}
+    found = manager.collect(batch, [futures[row].result(timeout=120) for row in range(3)])
+    assert torch.equal(found["reward_tensor"], expected["reward_tensor"]) and (found["reward_tensor"] < 0).any()
+    assert found["reward_extra_info"] == expected["reward_extra_info"]
+    batch.non_tensor_batch["data_source"][1] = "unknown"
+    with pytest.raises(RewardError, match="unknown"):
+        manager.submit(batch)
+
+
+def test_a_submitted_row_that_fails_is_named(manager_for, make_batch, user_file):
+    batch = make_batch(["1", "2"], **sort_columns("1", "2"))
+    path = user_file("def f(solution_str, ground_truth): return 1 / (int(ground_truth) - 2)")
+    good, bad = manager_for(path).submit(batch)
+    assert good.result(timeout=120).score == -1.0
+    with pytest.raises(RewardError, match=r"sample 1 \(data source 'hybridrl/sort', uid '0-1'(.|\n)*ZeroDivisionError"):
+        bad.result(timeout=120)
+
+
+def test_a_manager_that_scores_batches_cannot_score_rows_as_they_finish(config, tokenizer, make_batch):
+    class Whole(RewardManager):
+        def score_batch(self, samples, name):
+            return []
+
+    manager = Whole(config, tokenizer, create_reward_manager(config, tokenizer).pool)
+    with pytest.raises(RewardError, match="Whole defines score_batch"):
+        manager.submit(make_batch(["1"], **sort_columns("1")))
+
+
+def test_rewards_that_trajectories_brought_are_kept_and_not_asked_for(manager_for, make_batch, user_file):
+    batch = make_batch(["ab", "abc", "abcd"], **sort_columns("1", "2", "3"))
+    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([None, 0.25, None])
+    manager = manager_for(user_file(LENGTHS_FILE))
+    expected = [2.0, 0.25, 4.0]
+    result = manager(batch, return_dict=True)
+    assert result["reward_tensor"].sum(dim=-1).tolist() == expected
+    assert result["reward_extra_info"]["text"] == ["ab", None, "abcd"]
+    assert [future.result(timeout=120).score for future in manager.submit(batch)] == expected
+    columns = sort_columns("1")
+    columns["reward_model"] = [None]
+    given = make_batch(["ab"], **columns)  # the built-in scorer could not score it
+    given.non_tensor_batch[TRAJECTORY_REWARD] = object_array([1.0])
+    assert manager_for()(given).sum() == 1.0
+
+
+def test_the_score_stands_on_the_last_generated_token_where_tools_answer(manager_for, make_batch, user_file):
+    """Tool tokens are masked in training; and a hole says nothing of the length."""
+    batch = make_batch(["abcdef"], width=9, **sort_columns("1"))
+    batch.batch["response_mask"][0] = torch.tensor([1, 1, 0, 1, 1, 0, 0, 0, 0])  # the seventh token is a tool's, too
+    manager = manager_for(user_file(LENGTHS_FILE))
+    assert manager(batch).nonzero().tolist() == [[0, 4]] and manager(batch).sum() == 6
+    batch = batch.select(batch_keys=["responses", "response_mask"])
+    assert manager(batch).nonzero().tolist() == [[0, 4]] and manager(batch).sum() == 5
 
 
 def test_without_attention_mask_the_response_mask_tells_the_end(manager_for, make_batch):
@@ -173,7 +236,7 @@ def test_dapo_penalty_is_the_formula_of_the_paper(manager_for, make_batch, user_
     config.reward.reward_manager.name = "dapo"
     path = user_file("def compute_score(solution_str, ground_truth): return 1")
     buffer = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
-    manager = manager_for(path, reward_kwargs={"max_resp_len": 10, "overlong_buffer_cfg": buffer})
+    manager = manager_for(path, reward_kwargs={"max_resp_len": 5, "overlong_buffer_cfg": buffer})
     texts = ["a" * (length - 1) for length in range(2, 11)]  # EOS is a token, too
     result = manager(make_batch(texts, **sort_columns(*texts)), return_dict=True)
     expected = [0.0 if length <= 6 else 2.0 * ((10 - 4) - length) / 4 for length in range(2, 11)]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.batch import REWARD_COLUMN, batch_of
+from hybridrl.protocol.names import TRAJECTORY_REWARD
+from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 
@@ -72,9 +73,9 @@ def test_every_trajectory_can_be_read_back_from_its_row(made, more_prompt, more_
         assert (objects["uid"][row], objects["sample"][row]) == (one.uid, one.sample)
         for name in {"tools", "note"} & objects.keys():
             assert objects[name][row] == one.extra.get(name)
-        if REWARD_COLUMN in objects:
-            assert objects[REWARD_COLUMN][row] == one.reward
-    assert (REWARD_COLUMN in objects) == any(one.reward is not None for one in made)
+        if TRAJECTORY_REWARD in objects:
+            assert objects[TRAJECTORY_REWARD][row] == one.reward
+    assert (TRAJECTORY_REWARD in objects) == any(one.reward is not None for one in made)
     assert {"tools", "note"} & objects.keys() == {name for one in made for name in one.extra}
 
 
@@ -118,7 +119,7 @@ def test_fields_that_do_not_fit_each_other_are_refused_by_name(changes, message)
         trajectory(session="s", turn=4, **changes)
 
 
-@pytest.mark.parametrize("name", ["uid", "responses", REWARD_COLUMN])
+@pytest.mark.parametrize("name", ["uid", "responses", TRAJECTORY_REWARD])
 def test_an_extra_field_must_not_replace_a_column(name) -> None:
     with pytest.raises(RolloutError, match=f"extra field '{name}'"):
         batch_of([trajectory(extra={name: 1})], PAD)
