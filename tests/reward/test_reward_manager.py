@@ -236,7 +236,7 @@ def test_dapo_penalty_is_the_formula_of_the_paper(manager_for, make_batch, user_
     config.reward.reward_manager.name = "dapo"
     path = user_file("def compute_score(solution_str, ground_truth): return 1")
     buffer = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
-    manager = manager_for(path, reward_kwargs={"max_resp_len": 5, "overlong_buffer_cfg": buffer})
+    manager = manager_for(path, reward_kwargs={"max_resp_len": 10, "overlong_buffer_cfg": buffer})
     texts = ["a" * (length - 1) for length in range(2, 11)]  # EOS is a token, too
     result = manager(make_batch(texts, **sort_columns(*texts)), return_dict=True)
     expected = [0.0 if length <= 6 else 2.0 * ((10 - 4) - length) / 4 for length in range(2, 11)]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.fields import Widths, narrow, widen
 from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from hybridrl.workers.update_plan import MiniBatch
 
@@ -24,22 +25,19 @@ def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
 
 
 def trim(batch: DataProto) -> DataProto:
-    """Cut the columns behind the longest response: engines return `rollout.response_length` columns in any case."""
-    prompt_width = batch.batch["prompts"].shape[1]
-    lengths = batch.batch["response_mask"].sum(dim=1)
-    longest = max(int(lengths.max()), 1)
-    width = batch.batch["responses"].shape[1]
-    if longest == width:
+    """Cut the response columns that no row uses: engines return `rollout.response_length` columns in any case.
+
+    What a row uses is its `attention_mask`. `response_mask` may have holes, as where a tool answered.
+    """
+    attention = batch.batch["attention_mask"]
+    if attention.is_nested:
         return batch
-    total = prompt_width + width
-    tensors: dict[str, torch.Tensor] = {}
-    for name in batch.batch.keys():
-        tensor = batch.batch[name]
-        if tensor.dim() >= 2 and tensor.shape[1] == width and name not in ("prompts",):
-            tensor = tensor[:, :longest]
-        elif tensor.dim() >= 2 and tensor.shape[1] == total:
-            tensor = tensor[:, : prompt_width + longest]
-        tensors[str(name)] = tensor
+    widths = _widths(batch)
+    used = attention[:, widths.prompt :].bool().any(dim=0).nonzero()
+    columns = int(used[-1]) + 1 if len(used) else 1
+    if columns == widths.response:
+        return batch
+    tensors = {name: narrow(name, tensor, widths, 0, columns) for name, tensor in _tensors(batch).items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=batch.non_tensor_batch, meta_info=batch.meta_info)
 
 
@@ -50,29 +48,30 @@ def join_generated(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
     """
     if len(parts) == 1:
         return parts[0]
-    prompt_width = max(part.batch["prompts"].shape[1] for part in parts)
-    width = max(part.batch["responses"].shape[1] for part in parts)
     columns = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    jagged = any(part.batch["attention_mask"].is_nested for part in parts)
+    widths = [] if jagged else [_widths(part) for part in parts]
     wide = []
-    for part in parts:
-        left = prompt_width - part.batch["prompts"].shape[1]
-        right = width - part.batch["responses"].shape[1]
-        total = part.batch["input_ids"].shape[1]
-        tensors: dict[str, torch.Tensor] = {}
-        for name in part.batch.keys():
-            tensor = part.batch[name]
-            fill = pad_token_id if name in ("prompts", "responses", "input_ids") else 0
-            if name == "prompts":
-                tensor = torch.nn.functional.pad(tensor, (left, 0), value=fill)
-            elif tensor.dim() >= 2 and tensor.shape[1] == total:
-                tensor = torch.nn.functional.pad(tensor, (left, right), value=fill)
-            elif tensor.dim() >= 2:
-                tensor = torch.nn.functional.pad(tensor, (0, right), value=fill)
-            tensors[str(name)] = tensor
+    for number, part in enumerate(parts):
+        tensors = _tensors(part)
+        if not jagged:
+            prompt, response = max(w.prompt for w in widths), max(w.response for w in widths)
+            tensors = {
+                name: widen(name, tensor, widths[number], prompt, response, pad_token_id)
+                for name, tensor in tensors.items()
+            }
         empty = np.full(len(part), None, dtype=object)
         objects = {name: part.non_tensor_batch.get(name, empty) for name in columns}
         wide.append(DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=part.meta_info))
     return DataProto.concat(wide)
+
+
+def _tensors(batch: DataProto) -> dict[str, torch.Tensor]:
+    return {str(name): batch.batch[name] for name in batch.batch.keys()}
+
+
+def _widths(batch: DataProto) -> Widths:
+    return Widths(batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1])
 
 
 def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
