@@ -11,7 +11,6 @@ from trainer_tools import trained
 from transformers import AutoModelForCausalLM
 
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
-from hybridrl.trainer.ppo.roles import Role
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -132,7 +131,7 @@ def test_ranks_and_placement_do_not_change_the_training(base, tmp_path) -> None:
     found = {}
     for name, placement in placements.items():
         with trained(*overrides, *placement, f"trainer.default_local_dir={tmp_path / name}") as (trainer, result):
-            found[name] = result.batch.batch["responses"], trainer.groups[Role.Critic].world_size
+            found[name] = result.batch.batch["responses"], trainer.groups["critic"].world_size
     assert [size for _, size in found.values()] == [1, 3, 1]
     for name in ("three", "apart"):
         assert torch.equal(found[name][0], found["one"][0])

@@ -26,10 +26,10 @@ from hybridrl.trainer.ppo.advantage import (
 )
 from hybridrl.trainer.ppo.batching import balanced_order, epochs_of_mini_batches, seed_of, spread_over_ranks
 from hybridrl.trainer.ppo.correction import PROBE_ROWS, TRAINED_MASK, correct_rollout
-from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY
+from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
-from hybridrl.trainer.ppo.roles import Role
+from hybridrl.trainer.ppo.roles import POLICY, ROLES, RoleSpec, Update, active_roles
 from hybridrl.trainer.ppo.sampler import Sampled
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
@@ -63,21 +63,21 @@ class Learner:
 
     Args:
         config: the whole configuration.
-        groups: the started worker groups.
+        groups: the started worker groups, by role.
         failed_batches: keeps batches whose update failed.
 
     Attributes:
+        roles: those that take part, in the order of evaluation; see `ROLES`.
         step: number of batches learned from.
     """
 
     def __init__(
-        self, config: PPOTrainerConfig, groups: Mapping[Role, RayWorkerGroup], failed_batches: FailedBatches
+        self, config: PPOTrainerConfig, groups: Mapping[str, RayWorkerGroup], failed_batches: FailedBatches
     ) -> None:
         self.config = config
         self.groups = groups
-        self.actor_rollout = groups[Role.ActorRollout]
-        self.critic = groups.get(Role.Critic)
-        self.reference = groups.get(Role.RefPolicy)
+        self.roles = [spec for spec in active_roles(config) if spec.name in groups]
+        self.policy = groups[POLICY]
         self.failed_batches = failed_batches
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.reward_transform = RewardTransform(config.algorithm)
@@ -86,22 +86,17 @@ class Learner:
 
     def init_models(self, total_steps: int) -> None:
         """Have the workers build and load their models, with schedules of `total_steps` training steps."""
-        # A critic or reference of the same pool loads first: the actor, which generates, sees the memory that is left.
-        for role, settings in (
-            (Role.Critic, self.config.critic),
-            (Role.RefPolicy, None),
-            (Role.ActorRollout, self.config.actor_rollout_ref.actor),
-        ):
-            if role in self.groups:
-                steps = total_steps
-                if role is Role.ActorRollout:  # it learns, and its schedule begins, once the critic is warmed up
-                    steps = max(steps - self.config.trainer.critic_warmup, 1)
-                self.groups[role].init_model(steps, 1 if settings is None else self._updates_per_step(settings))
+        for spec in reversed(self.roles):
+            steps, updates = total_steps, 1
+            if spec.update is not None:
+                steps = max(total_steps - spec.update.after(self.config), 1)
+                updates = self._updates_per_step(spec.update.settings(self.config))
+            self.groups[spec.name].init_model(steps, updates)
 
     def learn(self, sampled: Sampled) -> StepResult:
         """One step: evaluate, correct, advantages, update."""
         self.step += 1
-        timer = PhaseTimer(SHORT_OF_MEMORY)
+        timer = PhaseTimer(memory_advice())
         batch = sampled.batch.select()  # what is added here is not added to the sampler's batch
         metrics = self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
         metrics |= self.correct(batch, sampled.probe, timer)  # for where sampler and trainer differ
@@ -120,26 +115,35 @@ class Learner:
         """
         inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
         inputs, back, metrics = self._balanced(inputs)
-        pending = {}
-        if self.needs.old_log_probs:
-            inputs.meta_info["ref_kl"] = self.needs.ref_kl
-            pending["old_log_prob"] = self.actor_rollout.compute_log_prob(inputs)
-        if self.reference is not None and self.needs.ref_log_prob:
-            pending["ref"] = self.reference.compute_ref_log_prob(inputs)
-        if self.critic is not None:
-            pending["values"] = self.critic.compute_values(inputs)
-        for phase, future in pending.items():
+        inputs.meta_info["ref_kl"] = self.needs.ref_kl
+        pending = [
+            (one.phase, getattr(self.groups[spec.name], one.method)(inputs))
+            for spec in self.roles
+            for one in spec.passes
+            if one.needed(self.needs)
+        ]
+        for phase, future in pending:
             with timer.phase(phase):
                 found = future.get()
                 batch.union(found if back is None else found.select_idxs(back))
-        if self.needs.old_log_probs:
+        if "entropys" in batch.batch.keys():
             entropy = batch.pop(batch_keys=["entropys"]).batch["entropys"]
             metrics["actor/entropy"] = masked_mean(entropy, batch.batch["response_mask"]).item()
+        return metrics | self._add_scores(batch)
+
+    def _add_scores(self, batch: DataProto) -> dict[str, float]:
+        """Add the scores of the roles that have some to those of the reward function."""
+        metrics: dict[str, float] = {}
+        for spec in self.roles:
+            if spec.scores is not None:
+                found = torch.where(batch.batch["response_mask"].bool(), spec.scores(batch), 0.0)
+                batch.batch["token_level_scores"] = batch.batch["token_level_scores"] + found
+                metrics[f"{spec.name}/score/mean"] = found.sum(dim=-1).mean().item()
         return metrics
 
     def _balanced(self, inputs: DataProto) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
         """The rows in balanced order, the order that undoes it (None where nothing was reordered), and metrics."""
-        ranks = self.actor_rollout.dp_size("actor")
+        ranks = self.policy.dp_size(ROLES[POLICY].mesh)
         if not self.config.trainer.balance_batch or ranks == 1 or len(inputs) % ranks:
             return inputs, None, {}
         order = balanced_order(inputs, ranks)
@@ -174,7 +178,7 @@ class Learner:
         if "old_log_probs" not in batch.batch.keys():
             batch = batch[:PROBE_ROWS]
             inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
-            found = self.actor_rollout.compute_log_prob(inputs).get()
+            found = self.policy.compute_log_prob(inputs).get()
             batch = batch.union(found.select(batch_keys=["old_log_probs"]))
         fields = batch.batch
         return check_probe(fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"], threshold)
@@ -197,22 +201,18 @@ class Learner:
         return metrics
 
     def update(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
-        """Every epoch of mini-batches of the critic, then, once it is warmed up, of the actor."""
+        """Every epoch of mini-batches of the critic, then, once the critic is warmed up, of the policy."""
         algorithm = self.config.algorithm
         if algorithm.use_pf_ppo:
             seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.step)
             batch = draw_by_reward(batch, algorithm.pf_ppo, seed)
         pending: list[tuple[str, Any]] = []
-        if self.critic is not None:
-            fields = [*MODEL_INPUTS, "values", "returns"]
-            for shard in self._update_batches(batch, self.config.critic, self.critic.dp_size("critic"), fields):
-                pending.append(("update_critic", self.critic.update_critic(shard)))
-        if self.step > self.config.trainer.critic_warmup:
-            optional = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights")
-            fields = [*MODEL_INPUTS, "advantages", *(name for name in optional if name in batch.batch.keys())]
-            actor = self.config.actor_rollout_ref.actor
-            for shard in self._update_batches(batch, actor, self.actor_rollout.dp_size("actor"), fields):
-                pending.append(("update_actor", self.actor_rollout.update_actor(shard)))
+        for spec in reversed(self.roles):
+            if spec.update is not None and self.step > spec.update.after(self.config):
+                call = getattr(self.groups[spec.name], spec.update.method)
+                pending += [
+                    (spec.update.phase, call(shards)) for shards in self._update_batches(batch, spec, spec.update)
+                ]
         parts: list[dict[str, Metric]] = []
         for phase, future in pending:
             with timer.phase(phase), self.failed_batches.keeping(batch, self.step):
@@ -225,8 +225,10 @@ class Learner:
         """Optimizer steps that a model takes in each training step."""
         return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
 
-    def _update_batches(self, batch: DataProto, settings: Any, dp_size: int, fields: list[str]) -> Iterator[DataProto]:
+    def _update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
         """One batch per epoch, arranged for `ModelWorker.update`."""
+        settings, dp_size = update.settings(self.config), self.groups[spec.name].dp_size(spec.mesh)
+        fields = [*MODEL_INPUTS, *update.fields, *(name for name in update.optional if name in batch.batch.keys())]
         objects = batch.non_tensor_batch
         epochs = list(
             epochs_of_mini_batches(
@@ -259,17 +261,17 @@ class Learner:
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the models, and return the rest of the state."""
-        actor = self.config.actor_rollout_ref.actor.checkpoint
-        self.actor_rollout.save_checkpoint(str(folder / "actor"), actor.save_contents)
-        if self.critic is not None:
-            self.critic.save_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.save_contents)
+        for spec in self.roles:
+            if spec.saved is not None:
+                contents = spec.saved.settings(self.config).save_contents
+                self.groups[spec.name].save_checkpoint(str(folder / spec.saved.folder), contents)
         return {"kl_ctrl": self.kl_ctrl.state_dict(), "reward_transform": self.reward_transform.state_dict()}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Weights, optimizers and schedules of a checkpoint, the KL coefficient and the running reward statistics."""
-        actor = self.config.actor_rollout_ref.actor.checkpoint
-        self.actor_rollout.load_checkpoint(str(folder / "actor"), actor.load_contents)
-        if self.critic is not None:
-            self.critic.load_checkpoint(str(folder / "critic"), self.config.critic.checkpoint.load_contents)
+        for spec in self.roles:
+            if spec.saved is not None:
+                contents = spec.saved.settings(self.config).load_contents
+                self.groups[spec.name].load_checkpoint(str(folder / spec.saved.folder), contents)
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.reward_transform.load_state_dict(state["reward_transform"])

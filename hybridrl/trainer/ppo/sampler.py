@@ -21,7 +21,7 @@ from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
-from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY
+from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 
@@ -84,7 +84,7 @@ class Sampler:
     def next(self) -> Sampled:
         """The next scored batch: prompts are drawn, answered and scored until the pool has enough of them."""
         self.step += 1
-        timer = PhaseTimer(SHORT_OF_MEMORY)
+        timer = PhaseTimer(memory_advice())
         metrics: dict[str, float] = {}
         while self.pool.wanted:
             prompts = next(self._prompts)

@@ -23,10 +23,10 @@ from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.learner import Learner, StepResult
-from hybridrl.trainer.ppo.memory import SHORT_OF_MEMORY, MemoryReport
+from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice
 from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
-from hybridrl.trainer.ppo.roles import Role, spawn_worker_groups
+from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, phases_per_token, spawn_worker_groups
 from hybridrl.trainer.ppo.sampler import Sampled, Sampler
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
@@ -39,7 +39,7 @@ class RayPPOTrainer:
     Args:
         config: the whole configuration.
         tokenizer: decodes samples for dumps.
-        role_worker_mapping: the worker class of each role; the library's own where None.
+        role_worker_mapping: worker classes by role (verl's `Role` or its name), in place of the library's own.
         resource_pool_manager: which pool each role lives in; by `placement` in the configuration where None.
         ray_worker_group_cls: the class of the worker groups.
         reward_fn: scores a batch of responses.
@@ -56,7 +56,7 @@ class RayPPOTrainer:
         self,
         config: PPOTrainerConfig,
         tokenizer: Any,
-        role_worker_mapping: Mapping[Role, Any] | None = None,
+        role_worker_mapping: Mapping[str, Any] | None = None,
         resource_pool_manager: ResourcePoolManager | None = None,
         ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
         *,
@@ -86,9 +86,9 @@ class RayPPOTrainer:
             pad_token_id=tokenizer.pad_token_id,
         )
         steps = total_training_steps(config, prompts_per_epoch)
-        self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=SHORT_OF_MEMORY)
+        self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=memory_advice())
 
-    def init_workers(self, groups: Mapping[Role, RayWorkerGroup] | None = None) -> None:
+    def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
         """Start the worker processes, unless `groups` brings them started, and have each load its model."""
         self.groups = dict(
             groups
@@ -99,19 +99,19 @@ class RayPPOTrainer:
         self.n_devices = sum({id(g.resource_pool): g.world_size for g in self.groups.values()}.values())
         self.learner = self.learner_class(self.config, self.groups, self.run.failed_batches)
         self.learner.init_models(self.run.total_steps)
-        self._start_rollout(self.groups[Role.ActorRollout])
+        self._start_rollout(self.groups[POLICY])
         self.sampler = self.sampler_class(self.config, self.rollout, self.reward_fn, self.train_loader, self.pool)
 
     def _start_rollout(self, policy: RayWorkerGroup) -> None:
         """Start what generates, and measure how much memory each phase has; the first `reshard` reports it."""
         manager, trainer = self.resource_pool_manager, self.config.trainer
-        own = manager is not None and Role.Rollout in manager.mapping
+        own = manager is not None and ROLLOUT in manager.mapping
         self.memory = MemoryReport(policy)
         loaded = self.memory.note("models loaded")
         self.rollout = start_rollout(
             self.config.actor_rollout_ref,
             policy,
-            manager.get_resource_pool(Role.Rollout) if manager is not None and own else None,
+            manager.get_resource_pool(ROLLOUT) if manager is not None and own else None,
             start_timeout_s=trainer.ray_wait_register_center_timeout,
             threads=trainer.threads_per_worker,
             log_folder=self.run.folder / "logs",
@@ -145,7 +145,7 @@ class RayPPOTrainer:
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
                     synced = self.reshard()  # training weights -> generation weights
                     self.train_loader.after_step(result.batch)  # a curriculum chooses the next prompts from it
-                metrics = self.report(sampled, result, synced, self.worker_seconds() - busy)
+                metrics = self.report(sampled, result, synced | {"timing_s/workers": self.worker_seconds() - busy})
                 self.watch(metrics)
                 self.validate_if_due()
                 self.save_if_due()
@@ -167,26 +167,26 @@ class RayPPOTrainer:
         """Seconds spent inside worker methods so far, by the slowest rank of each call."""
         return sum(sum(group.method_seconds.values()) for group in self.groups.values())
 
-    def report(
-        self, sampled: Sampled, result: StepResult, synced: dict[str, float], worker_seconds: float
-    ) -> dict[str, Any]:
+    def report(self, sampled: Sampled, result: StepResult, further: Mapping[str, float]) -> dict[str, Any]:
         """Log the metrics of a step, and dump its samples if that is due.
 
+        Args:
+            further: metrics besides those of sampling and learning.
+
         Returns:
-            The metrics.
+            All metrics.
         """
         run, batch = self.run, result.batch
         timing = run.timing | sampled.timing | result.timing
         metrics: dict[str, Any] = {
             "training/global_step": run.step,
             "training/epoch": max(int(str(uid).split("-")[0]) for uid in batch.non_tensor_batch["uid"]),
-            "timing_s/workers": worker_seconds,
         }
-        metrics |= sampled.metrics | result.metrics | synced
+        metrics |= {**sampled.metrics, **result.metrics, **further}
         metrics |= self.health.measure(batch) | {"health/rollbacks": self.health.rollbacks}
         metrics |= self.rollout.metrics() | staleness_metrics(batch, run.step - 1)
-        metrics |= compute_data_metrics(batch, use_critic=Role.Critic in self.groups)
-        metrics |= compute_timing_metrics(batch, timing)
+        metrics |= compute_data_metrics(batch, use_critic="values" in batch.batch.keys())
+        metrics |= compute_timing_metrics(batch, timing, phases_per_token())
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.n_devices)
         run.report(metrics)
         if run.due(self.config.trainer.dump_freq):
