@@ -1,10 +1,10 @@
 """Batches of updates that failed, kept in the run's folder to be examined and replayed."""
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.storage import StorageError
 from hybridrl.single_controller import WorkerError
@@ -42,7 +42,7 @@ class FailedBatches:
             float(metric.value) > 0 for name in metrics if name.endswith("/skipped_steps") for metric in metrics[name]
         ):
             what = f"step {step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
-            print(f"{what}; {self._keep(batch, step)}", file=sys.stderr, flush=True)
+            notify(f"{what}; {self._keep(batch, step)}", "warning")
 
     def _keep(self, batch: DataProto, step: int) -> str:
         """Write the batch and return what became of it, for a message."""

@@ -9,6 +9,7 @@ from typing import Any
 from hybridrl.checkpoint import RunStore, digest, load_json, save_json
 from hybridrl.config import RunConfig, as_dict
 from hybridrl.data import StatefulLoader
+from hybridrl.notify import notify
 from hybridrl.observe.report import print_summary, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
@@ -164,7 +165,7 @@ class TrainingRun:
         load(folder, state["state"])
         self.step = self._saved_step = state["step"]
         self.tracking.cut_after(self.step)
-        print(f"resumed from {folder} (step {self.step} of {self.total_steps})")
+        notify(f"resumed from {folder} (step {self.step} of {self.total_steps})")
         return True
 
     def go_back(self, folder: Path, load: Callable[[Path, dict[str, Any]], None]) -> None:

@@ -5,13 +5,13 @@ books. A new algorithm registers a function (`register_adv_est`, `register_polic
 subclass of `Sampler` or `Learner` (`sampler_class`, `learner_class`).
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
+from hybridrl.notify import notify
 from hybridrl.observe.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -202,11 +202,10 @@ class RayPPOTrainer:
             return
         assert self.health.good is not None
         dropped = self.pool.drop()
-        print(
+        notify(
             f"step {self.run.step}: going on with the models of {self.health.good} and the next prompts; {dropped} "
             "prompts that were answered beforehand are dropped",
-            file=sys.stderr,
-            flush=True,
+            "warning",
         )
         self.run.go_back(self.health.good, self.learner.load)
         self.reshard()
