@@ -35,7 +35,6 @@ class TrainingRun:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
         rollout_folder, validation_folder: where samples are dumped, a file a step.
         timing: seconds of each phase of the step in progress, by name.
-        metrics: what the step in progress has to report, beside its timing.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class TrainingRun:
         self._timer = PhaseTimer(short_of_memory)
         self.timing = self._timer.seconds
         self.step = 0
-        self.metrics: dict[str, Any] = {}
         self._saved_step = -1
         self._looked = False
         self._found: Path | None = None
@@ -128,7 +126,6 @@ class TrainingRun:
         self.timing.clear()
         if saving is not None:
             self.timing["save_checkpoint"] = saving
-        self.metrics = {}
         with self.phase("step"):
             yield
 
