@@ -53,7 +53,7 @@ class Sampler:
 
     Args:
         config: the whole configuration.
-        rollout: generates; its weights are updated by whoever drives sampler and learner.
+        rollout: generates; the caller updates its weights between batches.
         reward_fn: scores a batch of responses.
         loader: batches of prompts.
         pool: chooses what is trained on.
