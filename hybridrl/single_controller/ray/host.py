@@ -24,6 +24,7 @@ from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.base.failures import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
+from hybridrl.utils.child_processes import keep_exit_codes
 
 # Positional and keyword arguments of the user's constructor.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -85,6 +86,7 @@ class WorkerHost:
             with contextlib.suppress(PermissionError):  # leads a session, and so a group, already
                 os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything the worker starts
             set_up_process(settings, *master)
+            keep_exit_codes()
             _keep_stacks_readable()
             super().__init__(*args, **kwargs)
         except (Exception, SystemExit) as error:
