@@ -245,5 +245,5 @@ class RayPPOTrainer:
             self.health.saved = self.run.store.folder(self.run.step)
             return state | {"health": self.health.state_dict()}
 
-        self.run.store.spared = self.health.good
+        self.run.store.protected = self.health.good
         self.run.save_if_due(write)
