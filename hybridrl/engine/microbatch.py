@@ -150,6 +150,14 @@ class BatchPlan:
         grid = index[:, None] * self.response_width + torch.arange(self.response_width)
         return grid[self.response_mask[index]]
 
+    def scatter(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One output of every micro-batch, each ``[N]``, as float32 ``[B, T]`` in main memory; 0 elsewhere."""
+        flat = torch.zeros(self.batch_size * self.response_width)
+        if parts:
+            positions = torch.cat([self.token_positions(rows) for rows in self.groups])
+            flat[positions] = torch.cat(list(parts)).float().cpu()
+        return flat.view(self.batch_size, self.response_width)
+
     def _find_response_mask(self) -> torch.Tensor:
         mask = self.tensors.get("response_mask")
         if mask is None:

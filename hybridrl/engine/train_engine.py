@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch.distributed import ProcessGroup
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.protocol import DataProto
@@ -67,6 +67,27 @@ class MicroBatching:
                 raise ValueError(f"MicroBatching({name}={value}): a limit is at least 1, or None for no limit")
 
 
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A rank's place among the ranks of an engine.
+
+    With tensor, pipeline or sequence parallelism several ranks hold one copy of the model together. They have the same
+    `dp_rank` and work on the same rows.
+
+    Attributes:
+        dp_rank: which shard of a batch this rank works on.
+        dp_size: number of shards that a batch is split into.
+        dp_group: one rank of each shard, in the order of the shards: those that hold the same part of the model as
+            this one. None: all ranks.
+        collects: whether this rank's results are collected; one rank per shard does.
+    """
+
+    dp_rank: int
+    dp_size: int
+    dp_group: ProcessGroup | None = None
+    collects: bool = True
+
+
 class Engine(ABC):
     """One model on the ranks of one process group. Every method is called by all ranks alike."""
 
@@ -80,18 +101,8 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def dp_rank(self) -> int:
-        """Which share of a batch this rank works on."""
-
-    @property
-    @abstractmethod
-    def dp_size(self) -> int:
-        """Number of shares that a batch is split into."""
-
-    @property
-    @abstractmethod
-    def is_collect_rank(self) -> bool:
-        """Whether this rank's results are collected (one rank of each share is)."""
+    def geometry(self) -> Geometry:
+        """This rank's place among the ranks of the engine."""
 
     @abstractmethod
     def infer(
@@ -112,7 +123,8 @@ class Engine(ABC):
                 token).
 
         Returns:
-            Name to float32 ``[B, T]`` in main memory, 0 where ``response_mask`` is 0.
+            Name to float32 ``[B, T]`` in main memory, 0 where ``response_mask`` is 0. A rank that computes no outputs
+            (an early stage of a pipeline) may return nothing; its loss function is not called either.
         """
 
     @abstractmethod
@@ -160,13 +172,6 @@ class Engine(ABC):
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """Parameters (and the optimizer's state) on the device within; offloaded again where configured."""
-
-    @abstractmethod
-    def whole_weights(self) -> AbstractContextManager[nn.Module]:
-        """The module with every parameter whole on this rank and in the dtype of training's forward pass.
-
-        Its forward needs no other rank within the context, so ranks may call it different numbers of times.
-        """
 
     @abstractmethod
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -220,6 +225,21 @@ class TrainEngines:
         return add
 
     @classmethod
+    def get(cls, model_type: str, strategy: str) -> type[Engine]:
+        """The class of this kind of engine.
+
+        Raises:
+            ModelError: no such engine; the message lists those there are.
+        """
+        for module in cls._builtin:
+            importlib.import_module(module)
+        try:
+            return cls._engines[(model_type, strategy)]
+        except KeyError:
+            known = ", ".join(f"{kind}/{name}" for kind, name in sorted(cls._engines))
+            raise ModelError(f"no engine for a {model_type} with strategy={strategy!r}; there are {known}") from None
+
+    @classmethod
     def create(cls, model_type: str, strategy: str, *, model: Any, engine: Any, optim: Any = None) -> Engine:
         """Make the engine of this kind. It holds no model until `Engine.initialize`.
 
@@ -231,11 +251,6 @@ class TrainEngines:
         Raises:
             ModelError: no such engine; the message lists those there are.
         """
-        for module in cls._builtin:
-            importlib.import_module(module)
-        try:
-            found: Any = cls._engines[(model_type, strategy)]
-        except KeyError:
-            known = ", ".join(f"{kind}/{name}" for kind, name in sorted(cls._engines))
-            raise ModelError(f"no engine for a {model_type} with strategy={strategy!r}; there are {known}") from None
-        return found(model_type=model_type, model=model, engine=engine, optim=optim)
+        found: Any = cls.get(model_type, strategy)
+        created: Engine = found(model_type=model_type, model=model, engine=engine, optim=optim)
+        return created

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import ray
 
 from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.engine.capabilities import GeneratesInPlace
 from hybridrl.engine.train_engine import Engine
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
@@ -16,7 +17,7 @@ from hybridrl.utils.device import memory_stats
 from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
 from hybridrl.workers.loss_prepass import Preparation
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 from hybridrl.workers.update_plan import UpdatePlan
 
 ROLES = ("actor", "actor_rollout", "rollout", "ref")
@@ -73,11 +74,12 @@ class ActorRolloutRefWorker(ModelWorker):
             yield
 
     def _build_rollout(self) -> HFRollout:
-        model = self.config.model
+        model, engine = self.config.model, self.engine
         tokenizer = tokenizer_of(model)
+        assert isinstance(engine, GeneratesInPlace)  # checked at start-up, by resolve_rollout
         return HFRollout(
             self.config.rollout,
-            engine=self.engine,
+            engine=engine,
             eos_token_ids=eos_token_ids(model.path, config_of(model), tokenizer),
             pad_token_id=tokenizer.pad_token_id,
             tokenizer=tokenizer,
@@ -130,8 +132,7 @@ class ActorRolloutRefWorker(ModelWorker):
         with self.engine.loaded(optimizer=False), self._beside_reference(compares):
             wanted = (*self._statistics(), *(["ref_kl"] if compares else []))
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=wanted)
-        outputs["old_log_probs"], outputs["entropys"] = outputs.pop("log_probs"), outputs.pop("entropy")
-        return DataProto.from_dict(tensors=outputs)
+        return as_output(outputs, log_probs="old_log_probs", entropy="entropys")
 
     def _statistics(self) -> tuple[str, ...]:
         """What the algorithm is told of each response token."""
@@ -147,7 +148,7 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         with self.engine.loaded(optimizer=False):
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs",))
-        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
+        return as_output(outputs, log_probs="ref_log_prob")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def update_actor(self, batch: DataProto) -> DataProto:

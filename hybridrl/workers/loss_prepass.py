@@ -44,22 +44,25 @@ class Preparation:
         prepare = self.loss.prepare
         assert prepare is not None
         tensors = mini_batch.batch
-        current = engine.infer(mini_batch, self.micro, temperature)["log_probs"]
+        found = engine.infer(mini_batch, self.micro, temperature)
+        if not found:  # an early stage of a pipeline, which computes no loss either
+            return
+        current = found["log_probs"]
         own = {
             "log_probs": current,
             "old_log_probs": tensors.get("old_log_probs", current),
             "advantages": tensors["advantages"],
             "response_mask": tensors["response_mask"],
         }
-        ids = tensors[ROW_IDS]
-        gathered = distributed.all_gather_object((distributed.get_rank(), ids, [own[name] for name in FIELDS]))
-        all_ids = torch.cat([part[1] for part in gathered])
-        whole = [torch.cat(parts) for parts in zip(*(part[2] for part in gathered), strict=True)]
-        rank_of = torch.cat([torch.full_like(part[1], part[0]) for part in gathered])
-        # Copies that fill up a rank come behind the row that they repeat, and hold no token to be chosen.
+        geometry = engine.geometry
+        ids, *whole = (
+            torch.cat(distributed.all_gather(tensor, geometry.dp_group))
+            for tensor in (tensors[ROW_IDS], *(own[name] for name in FIELDS))
+        )
+        # Copies that fill up a shard come after the row that they repeat, and hold no token to be chosen.
         is_copy = ~whole[-1].bool().any(dim=1)
-        order = torch.argsort(all_ids * 2 + is_copy, stable=True)
-        found = prepare(*(tensor[order] for tensor in whole), self.loss.settings, seed, row_ids=all_ids[order])
-        back = torch.empty_like(found)
-        back[order] = found
-        tensors[PREPARED] = back[rank_of == distributed.get_rank()]
+        order = torch.argsort(ids * 2 + is_copy, stable=True)
+        result = prepare(*(tensor[order] for tensor in whole), self.loss.settings, seed, row_ids=ids[order])
+        back = torch.empty_like(result)
+        back[order] = result
+        tensors[PREPARED] = back.chunk(geometry.dp_size)[geometry.dp_rank]

@@ -1,10 +1,12 @@
 """What every worker with a model shares: process group, place in a dispatch mesh, updates, run state."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
+
+import torch
 
 from hybridrl.config import FSDPConfig, ModelConfig, OptimConfig
 from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
@@ -67,9 +69,8 @@ class ModelWorker(Worker):
 
     def place_in_mesh(self, mesh_name: str) -> None:
         """Tell the controller which shard of a batch this rank takes in calls dispatched over `mesh_name`."""
-        self._register_dispatch_collect_info(
-            mesh_name, dp_rank=self.engine.dp_rank, is_collect=self.engine.is_collect_rank
-        )
+        geometry = self.engine.geometry
+        self._register_dispatch_collect_info(mesh_name, dp_rank=geometry.dp_rank, is_collect=geometry.collects)
 
     def update(
         self,
@@ -94,7 +95,7 @@ class ModelWorker(Worker):
             ValueError: there is no plan, or it does not use every row of this shard exactly once.
         """
         plan = UpdatePlan.of(batch)
-        plan.check(rows=len(batch), dp_size=self.engine.dp_size)
+        plan.check(rows=len(batch), dp_size=self.engine.geometry.dp_size)
         results: list[dict[str, Metric]] = []
         start = 0
         with self.engine.loaded(optimizer=True):
@@ -146,6 +147,17 @@ class ModelWorker(Worker):
 def micro_batching(size: int | None, dynamic: bool, max_tokens: int) -> MicroBatching:
     """Micro-batches by token budget when `dynamic`, by a fixed number of sequences otherwise."""
     return MicroBatching(max_tokens=max_tokens) if dynamic else MicroBatching(size=size)
+
+
+def as_output(tensors: Mapping[str, torch.Tensor], **names: str) -> DataProto:
+    """What a worker method returns: a batch without rows on ranks whose engine computes no outputs.
+
+    Args:
+        names: the field that an output of the engine becomes, where it has another name.
+    """
+    if not tensors:
+        return DataProto()
+    return DataProto.from_dict(tensors={names.get(name, name): tensor for name, tensor in tensors.items()})
 
 
 def _per_update(metric: Metric, updates: int) -> Metric:

@@ -10,7 +10,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
 from hybridrl.workers.losses import LossCounts
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 
 
 class SFTWorker(ModelWorker):
@@ -52,7 +52,8 @@ class SFTWorker(ModelWorker):
         """`nll` [B]: the negative log-likelihood of each row's learnt tokens, summed."""
         with self.engine.loaded(optimizer=False):
             outputs = self.engine.infer(batch, self._micro_batching(), outputs=("log_probs",))
-        return DataProto.from_dict(tensors={"nll": -outputs["log_probs"].sum(dim=1)})
+        summed = {name: -log_probs.sum(dim=1) for name, log_probs in outputs.items()}
+        return as_output(summed, log_probs="nll")
 
     def _micro_batching(self) -> MicroBatching:
         data = self.config.data

@@ -13,9 +13,6 @@ from hybridrl.algorithms.functional import full_kl_from_logits, token_statistics
 from hybridrl.engine.microbatch import Layout
 from hybridrl.errors import ModelError
 
-LANGUAGE_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "ref_kl")
-VALUE_OUTPUTS = ("values",)
-
 
 class SelectingHead:
     """Lets the model's own head see only the positions that are wanted.
