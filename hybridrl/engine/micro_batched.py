@@ -50,7 +50,7 @@ class MicroBatchedEngine(Engine):
     step, by `gradient_norm`, `apply_gradients` and `discard_gradients`.
 
     Attributes:
-        model_type: ``language_model`` or ``value_model``.
+        model_type: `language_model` or `value_model`.
         packed: whether micro-batches are packed into one row instead of padded.
     """
 

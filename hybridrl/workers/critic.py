@@ -12,7 +12,7 @@ class CriticWorker(ModelWorker):
 
     Args:
         config: the `critic` part of the configuration.
-        timeout_s: how long a collective may wait for its peers.
+        timeout_s: how long a collective may wait for other ranks.
     """
 
     metric_prefix = "critic"

@@ -1,10 +1,11 @@
-"""The preliminary pass of a policy loss that must see the whole mini-batch: to choose tokens, or to normalise.
+"""The preliminary pass of a policy loss that must see the whole mini-batch, to choose tokens or to normalise.
 
-Every rank computes its rows' current log-probabilities, all ranks exchange them with what else the loss wants to see,
-and each makes the same choice over the whole mini-batch in its canonical order and keeps its own rows of it. So the
-choice depends on neither the number of ranks nor the order of rows nor the split into micro-batches.
+Every rank computes the current log-probabilities of its rows. The ranks of its `Geometry.dp_group`, one per shard,
+exchange them with the other inputs of the loss. Each makes the same choice over the whole mini-batch in its canonical
+order and keeps its own rows. So the choice does not depend on the number of ranks, the order of rows or the
+micro-batches.
 
-Shapes: b rows of this rank, B of all ranks, T response tokens.
+Shapes: b rows of this rank, B of all shards, T response tokens.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.utils import distributed
 from hybridrl.workers.losses import PREPARED, PolicyLoss
 
-ROW_IDS = "row_ids"  # [b] int64: what names a row wherever it stands
+ROW_IDS = "row_ids"  # [b] int64: identifies a row in any order of rows
 FIELDS = ("old_log_probs", "log_probs", "advantages", "response_mask")
 
 
@@ -25,8 +26,8 @@ class Preparation:
     """Runs a loss's preliminary pass.
 
     Attributes:
-        loss: whose `prepare` is called.
-        micro: how the log-probabilities are computed.
+        loss: its `prepare` is called.
+        micro: micro-batches in which the log-probabilities are computed.
     """
 
     loss: PolicyLoss
@@ -35,10 +36,10 @@ class Preparation:
     def add_to(self, mini_batch: DataProto, engine: Engine, seed: int, temperature: float) -> None:
         """Add `prepared` [b, T] to this rank's part of a mini-batch. All ranks call it together.
 
-        Without `old_log_probs` the update is on-policy, and the current ones stand for them.
+        Without `old_log_probs` the update is on-policy, and the current log-probabilities are used instead.
 
         Args:
-            mini_batch: this rank's rows, with `row_ids`; copies that only fill up have an empty `response_mask`.
+            mini_batch: this rank's rows, with `row_ids`; copies that fill up a shard have an empty `response_mask`.
             seed: of this mini-batch, the same on every rank.
         """
         prepare = self.loss.prepare

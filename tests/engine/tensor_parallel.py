@@ -1,7 +1,7 @@
 """A training engine whose ranks hold parts of one model: a token MLP, column- and row-parallel, on gloo.
 
 It is what an engine of one's own looks like on `MicroBatchedEngine`, and shows that nothing above an engine takes the
-number of ranks for the number of shards of a batch.
+number of ranks for the number of shards of a batch. Its weights are float64, so that layouts differ by less than 1e-6.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TensorParallelEngine(MicroBatchedEngine):
         generator = torch.Generator().manual_seed(0)
         shapes = {"embedding": (VOCABULARY, HIDDEN), "position": (POSITIONS, HIDDEN), "head": (VOCABULARY, HIDDEN)}
         shapes |= {"up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
-        return {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+        return {n: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 for n, shape in shapes.items()}
 
     @property
     def geometry(self) -> Geometry:
@@ -92,7 +92,7 @@ class TensorParallelEngine(MicroBatchedEngine):
         inner = torch.nn.functional.gelu(_Copy.apply(hidden, self.tp_group) @ p["up"].T)
         hidden = hidden + _Sum.apply(inner @ p["down"].T, self.tp_group)
         logits = hidden.reshape(-1, HIDDEN)[layout.selected] @ p["head"].T
-        return compute_outputs(logits, layout, wanted.temperature, wanted.outputs)
+        return compute_outputs(logits.float(), layout, wanted.temperature, wanted.outputs)
 
     def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`FSDPEngine`: language and value models on FSDP2, or as a plain module where there is one rank."""
+"""`FSDPEngine`: language and value models on FSDP2, or as a plain module on a single rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
-        model_type: ``language_model`` or ``value_model``.
+        model_type: `language_model` or `value_model`.
         model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
             use_remove_padding, ...
         engine: An `FSDPConfig`: dtypes, sharding, offload.
@@ -67,7 +67,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
         self.model_dtype = loading.resolve_dtype(engine.model_dtype, "fsdp_config.model_dtype")
         if torch.float16 in (self.compute_dtype, self.model_dtype):
             raise ModelError(
-                "float16 training would need loss scaling, which this engine does not do; set "
+                "float16 training needs loss scaling, which this engine does not support; set "
                 "fsdp_config.dtype to bfloat16"
             )
         if self.optim_config is None:
@@ -79,7 +79,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
         )
         loading.check_weights(loading.checked_source(model.path))
         if self.compute_dtype == torch.float32 and "attn_implementation" not in model.override_config:
-            self.config._attn_implementation = "sdpa"  # flash attention knows half precision only
+            self.config._attn_implementation = "sdpa"  # flash attention supports half precision only
         self.flash_attention = str(self.config._attn_implementation).startswith("flash_attention")
         self.packed = bool(model.use_remove_padding) and self.flash_attention
         if distributed.get_world_size() > 1:
@@ -93,7 +93,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
         self._head = SelectingHead(self.module)
         self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
-        # In the module's order, so that what belongs to a layer comes together; of tied parameters one.
+        # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
         self._exported = [name for name in self.module.state_dict() if name in self._parameters or name in buffers]
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if self.optim_config is not None:
@@ -175,7 +175,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
 
     @torch.no_grad()
     def response_logits(self, layout: Layout) -> torch.Tensor:
-        """``[N, V]`` without gradient: what this engine's model says of another engine's micro-batch."""
+        """The logits `[N, V]` of this engine's model on another engine's micro-batch, without gradient."""
         logits = response_logits(self.module, self._head, layout, self.flash_attention)
         if self._sharded:
             self._sharded.reshard()
@@ -223,7 +223,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
             yield
         finally:
             self._offload()
-            if optimizer:  # activations and gradients: what generates is to have their memory
+            if optimizer:  # free activations and gradients, so that generation can use their memory
                 device.empty_cache()
 
     def _offload(self) -> None:
@@ -253,14 +253,14 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
         yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
 
     def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like `export_weights`, by the names of the module."""
+        """Like `export_weights`, with the names of the module."""
         for name in self._exported:
             if name not in self._parameters:
                 yield name, self.module.get_buffer(name)
                 continue
             whole = self._parameters[name].detach()
             if isinstance(whole, DTensor):
-                # A shard that was offloaded has to be on the device before it can be gathered.
+                # An offloaded shard has to be on the device before it can be gathered.
                 whole = cast(DTensor, whole.to(device.current_device())).full_tensor()
             yield name, whole if dtype is None else whole.to(dtype)
 
