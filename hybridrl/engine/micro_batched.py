@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from tensordict import TensorDict
 
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 
-logger = logging.getLogger(__name__)
 OUTPUTS = {
     "language_model": ("log_probs", "entropy", "sum_pi_squared", "ref_kl"),
     "value_model": ("values",),
@@ -136,7 +135,7 @@ class MicroBatchedEngine(Engine):
             self.discard_gradients()
             if on_nonfinite == "raise":
                 raise problem
-            logger.warning("step skipped: %s", problem)
+            notify(f"step skipped: {problem}", "warning")
         own = {
             "grad_norm": Metric(norm),
             "lr": Metric(lr),

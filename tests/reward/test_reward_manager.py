@@ -179,7 +179,7 @@ def test_an_error_names_data_source_uid_and_prompt(manager_for, make_batch, user
         manager_for(path)(batch)
 
 
-def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_file, caplog):
+def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_file, capsys):
     path = user_file(
         """
         import time
@@ -194,7 +194,7 @@ def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_
     )
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
     assert result["reward_extra_info"] == {"score": [1, 0, 1], "acc": [True, 0, True], "note": ["ok", None, "ok"]}
-    assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in caplog.text
+    assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["uid", "data_source"])
@@ -204,7 +204,7 @@ def test_a_dict_must_not_replace_a_column_of_the_batch(manager_for, make_batch, 
         manager_for(path)(make_batch(["a"], **sort_columns("1")), return_dict=True)
 
 
-def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, make_batch, user_file, caplog):
+def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, make_batch, user_file, capsys):
     path = user_file(
         """
         def compute_score(solution_str, ground_truth):
@@ -215,7 +215,7 @@ def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, ma
     for _ in range(2):
         result = manager(make_batch(["b", "a"], **sort_columns("1", "2")), return_dict=True)
         assert result["reward_extra_info"] == {"score": [0, 1], "letters": [None, 1]}
-    assert caplog.text.count("'letters' for 1 of 2") == 1
+    assert capsys.readouterr().err.count("'letters' for 1 of 2") == 1
 
 
 @pytest.mark.parametrize("manager", ["naive", "batch", "dapo"])

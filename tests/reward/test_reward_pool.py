@@ -71,7 +71,7 @@ def test_samples_run_at_the_same_time(user_file):
         assert [o.score for o in p.run(both)] == [1.0, 1.0]
 
 
-def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
+def test_a_hung_sample_costs_nobody_else_its_score(user_file, capsys):
     """The hang is a regular expression: it holds the interpreter lock, so nothing inside the process could stop it."""
     path = user_file(
         """
@@ -86,7 +86,8 @@ def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
         outcomes = p.run(samples(40), "sample no. {}".format)
         assert [i for i, o in enumerate(outcomes) if o.timed_out] == [7, 20]
         assert [o.score for o in outcomes] == [0 if i in (7, 20) else i for i in range(40)]
-        assert "sample no. 7 took more than reward.timeout_s=2" in caplog.text and "no. 20" in caplog.text
+        told = capsys.readouterr().err
+        assert "sample no. 7 took more than reward.timeout_s=2" in told and "no. 20" in told
         assert [o.score for o in p.run(samples(5))] == [0, 1, 2, 3, 4]
 
 
@@ -366,7 +367,7 @@ def test_a_sample_that_waits_delays_no_later_one(user_file, tmp_path, words, wor
         assert slow.result(timeout=120).score == 100
 
 
-def test_a_submitted_sample_that_hangs_scores_0_and_the_others_get_their_scores(user_file, caplog):
+def test_a_submitted_sample_that_hangs_scores_0_and_the_others_get_their_scores(user_file, capsys):
     path = user_file(
         """
         import re
@@ -382,7 +383,7 @@ def test_a_submitted_sample_that_hangs_scores_0_and_the_others_get_their_scores(
         outcomes = [future.result(timeout=120) for future in futures]
     assert [i for i, o in enumerate(outcomes) if o.timed_out] == [3]
     assert [o.score for o in outcomes] == [0 if i == 3 else i for i in range(12)]
-    assert "no. 3 took more than reward.timeout_s=2" in caplog.text
+    assert "no. 3 took more than reward.timeout_s=2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault", ["raise ValueError('bad')", "return None", "import os; os._exit(5)"])

@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.notify import notify
 from hybridrl.reward.function import Form, RewardFunction
 from hybridrl.reward.processes.child import Result
 from hybridrl.reward.processes.handle import ChildProcess, Job
@@ -285,11 +286,10 @@ class Dispatcher:
                     f"reward.timeout_s={self.timeout_s:g} seconds, the last of them {job.name}: it hangs. Fix it, or "
                     "raise reward.timeout_s if it needs the time."
                 )
-        logger.warning(
-            "reward of %s took more than reward.timeout_s=%g seconds: it scores 0. Raise the limit if the function "
-            "needs the time.",
-            job.name,
-            self.timeout_s,
+        notify(
+            f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds: it scores 0. Raise the "
+            "limit if the function needs the time.",
+            "warning",
         )
         return Outcome(0.0, None, seconds, timed_out=True)
 

@@ -6,7 +6,6 @@ file, and end when this process ends, however that happens.
 
 import concurrent.futures
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,8 +15,9 @@ from hybridrl.errors import RewardError
 from hybridrl.reward.function import Form, RewardFunction, Sample
 from hybridrl.reward.processes.dispatcher import Dispatcher, Outcome
 from hybridrl.reward.processes.handle import Job, pickled
+from hybridrl.utils.cores import available_cores
 
-__all__ = ["Outcome", "RewardPool", "usable_cores"]
+__all__ = ["Outcome", "RewardPool"]
 
 
 class RewardPool:
@@ -31,7 +31,7 @@ class RewardPool:
 
     def __init__(self, function: RewardFunction, num_workers: int | None = None, timeout_s: float = 30.0) -> None:
         self.function = function
-        self.num_workers = num_workers or min(8, usable_cores())
+        self.num_workers = num_workers or min(8, available_cores())
         self.timeout_s = timeout_s
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -126,8 +126,3 @@ class RewardPool:
         except RewardError as error:
             job.future.set_exception(error)
         return job
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
 from hybridrl.rollout.replicas.balancer import Balancer
 from hybridrl.rollout.replicas.handle import Member, PoolSettings, ReplicaPlace, Up
@@ -139,7 +140,7 @@ class ReplicaPool:
         try:
             self._serve(member)
         except (RayTaskError, GetTimeoutError) as error:
-            logger.warning("replica %d has no address of its own any more: %s", member.index, error)
+            notify(f"replica {member.index} has no address of its own any more: {error}", "warning")
 
     @property
     def places(self) -> list[ReplicaPlace]:
@@ -303,7 +304,7 @@ class ReplicaPool:
                     self._answer(Completion(request.id, [], [], "error", error=fault))
             self._balancer.add([request for request in lost if request.id in self._futures], first=True)
             self._hand_out()  # to the others
-        logger.warning("replica %d: %s; %d requests run again", member.index, why, len(lost))
+        notify(f"replica {member.index}: {why}; {len(lost)} requests run again", "warning")
         self._start_again(member)
 
     def _start_again(self, member: Member) -> None:

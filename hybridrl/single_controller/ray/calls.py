@@ -70,7 +70,7 @@ class Call:
     """One method call on some ranks of a group.
 
     Args:
-        ranks: the ranks called, in the order of ``results`` and ``answers``.
+        ranks: the ranks called, in the order of `results` and `answers`.
         results: references of the method's results.
         answers: references of the `Answer`s.
     """
@@ -109,7 +109,7 @@ class Call:
 
         Raises:
             WorkerError: a rank failed.
-            WorkerTimeoutError: some rank did not answer within ``timeout_s`` (the group's by default).
+            WorkerTimeoutError: some rank did not answer within `timeout_s` (the group's by default).
         """
         if self.ended:
             return
@@ -224,7 +224,7 @@ class _Failure:
 
 
 def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoReturn:
-    """Raise the cause behind failed answers. ``others`` are answers that may still bring it."""
+    """Raise the cause behind failed answers. `others` are answers that may still bring it."""
     for answer in failed:
         owners[answer].group.raise_if_ended()
     failures = [_judge(answer, owners) for answer in failed]
@@ -282,11 +282,11 @@ def _end_groups(error: WorkerError, *groups: RayWorkerGroup) -> None:
         group.end_with(error)
 
 
-# --- what a call gives back when the caller does not wait -----------------------------------------------------------
+# --- what a call returns when the caller does not wait ---------------------------------------------------------------
 
 
 class RayPendingOutputs(PendingOutputs):
-    """References to a call's results, in rank order; ``ray.get`` takes it as the list it is, ``get()`` also names
+    """References to a call's results, in rank order; `ray.get` takes it as the list it is, `get()` also names
     failures."""
 
     def __init__(self, call: Call, indices: Sequence[int] | None = None, single: bool = False) -> None:
@@ -315,7 +315,7 @@ class RayPendingOutputs(PendingOutputs):
 class RayDataProtoFuture(DataProtoFuture):
     """The concatenated output of a call that may still be running.
 
-    ``get()`` on the controller waits under the group's watch. Passed to another group's method, each of that group's
+    `get()` on the controller waits under the group's watch. Passed to another group's method, each of that group's
     ranks reads the rows of its shard straight from the workers that made them.
     """
 
@@ -329,13 +329,13 @@ class RayDataProtoFuture(DataProtoFuture):
 
         Raises:
             WorkerError: a rank failed.
-            WorkerTimeoutError: ``timeout`` seconds (by default the group's ``timeout_s``) passed.
+            WorkerTimeoutError: `timeout` seconds (by default the group's `timeout_s`) passed.
         """
         self.call.wait(timeout)
         return super().get()
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """One future shard for each of ``chunks`` consumers."""
+        """One future shard for each of `chunks` consumers."""
         return [RayShardFuture(self.collect_fn, self.futures, self.answers, index, chunks) for index in range(chunks)]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -343,7 +343,7 @@ class RayDataProtoFuture(DataProtoFuture):
 
 
 class RayShardFuture(DataProtoFuture):
-    """Shard ``index`` of ``chunks`` of a future batch: reads the answers for the parts' rows, then only the parts it
+    """Shard `index` of `chunks` of a future batch: reads the answers for the parts' rows, then only the parts it
     needs."""
 
     def __init__(

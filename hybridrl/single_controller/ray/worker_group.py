@@ -34,7 +34,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class with the arguments of its constructor, and Ray's options for its actors.
 
     Args:
-        cls: a subclass of `Worker`, or what ``ray.remote`` made of one (its options are kept).
+        cls: a subclass of `Worker`, or what `ray.remote` made of one (its options are kept).
     """
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,11 +51,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.role_classes: dict[str, type] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Custom Ray resources that each actor takes beside its slot."""
+        """Custom Ray resources that each actor takes in addition to its slot."""
         self.additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """Ray actor options (``max_concurrency``, ``runtime_env``, ...) on top of those the group sets."""
+        """Ray actor options (`max_concurrency`, `runtime_env`, ...) on top of those the group sets."""
         self.options.update(options)
 
     def actor_class(self) -> Any:
@@ -64,7 +64,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         return ray.remote(hosted(self.cls, is_async))
 
     def actor_options(self, resources: dict[str, float]) -> dict[str, Any]:
-        """Options for one actor: ``resources`` (of Ray's ``num_cpus`` kind) below what the user asked for."""
+        """Options for one actor: `resources` (of Ray's `num_cpus` kind) below what the user asked for."""
         options = {**resources, **self.options}
         if self.additional_resource:
             options["resources"] = {**options.get("resources", {}), **self.additional_resource}
@@ -207,7 +207,7 @@ class RayWorkerGroup(WorkerGroup):
 
         Raises:
             WorkerError: one failed.
-            WorkerTimeoutError: ``ray_wait_register_center_timeout`` passed.
+            WorkerTimeoutError: `ray_wait_register_center_timeout` passed.
         """
         shared = self._shared
         if shared.infos:
@@ -252,7 +252,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.spawn(prefix_set)
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group an attribute for each role: ``group.actor.update_actor(batch)``."""
+        """Give this group an attribute for each role: `group.actor.update_actor(batch)`."""
         for role, group in self.spawn(prefix_set).items():
             setattr(self, role, group)
 
@@ -305,7 +305,7 @@ class RayWorkerGroup(WorkerGroup):
     def _submit(
         self, name: str, ranks: Sequence[int], columns: list[list[Any]], named: dict[str, list[Any]]
     ) -> calls.Call:
-        """Send one call; ``columns`` and ``named`` hold each argument's value for each of ``ranks``."""
+        """Send one call; `columns` and `named` hold each argument's value for each of `ranks`."""
         self._check_usable()
         columns = [put_shared(column) for column in columns]
         named = {key: put_shared(column) for key, column in named.items()}
@@ -352,7 +352,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> calls.RayPendingOutputs:
-        """`execute_all_sync` without waiting: a list of references with ``get()``."""
+        """`execute_all_sync` without waiting: a list of references with `get()`."""
         kwargs.pop(PADDING_KEY, None)
         count = self.world_size
         call = self._submit(method_name, range(count), *_per_worker(args, kwargs, count))
@@ -442,7 +442,7 @@ class RayWorkerGroup(WorkerGroup):
             raise self._shared.failure
 
     def end_with(self, error: WorkerError) -> None:
-        """End the group's processes; every later call raises ``error``."""
+        """End the group's processes; every later call raises `error`."""
         if self._shared.failure is None:
             self._shared.failure = error
         self.kill()
@@ -469,7 +469,7 @@ class _Shared:
 
 
 def _per_worker(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Each argument as a list with one entry a rank; see `RayWorkerGroup.execute_all_sync`."""
+    """Each argument as a list with one entry per rank; see `RayWorkerGroup.execute_all_sync`."""
     values = [*args, *kwargs.values()]
     if all(isinstance(value, list | tuple) and len(value) == count for value in values):
         return list(args), kwargs

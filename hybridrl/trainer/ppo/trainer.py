@@ -4,7 +4,6 @@ The controller owns the order of things and the small numbers; worker groups own
 function (`register_adv_est`, `register_policy_loss`) or replaces one of the methods that `fit` names.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,14 +16,14 @@ import torch
 from hybridrl.algorithms import check_group_sizes, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
-from hybridrl.data.loader import object_array
+from hybridrl.notify import notify
 from hybridrl.observe.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
     staleness_metrics,
 )
-from hybridrl.protocol import DataProto
+from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
@@ -432,11 +431,10 @@ class RayPPOTrainer:
             return
         assert self.health.good is not None
         dropped = self.pool.drop()
-        print(
+        notify(
             f"step {self.run.step}: going on with the models of {self.health.good} and the next prompts; {dropped} "
             "prompts that were answered beforehand are dropped",
-            file=sys.stderr,
-            flush=True,
+            "warning",
         )
         self.run.go_back(self.health.good, self.load_models)
         self.reshard()
