@@ -118,7 +118,7 @@ def _blocking_wait() -> Iterator[None]:
 class StandaloneGroup:
     """A process group besides the default one, of processes that belong to no common world.
 
-    Rank 0 is made first and tells the others its `port`; then each of them calls `connect`, which waits for all.
+    Rank 0 is made first and its `port` sent to the others; then each of them calls `connect`, which waits for all.
 
     Args:
         host: the node of rank 0.

@@ -487,5 +487,5 @@ class RayPPOTrainer:
                 "health": self.health.state_dict(),
             }
 
-        self.run.store.spared = self.health.good
+        self.run.store.protected = self.health.good
         self.run.save_if_due(write)
