@@ -16,6 +16,7 @@ from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.trajectory import Trajectory
 
+_MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
 
@@ -38,7 +39,8 @@ class Rollout(ABC):
 
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
-                prompt) and, where a prompt has several rows, `sample` (which of them); meta `global_steps`, `validate`,
+                prompt) and, where a prompt has several rows, `sample` (which of them), and whatever else the prompts
+                carry (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`,
                 `seeded` (every request draws from a seed of its own, so that what else is generated does not matter),
                 and any field of `SamplingParams` to override.
 
@@ -116,9 +118,10 @@ class InPlaceRollout(Rollout):
         self._trains = self._paused = False
 
     def generate(self, prompts: DataProto) -> DataProto:
-        prompts = prompts.select(meta_info_keys=list(prompts.meta_info))  # the caller's meta is not changed
-        prompts.meta_info["weights_version"] = self.version
-        batch: DataProto = self._policy.generate_sequences(prompts)
+        known = [name for name in ("uid", "sample") if name in prompts.non_tensor_batch]
+        inputs = prompts.select(_MODEL_INPUTS, known)  # all that travels to the workers
+        inputs.meta_info["weights_version"] = self.version
+        batch: DataProto = self._policy.generate_sequences(inputs)
         return batch
 
     def update_weights(self, version: int) -> dict[str, float]:
