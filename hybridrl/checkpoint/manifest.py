@@ -173,5 +173,5 @@ def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]
     if differences:
         raise CheckpointError(
             f"checkpoint {folder} is of another model:\n  " + "\n  ".join(differences) + "\nUse the model that it was "
-            "trained from, another trainer.default_local_dir, or trainer.resume_mode=disable to start anew."
+            "trained from, another trainer.default_local_dir, or trainer.resume_mode=disable to start over."
         )

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hybridrl.checkpoint import lock
 from hybridrl.checkpoint.disk_failure import disk_failure
 from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
 from hybridrl.errors import CheckpointError
+from hybridrl.notify import notify
 from hybridrl.utils.files import sync_folder, write_text
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -27,10 +27,6 @@ RESUME_MODES = ("auto", "disable", "resume_path")
 _FOLDER = re.compile(r"global_step_(\d+)")
 _UNFINISHED_LATEST = re.compile(re.escape(f".{LATEST}.") + r".*\.tmp")
 _LEFTOVER = re.compile(r"global_step_(\d+)\.(tmp|old|del)")
-
-
-def _notice(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class RunStore:
@@ -46,7 +42,7 @@ class RunStore:
         notice: called with each message for the user; by default it is printed to stderr.
 
     Attributes:
-        spared: a checkpoint that is kept beside the newest `keep`, or None.
+        spared: a checkpoint that is kept besides the newest `keep`, or None.
     """
 
     def __init__(
@@ -57,7 +53,7 @@ class RunStore:
         identity: Mapping[str, Any] | None = None,
         world: Mapping[str, Any] | None = None,
         config_digest: str | None = None,
-        notice: Callable[[str], None] = _notice,
+        notice: Callable[[str], None] = notify,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"number of checkpoints to keep is {keep}; set it to at least 1, or to null for all")
@@ -99,14 +95,14 @@ class RunStore:
         if self._hashes is not None:
             raise RuntimeError("a checkpoint is being written already; writing() does not nest")
         final = self.folder(step)
-        beside = final.with_name(final.name + ".tmp")
+        temporary = final.with_name(final.name + ".tmp")
         self._hashes = {}
         try:
             self.claim()
-            beside.mkdir()
-            yield beside
+            temporary.mkdir()
+            yield temporary
             write_manifest(
-                beside,
+                temporary,
                 step,
                 self._next_sequence(),
                 hashes=self._hashes,
@@ -114,10 +110,10 @@ class RunStore:
                 world=self.world,
                 config_digest=self.config_digest,
             )
-            self._publish(beside, final)
+            self._publish(temporary, final)
             write_text(self.root / LATEST, str(step))
         except BaseException as exc:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             self._explain(exc, step)
             raise
         finally:
@@ -165,19 +161,19 @@ class RunStore:
             else:
                 shutil.rmtree(path)
 
-    def _publish(self, beside: Path, final: Path) -> None:
+    def _publish(self, temporary: Path, final: Path) -> None:
         if final.exists():
             parked = final.with_name(final.name + ".old")
             final.rename(parked)
             try:
-                beside.rename(final)
+                temporary.rename(final)
             except BaseException:
                 parked.rename(final)
                 raise
             sync_folder(self.root)
             shutil.rmtree(parked)
         else:
-            beside.rename(final)
+            temporary.rename(final)
             sync_folder(self.root)
 
     def _explain(self, exc: BaseException, step: int) -> None:
@@ -188,16 +184,16 @@ class RunStore:
         if culprit is None or isinstance(exc, CheckpointError) or not isinstance(exc, Exception):
             exc.add_note(f"while saving the checkpoint of step {step} into {self.root}; {before}")
             return
-        mend = ""
+        remedy = ""
         if culprit.full:
             free = shutil.disk_usage(self.root).free / 2**20 if self.root.is_dir() else 0.0
-            mend = (
+            remedy = (
                 f" {free:.0f} MiB are free there (a quota or file size limit may be lower): make room, keep fewer "
                 "checkpoints (trainer.max_actor_ckpt_to_keep), or move trainer.default_local_dir."
             )
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written into {self.root}: "
-            f"{culprit.text}. Nothing half-written is left; {before}.{mend}"
+            f"{culprit.text}. Nothing half-written is left; {before}.{remedy}"
         ) from exc
 
     def _next_sequence(self) -> int:
@@ -244,7 +240,7 @@ class RunStore:
     # ------------------------------------------------------------------ finding
 
     def find(self, resume_mode: str = "auto", resume_from_path: str | os.PathLike[str] | None = None) -> Path | None:
-        """The checkpoint to resume from, verified byte by byte; None to start anew.
+        """The checkpoint to resume from, verified byte by byte; None to start over.
 
         Also cleans up after a killed run.
 
@@ -301,6 +297,6 @@ class RunStore:
         if steps:
             raise CheckpointError(
                 "no checkpoint can be resumed from:\n" + "\n".join(faults) + f"\nRestore one, or remove them from "
-                f"{self.root} (or set trainer.resume_mode=disable) to start anew."
+                f"{self.root} (or set trainer.resume_mode=disable) to start over."
             )
         return None

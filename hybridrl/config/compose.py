@@ -8,7 +8,6 @@ import copy
 import functools
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +16,15 @@ from typing import Any, Literal, overload
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.convert import build, nearest
+from hybridrl.config.convert import build, nearest, put
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.userfile import UserFile, read_user_file
 from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome
 from hybridrl.errors import ConfigError
+from hybridrl.notify import notify
 
 _USER_CONFIG = "hybridrl_user_config"
-_notices_printed: set[str] = set()
 
 
 @dataclass
@@ -47,16 +46,16 @@ class Overrides:
 
 
 def configs_folder() -> Path:
-    """The folder of the shipped YAML: beside the package in a source tree, inside it when installed."""
+    """The folder of the shipped YAML: next to the package in a source tree, inside it when installed."""
     package = Path(__file__).resolve().parent.parent
     candidates = [package / "_configs"]
-    if (package.parent / "pyproject.toml").is_file():  # a source tree; beside an installed package others' files lie
+    if (package.parent / "pyproject.toml").is_file():  # a source tree; next to an installed package lie files of others
         candidates.append(package.parent / "configs")
     for folder in candidates:
         if (folder / "ppo_trainer.yaml").is_file():
             return folder
     raise ConfigError(
-        f"the YAML files of hybridrl are missing: there is no _configs in {package} and no configs beside it"
+        f"the YAML files of hybridrl are missing: there is no _configs in {package} and no configs next to it"
     )
 
 
@@ -113,7 +112,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
         origin = " (command line)"
         if isinstance(value, Mapping) and not delete:
             nested: dict[str, Any] = {}
-            _put(nested, name, dict(value))
+            put(nested, name, dict(value))
             found.assignments.extend(Assignment(item.key, item.value, origin) for item in book.flatten(nested, {}))
         else:
             found.assignments.append(Assignment(name, value, origin, delete))
@@ -143,20 +142,6 @@ def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Pat
     if value is None:
         return [f"{word}: {name} is a config group, which cannot be removed; it has {', '.join(options)}"]
     return [f"{word}: {name} is a config group without the option {value}; it has {', '.join(options)}"]
-
-
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Set a dotted key in nested dicts; mappings merge."""
-    *parents, last = name.split(".")
-    for part in parents:
-        if not isinstance(tree.get(part), dict):
-            tree[part] = {}
-        tree = tree[part]
-    if isinstance(value, Mapping) and isinstance(tree.get(last), dict):
-        for inner, element in value.items():
-            _put(tree[last], str(inner), element) if "." not in str(inner) else tree[last].__setitem__(inner, element)
-    else:
-        tree[last] = dict(value) if isinstance(value, Mapping) else value
 
 
 def _reset(tree: dict[str, Any], defaults: dict[str, Any], name: str) -> None:
@@ -225,6 +210,11 @@ def _store_schema(root: str, tree: dict[str, Any], group: str) -> None:
                 _store_schema(root, value, f"{group}/{name}")
 
 
+def _if_set(value: Any, then: Any, otherwise: Any) -> Any:
+    """`then` where `value` is given, `otherwise` where it is null."""
+    return otherwise if value is None else then
+
+
 def _global_pool(processes: Any, nodes: Any) -> list[int]:
     return [int(processes)] * int(nodes)
 
@@ -261,7 +251,7 @@ def compose_config(
         if item.delete:
             _reset(tree, defaults, item.key)
         else:
-            _put(tree, item.key, item.value)
+            put(tree, item.key, item.value)
 
     everything = Outcome(renamed=given.notices, faults=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
@@ -275,6 +265,7 @@ def compose_config(
 def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str]) -> Any:
     """Resolve interpolations and convert; faults are collected, and end the work only where nothing can be resolved."""
     OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
+    OmegaConf.register_new_resolver("if_set", _if_set, replace=True)
     try:
         plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
@@ -289,11 +280,9 @@ def _typed(root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[
 
 
 def print_notices(notices: Sequence[str]) -> None:
-    """Print notices to the standard error, each once a process."""
+    """Tell the user each notice once per process."""
     for notice in notices:
-        if notice not in _notices_printed:
-            _notices_printed.add(notice)
-            print(f"notice: {notice}", file=sys.stderr)
+        notify(notice, once=True)
 
 
 @overload

@@ -34,6 +34,20 @@ def nearest(name: str, known: Sequence[str], count: int = 3) -> str:
     return f"; nearest: {', '.join(close)}" if close else ""
 
 
+def put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted key in nested dicts; mappings merge."""
+    *parents, last = name.split(".")
+    for part in parents:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    if isinstance(value, Mapping) and isinstance(tree.get(last), dict):
+        for inner, element in value.items():
+            put(tree[last], str(inner), element) if "." not in str(inner) else tree[last].__setitem__(inner, element)
+    else:
+        tree[last] = dict(value) if isinstance(value, Mapping) else value
+
+
 def build(
     cls: type, tree: Mapping[str, Any], faults: dict[str, str], origins: Mapping[str, str], prefix: str = ""
 ) -> Any:

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridrl.config.convert import nearest
+from hybridrl.config.convert import nearest, put
 from hybridrl.config.verl.keys import KeyBook, Outcome
 from hybridrl.errors import ConfigError
 
@@ -73,7 +73,7 @@ def read_user_file(
         origins[item.key] = item.origin
     kept: dict[str, Any] = {}
     for item in outcome.assignments:
-        _set(kept, item.key, item.value)
+        put(kept, item.key, item.value)
     entries = _with_base(root, defaults, path, shipped)
     return UserFile(path, kept, entries, searchpath, origins, outcome)
 
@@ -129,13 +129,6 @@ def _reaches(root: str, entries: list[Any], folder: Path, seen: set[Path]) -> bo
             if isinstance(below, list) and _reaches(root, below, folder, seen | {path}):
                 return True
     return False
-
-
-def _set(tree: dict[str, Any], name: str, value: Any) -> None:
-    *parents, last = name.split(".")
-    for part in parents:
-        tree = tree.setdefault(part, {})
-    tree[last] = value
 
 
 def _lines(node: "yaml.Node | None", prefix: str = "") -> dict[str, int]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +12,7 @@ from hybridrl.data.rl_dataset import RLHFDataset, seed_of
 from hybridrl.data.sampler import EpochSampler
 from hybridrl.data.sft_dataset import SFTDataset
 from hybridrl.errors import DataError
+from hybridrl.utils.user_code import load_class
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -73,7 +70,7 @@ def _create(
     custom = config.custom_cls
     cls: Any = default
     if custom is not None and custom.path is not None:
-        cls = load_class(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
+        cls = load_class(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name", error=DataError)
     arguments: dict[str, Any] = {
         "data_files": files,
         "tokenizer": tokenizer,
@@ -105,7 +102,9 @@ def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler
     custom = getattr(config, "sampler", None)
     if custom is None or custom.class_path is None:
         return EpochSampler(len(dataset), shuffle=config.shuffle, seed=seed_of(config))
-    cls = load_class(custom.class_path, custom.class_name, "data.sampler.class_path", "data.sampler.class_name")
+    cls = load_class(
+        custom.class_path, custom.class_name, "data.sampler.class_path", "data.sampler.class_name", error=DataError
+    )
     arguments: dict[str, Any] = {"data_source": dataset, "data_config": config}
     try:
         inspect.signature(cls).bind(**arguments)
@@ -164,43 +163,3 @@ def create_sft_loader(
         every_epoch_alike=not train,
         key=key,
     )
-
-
-def load_class(path: str, name: str | None, path_key: str, name_key: str) -> Any:
-    """A class out of a Python file, or out of a module named as ``pkg://package.module`` or ``package.module``.
-
-    Raises:
-        DataError: no such file or module, it fails to import, or it has no class of that name.
-    """
-    if not name:
-        raise DataError(
-            f"{path_key}={path} is set but {name_key} is not. Set {name_key} to the name of the class in it."
-        )
-    module_name = path.removeprefix("pkg://")
-    file = Path(path).expanduser()
-    if file.suffix != ".py" and (path.startswith("pkg://") or not file.exists()):
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise DataError(
-                f"{path_key}={path}: neither a Python file nor a module that can be imported ({error})."
-            ) from error
-    else:
-        if not file.is_file():
-            raise DataError(f"{path_key}={path}: no such file (looked for {file.absolute()}).")
-        module_name = f"hybridrl_user_{file.stem}_{zlib.crc32(str(file.resolve()).encode())}"
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None  # a .py file always has both
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # so that its classes can be pickled to reading processes of this one
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise DataError(f"{path_key}={path}: fails to import: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not inspect.isclass(found):
-        classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
-        raise DataError(
-            f"{name_key}={name}: no such class in {path}. Classes defined there: {', '.join(classes) or 'none'}."
-        )
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,13 +13,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hybridrl.data.sampler import EpochSampler
 from hybridrl.errors import DataError
+from hybridrl.notify import notify
+from hybridrl.protocol import object_array
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
     from hybridrl.protocol import DataProto
-
-logger = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
@@ -114,10 +113,10 @@ class StatefulLoader:
             )
         if hasattr(self.sampler, "update") and not _is_stateful(self.sampler):
             name = type(self.sampler).__name__
-            logger.warning(
-                "data.sampler: %s has update() but no state_dict() and load_state_dict(), so a resumed run forgets "
-                "what it learned and may draw other rows. Add both.",
-                name,
+            notify(
+                f"data.sampler: {name} has update() but no state_dict() and load_state_dict(), so a resumed run "
+                "forgets what it learned and may draw other rows. Add both.",
+                "warning",
             )
 
     def __len__(self) -> int:
@@ -354,14 +353,6 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[tor
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
     """0, 1, 2, ... over the tokens that the mask keeps; 0 on the padding before them. ``[B, S]`` -> ``[B, S]``."""
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A 1-D array of objects, also of lists that all have one length."""
-    array = np.empty(len(values), dtype=object)
-    for number, value in enumerate(values):
-        array[number] = value
-    return array
 
 
 def _is_stateful(thing: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +16,12 @@ from hybridrl.data.chat import check_chat_template, render, truncate
 from hybridrl.data.files import Table, read_table, table_of
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, clean_messages, encode, fault_in_messages
+from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PromptConfig, SFTDataConfig
-
-logger = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 _MEDIA_COLUMNS = ("images", "videos", "audios")
@@ -323,12 +321,9 @@ class RLHFDataset(Dataset):
             cache.add([sequences[number] for number in fitting])
             kept += [indices[number] for number in fitting]
         if overlong and self.config.filter_overlong_prompts:
-            logger.warning(
-                "%s: %d of %d prompts are longer than data.max_prompt_length=%d tokens and were left out",
-                self.key,
-                len(overlong),
-                len(self._rows),
-                limit,
+            notify(
+                f"{self.key}: {len(overlong)} of {len(self._rows)} prompts are longer than "
+                f"data.max_prompt_length={limit} tokens and were left out"
             )
         elif overlong and self.config.truncation == "error":
             index, length = overlong[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,12 @@ from hybridrl.data.files import Table, read_table
 from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, clean_messages, fault_in_messages
+from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import SFTDataConfig
-
-logger = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 _CHUNK = 1024
@@ -231,11 +229,10 @@ class SFTDataset(Dataset):
         if eos is not None and not any(
             (ids[mask.astype(bool)] == eos).any() for ids, mask in zip(self._ids, self._masks, strict=True)
         ):
-            logger.warning(
-                "%s: no learnt turn contains the EOS token %r; the chat template ends turns in another way, so "
-                "generation must stop at that token",
-                self.key,
-                self.tokenizer.eos_token,
+            notify(
+                f"{self.key}: no learnt turn contains the EOS token {self.tokenizer.eos_token!r}; the chat template "
+                "ends turns in another way, so generation must stop at that token",
+                "warning",
             )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.protocol.fields import Widths, narrow, padded
 from hybridrl.utils import device
 
 # Tokens, padding included, of one aligned micro-batch beyond which a larger one computes no faster.
@@ -33,10 +34,11 @@ class Layout:
     """One micro-batch as the model reads it. N response tokens."""
 
     input_ids: torch.Tensor  # [b, W] or [1, L]
-    position_ids: torch.Tensor  # the same shape
+    position_ids: torch.Tensor  # the same shape; [k, b, W] or [k, 1, L] with k positions per token
     selected: torch.Tensor  # [N] positions that predict a response token, in the flattened layout
     labels: torch.Tensor  # [N] those tokens
     lengths: list[int] | None  # of the packed sequences; None in the aligned layout
+    attention_mask: torch.Tensor | None = None  # [b, W], where causal attention would not be inferred without it
 
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
@@ -47,6 +49,7 @@ class Layout:
             self.selected.to(target, non_blocking=True),
             self.labels.to(target, non_blocking=True),
             self.lengths,
+            None if self.attention_mask is None else self.attention_mask.to(target, non_blocking=True),
         )
 
 
@@ -80,6 +83,7 @@ class BatchPlan:
         # Index of each token among its row's real tokens.
         self.ranks = self.attention.long().cumsum(1) - 1
         self._check()
+        self.positions = self._find_positions()
         self.lengths: list[int] = self.attention.sum(1).tolist()
         self.token_counts: list[int] = self.response_mask.sum(1).tolist()
         rows = [row for row, count in enumerate(self.token_counts) if count]
@@ -95,15 +99,29 @@ class BatchPlan:
         start = self.width - self.response_width
         before = ranks[:, start:] - 1  # the token before a response token predicts it
         labels = ids[:, start:][mask]
+        positions = None if self.positions is None else self.positions[index]
         if self.packed:
             offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
             selected = (before + offsets[:, None])[mask]
-            return Layout(ids[attention][None], ranks[attention][None], selected, labels, lengths)
+            if positions is None:
+                packed = ranks[attention][None]
+            elif positions.ndim == 2:
+                packed = positions[attention][None]
+            else:
+                packed = positions.transpose(0, 1)[:, attention][:, None]
+            return Layout(ids[attention][None], packed, selected, labels, lengths)
         width = max(lengths)
         # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
         order = torch.argsort((~attention).to(torch.uint8), dim=1, stable=True)[:, :width]
         selected = (before + torch.arange(len(rows))[:, None] * width)[mask]
-        return Layout(ids.gather(1, order), torch.arange(width).expand(len(rows), width), selected, labels, None)
+        ids, counted = ids.gather(1, order), torch.arange(width).expand(len(rows), width)
+        if positions is None:
+            return Layout(ids, counted, selected, labels, None)
+        real = counted < torch.tensor(lengths)[:, None]
+        per_kind = positions[None] if positions.ndim == 2 else positions.transpose(0, 1)  # [k, b, S]
+        moved = torch.where(real, per_kind.gather(2, order.expand(len(per_kind), -1, -1)), counted)
+        # Without a mask, transformers takes positions that do not count up by one for the start of another sequence.
+        return Layout(ids, moved[0] if positions.ndim == 2 else moved, selected, labels, None, real.long())
 
     def response_columns(self, rows: Sequence[int]) -> int:
         """How many leading response columns hold a token in any of the rows."""
@@ -113,22 +131,16 @@ class BatchPlan:
     def slice_tensors(self, rows: Sequence[int], columns: int, target: torch.device) -> dict[str, torch.Tensor]:
         """The batch's fields for these rows, on the device, without the columns that are padding in all of them.
 
-        Response-wide fields keep their first `columns`; sequence-wide ones lose the same columns at the right, and
-        at the left the ones before the first real token; ``prompts`` loses these too; other fields stay as they are.
+        Response fields keep their first `columns`. Sequence fields lose the same columns at the right, and at the
+        left the ones before the first real token, which `prompts` loses too. `hybridrl.protocol.fields` knows which
+        field is which.
         """
         index = torch.tensor(rows)
-        prompt_width = self.width - self.response_width
-        first = min(int(self.attention[index].any(0).to(torch.uint8).argmax()), prompt_width)
-        last = prompt_width + columns
+        widths = Widths(self.width - self.response_width, self.response_width)
+        first = min(int(self.attention[index].any(0).to(torch.uint8).argmax()), widths.prompt)
         sliced = {}
         for name, tensor in self.tensors.items():
-            part = tensor[index]
-            if part.ndim > 1 and name == "prompts":
-                part = part[:, first:]
-            elif part.ndim > 1 and part.shape[-1] == self.width:
-                part = part[..., first:last]
-            elif part.ndim > 1 and part.shape[1] == self.response_width:
-                part = part[:, :columns]
+            part = narrow(name, tensor[index], widths, first, columns)
             sliced[name] = part if target.type == "cpu" else part.to(target, non_blocking=True)
         return sliced
 
@@ -154,6 +166,20 @@ class BatchPlan:
                 "the last T columns of a sequence"
             )
         return mask.bool()
+
+    def _find_positions(self) -> torch.Tensor | None:
+        """The batch's `position_ids`; None where they count the real tokens of each row, as without the field."""
+        positions = self.tensors.get("position_ids")
+        if positions is None:
+            return None
+        if positions.ndim not in (2, 3) or (positions.shape[0], positions.shape[-1]) != self.input_ids.shape:
+            raise ValueError(
+                f"position_ids {list(positions.shape)} do not fit input_ids {list(self.input_ids.shape)}: they are "
+                "[B, S], or [B, k, S] with k positions per token"
+            )
+        if positions.ndim == 2 and torch.equal(positions[self.attention], self.ranks[self.attention]):
+            return None
+        return positions
 
     def _check(self) -> None:
         start = self.width - self.response_width
@@ -229,7 +255,7 @@ def _cut_runs(rows: Sequence[int], lengths: Sequence[int], size: int, budget: in
 
 
 def fields(batch: Any) -> Mapping[str, torch.Tensor]:
-    """The tensors of a `DataProto` as a plain mapping, so that each is looked up once."""
+    """The tensors of a `DataProto`, padded, as a plain mapping, so that each is looked up once."""
     if batch.batch is None:
         raise ValueError("the batch holds no tensors")
-    return {str(name): tensor for name, tensor in batch.batch.items()}
+    return padded({str(name): tensor for name, tensor in batch.batch.items()})

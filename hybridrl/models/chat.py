@@ -18,7 +18,7 @@ _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
 def fault_in_messages(value: Any) -> str | None:
-    """What keeps ``value`` from being a list of chat messages, or None if it is one."""
+    """What keeps `value` from being a list of chat messages, or None if it is one."""
     if isinstance(value, str):
         return (
             f"it is text ({value[:60]!r}{'...' if len(value) > 60 else ''}), not a list of messages; write {_EXAMPLE}"

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import ModelConfig
+from hybridrl.errors import ModelError
 from hybridrl.models.loading import check_weights, load_model_config
 from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
 
@@ -37,6 +38,29 @@ def checked_identity(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
     if vocabulary is not None:
         check_vocabulary(tokenizer, vocabulary, model.tokenizer_path or model.path)
     return model_identity(config, tokenizer)
+
+
+def check_same_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """Refuse a model whose tokenizer gives other ids than the one that made the batches.
+
+    Args:
+        model: the other model's group.
+        tokenizer: that of the policy.
+        key: the group's name in the configuration, e.g. `critic.model`.
+
+    Raises:
+        ModelError: it has no readable tokenizer, or one with another vocabulary; the first difference is named.
+    """
+    ours, theirs = tokenizer.get_vocab(), tokenizer_of(model).get_vocab()
+    if ours == theirs:
+        return
+    token = min(set(ours.items()) ^ set(theirs.items()), key=lambda item: (item[1], item[0]))[0]
+    raise ModelError(
+        f"{key}: the tokenizer of {model.tokenizer_path or model.path} is not the policy's: token {token!r} has id "
+        f"{theirs.get(token, 'none')} there and {ours.get(token, 'none')} in the policy's. It would read the policy's "
+        f"token ids as other text: set {key}.path to a model with the policy's tokenizer, or, if its embeddings are "
+        f"made for that tokenizer, {key}.tokenizer_path to it."
+    )
 
 
 def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) -> list[int]:

@@ -1,6 +1,6 @@
 """Hugging Face configurations and models: read, built without weights, loaded.
 
-A model is built in one of two ways. A rank that holds the weights gets them from `load_...` (``from_pretrained``,
+A model is built in one of two ways. A rank that holds the weights gets them from `load_...` (`from_pretrained`,
 which also knows how a checkpoint's names map onto the module). A rank that will receive its share from another
 builds an empty one on the meta device, which costs no memory and next to no time.
 """
@@ -8,10 +8,8 @@ builds an empty one on the meta device, which costs no memory and next to no tim
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import re
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import looks_local
 from hybridrl.utils import device
+from hybridrl.utils.user_code import load_module
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 DTYPES = {
@@ -36,7 +35,7 @@ DTYPES = {
 
 
 def resolve_dtype(name: str, key: str) -> torch.dtype:
-    """The torch dtype of a configured name; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+    """The torch dtype of a configured name; `auto` is bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
         ModelError: the name is not known; the message names the configuration key.
@@ -49,7 +48,7 @@ def resolve_dtype(name: str, key: str) -> torch.dtype:
 
 
 def attention_implementation(override: Mapping[str, Any]) -> str:
-    """What attention is computed with: the override's ``attn_implementation``, else flash attention 2, else sdpa."""
+    """What attention is computed with: the override's `attn_implementation`, else flash attention 2, else sdpa."""
     chosen = override.get("attn_implementation")
     if chosen is not None:
         return str(chosen)
@@ -59,7 +58,7 @@ def attention_implementation(override: Mapping[str, Any]) -> str:
 def load_model_config(
     path: str | Path, trust_remote_code: bool = False, override: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """Read a model's ``config.json`` and lay `override` over it; nested mappings are merged.
+    """Read a model's `config.json` and lay `override` over it; nested mappings are merged.
 
     Dropout is switched off: the old and the new log-probabilities of a token have to come from the same function, or
     the very first importance ratio is not 1.
@@ -90,7 +89,7 @@ def checked_source(path: str | Path) -> str | Path:
     """The directory as a path, or a hub name as it is.
 
     Raises:
-        ModelError: a local directory that does not exist or has no ``config.json``.
+        ModelError: a local directory that does not exist or has no `config.json`.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -146,7 +145,7 @@ def load_pretrained(
     trust_remote_code: bool = False,
     may_miss: str | None = None,
 ) -> Any:
-    """``auto_class.from_pretrained``, with whatever goes wrong turned into a `ModelError`."""
+    """`auto_class.from_pretrained`, with whatever goes wrong turned into a `ModelError`."""
     source = checked_source(path)
     check_weights(source)
     options = {"trust_remote_code": True} if trust_remote_code else {}
@@ -167,29 +166,14 @@ def load_pretrained(
 
 
 def import_external_lib(name: str | None) -> None:
-    """Import the modules of ``model.external_lib`` (comma separated), which may register model classes, policy losses
+    """Import the modules of `model.external_lib` (comma separated), which may register model classes, policy losses
     and advantage estimators.
 
     Raises:
         ModelError: one of them cannot be imported, or raises while it is.
     """
     for module in filter(None, (part.strip() for part in (name or "").split(","))):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # the user's code raises whatever is wrong with it
-            where = _last_place(error)
-            raise ModelError(
-                f"model.external_lib={name!r}: module {module!r} cannot be imported: "
-                f"{type(error).__name__}: {error}{where}"
-            ) from error
-
-
-def _last_place(error: Exception) -> str:
-    """The file and line that raised, where that is not the import machinery."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    if len(frames) < 2:  # the first is this module's own
-        return ""
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+        load_module(module, "model.external_lib", ModelError)
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
@@ -278,7 +262,7 @@ def _no_progress_bar() -> Iterator[None]:
 def save_language_model(
     state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path, trust_remote_code: bool = False
 ) -> None:
-    """Write configuration and whole weights (by the module's names, tied ones once) for ``from_pretrained``."""
+    """Write configuration and whole weights (by the module's names, tied ones once) for `from_pretrained`."""
     twin = build_language_model(config, torch.float32, trust_remote_code)
     twin.load_state_dict(dict(state), strict=False, assign=True)
     twin.tie_weights()

@@ -3,7 +3,7 @@
     python -m hybridrl.models.tiny --out DIR [--hidden 128] [--layers 2] [--seed 0] ...
 
 The weights are random. The tokenizer has one token for every byte (so every ASCII character is a token, and any text
-survives a round trip), one for each chat role and one for ``####``, the mark that answers carry.
+survives a round trip), one for each chat role and one for `####`, the mark that answers carry.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CHAT_TEMPLATE = (
 def build_tokenizer() -> PreTrainedTokenizerBase:
     """The character tokenizer: 264 tokens, chat template included.
 
-    It is a byte-level BPE without merges in the class that ``AutoTokenizer`` picks for a qwen2 directory. Any other
-    tokenizer saved beside a Qwen2 is rebuilt by transformers 5 as a ``Qwen2Tokenizer``, which then drops spaces and
+    It is a byte-level BPE without merges in the class that `AutoTokenizer` picks for a qwen2 directory. Any other
+    tokenizer saved next to a Qwen2 is rebuilt by transformers 5 as a `Qwen2Tokenizer`, which then drops spaces and
     newlines without a word.
     """
     from tokenizers import AddedToken
@@ -67,17 +67,17 @@ def build_tiny_model(
     kv_heads: int = 2,
     seed: int = 0,
 ) -> Path:
-    """Write a randomly initialised Qwen2 (fp32 safetensors) and its character tokenizer into ``out``.
+    """Write a randomly initialised Qwen2 (fp32 safetensors) and its character tokenizer into `out`.
 
     The default is 2 layers, hidden 128, intermediate 256, 4 heads and 2 KV heads of size 32 (which vLLM also runs):
     0.36 M parameters. The same arguments give the same weights, bit for bit.
 
     Args:
         out: folder to write; made if missing.
-        hidden: model width; ``heads`` must divide it.
+        hidden: model width; `heads` must divide it.
         layers: number of transformer layers.
-        intermediate: width of the MLP, ``2 * hidden`` if None.
-        heads: attention heads; ``kv_heads`` must divide it.
+        intermediate: width of the MLP, `2 * hidden` if None.
+        heads: attention heads; `kv_heads` must divide it.
         kv_heads: key/value heads.
         seed: seed of the initial weights.
 

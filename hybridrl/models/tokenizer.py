@@ -8,7 +8,6 @@ run starts.
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from hybridrl.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,9 +36,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory (or of a hub name) for left-padded prompts.
 
-    A directory whose ``tokenizer_config.json`` records a generic class (``PreTrainedTokenizerFast``,
-    ``TokenizersBackend``) is loaded from its ``tokenizer.json`` as it stands: ``AutoTokenizer`` would go by the
-    model's type instead and rebuild, for a ``qwen2`` model, a ``Qwen2Tokenizer`` that drops every piece which
+    A directory whose `tokenizer_config.json` records a generic class (`PreTrainedTokenizerFast`,
+    `TokenizersBackend`) is loaded from its `tokenizer.json` as it stands: `AutoTokenizer` would go by the
+    model's type instead and rebuild, for a `qwen2` model, a `Qwen2Tokenizer` that drops every piece which
     byte-pair encoding cannot reach, spaces and newlines among them.
 
     Args:
@@ -132,7 +130,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: 
 
 
 def looks_local(path: str | Path) -> bool:
-    """Whether a name is meant as a path of this machine and not as ``organisation/model`` of a hub."""
+    """Whether a name is meant as a path of this machine and not as `organisation/model` of a hub."""
     text = str(path)
     return isinstance(path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text
 

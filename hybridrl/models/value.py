@@ -1,7 +1,7 @@
 """A value model: any Hugging Face backbone with a scalar head.
 
-Its parameters carry the names of the architecture's own ``...ForTokenClassification`` with one label
-(``model.layers...``, ``score.weight``), so that a saved critic opens with ``AutoModelForTokenClassification`` and a
+Its parameters carry the names of the architecture's own `...ForTokenClassification` with one label
+(`model.layers...`, `score.weight`), so that a saved critic opens with `AutoModelForTokenClassification` and a
 saved reward model of that kind opens here.
 """
 
@@ -30,7 +30,7 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(nn.Module):
-    """Backbone and head. ``model(...)`` gives an object whose ``logits [..., 1]`` are the values in float32."""
+    """Backbone and head. `model(...)` gives an object whose `logits [..., 1]` are the values in float32."""
 
     def __init__(self, backbone: nn.Module, config: PreTrainedConfig):
         super().__init__()
@@ -96,7 +96,7 @@ def load_value_model(
 
 
 def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration to save beside a value model's weights: that of a token classifier with one label."""
+    """The configuration to save next to a value model's weights: that of a token classifier with one label."""
     saved = type(config).from_dict(config.to_dict())
     saved.num_labels = 1
     name = type(config)
@@ -106,7 +106,7 @@ def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _read_head(folder: Path) -> dict[str, torch.Tensor]:
-    """The head's tensors in a directory's safetensors files, by ``weight`` and ``bias``; empty where there are none."""
+    """The head's tensors in a directory's safetensors files, by `weight` and `bias`; empty where there are none."""
     from safetensors import safe_open
 
     found: dict[str, torch.Tensor] = {}
@@ -120,7 +120,7 @@ def _read_head(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def save_value_model(state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path) -> None:
-    """Write whole weights and configuration for ``AutoModelForTokenClassification`` and `load_value_model`."""
+    """Write whole weights and configuration for `AutoModelForTokenClassification` and `load_value_model`."""
     from safetensors.torch import save_file
 
     saved = value_config(config)

@@ -155,7 +155,7 @@ class MlflowBackend(_Permanent):
             return
         known = self._client.get_experiment_by_name(project)
         if known is None:
-            # The sqlite store is ours alone: keep artifacts beside it rather than in the working directory.
+            # The sqlite store is ours alone: keep artifacts next to it rather than in the working directory.
             place = None if os.environ.get("MLFLOW_TRACKING_URI") else (folder.resolve() / "mlartifacts").as_uri()
             experiment_id = self._client.create_experiment(project, artifact_location=place)
         else:

@@ -1,4 +1,4 @@
-"""The run on the user's screen: a progress bar where there is a terminal, one plain line a step in any case."""
+"""The run on the user's screen: a progress bar where there is a terminal, one plain line per step in any case."""
 
 import math
 import os

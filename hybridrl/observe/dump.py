@@ -27,8 +27,8 @@ def dump_generations(
 
     Args:
         folder: made where it is missing.
-        inputs, outputs, scores, gts: one a sample; `gts` are the ground truths.
-        extra: column -> one value a sample.
+        inputs, outputs, scores, gts: one per sample; `gts` are the ground truths.
+        extra: column -> one value per sample.
 
     Returns:
         The file.
@@ -48,7 +48,7 @@ def dump_generations(
             raise ValueError(f"column {name!r} has {len(values)} entries for {len(inputs)} samples")
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside, open(beside, "w", encoding="utf-8") as file:
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for row in zip(*columns.values(), strict=True):
             record = dict(zip(columns, row, strict=True))
             record["step"] = step

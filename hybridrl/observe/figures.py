@@ -1,5 +1,6 @@
 """The curves of a run as pictures. matplotlib is imported here, and here only."""
 
+import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _STYLE: Any = {
     "legend.fontsize": 8,
     "legend.labelcolor": _INK,
     "svg.fonttype": "none",
+    "svg.hashsalt": "hybridrl",  # the same bytes in every run
 }
 _PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 _MARKED_UP_TO, _SMOOTH_FROM = 12, 25
@@ -63,9 +65,9 @@ _PANELS = (
     Panel("Reward (mean score of a response)", (("critic/score/mean", "score"), ("critic/rewards/mean", "with KL"))),
     Panel("Training loss", (("train/loss", "training"), ("val/loss", "validation"))),
     Panel("Response length (tokens)", (("response_length/mean", "mean"), ("response_length/max", "longest"))),
-    Panel("Entropy of the policy (nats a token)", (("actor/entropy", "entropy"),)),
+    Panel("Entropy of the policy (nats per token)", (("actor/entropy", "entropy"),)),
     Panel(
-        "KL divergence (nats a token)",
+        "KL divergence (nats per token)",
         (("actor/ppo_kl", "from old policy"), ("actor/kl_loss", "loss term"), ("actor/reward_kl_penalty", "in reward")),
     ),
     Panel(
@@ -78,7 +80,7 @@ _PANELS = (
     Panel("Variance that the critic explains", (("critic/vf_explained_var", "explained"),)),
     Panel("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), "exact"),
     Panel("Rollout against trainer (probability of a token)", (("training/rollout_probs_diff_mean", "difference"),)),
-    Panel("Throughput (tokens a second and device)", (("perf/throughput", "tokens"),)),
+    Panel("Throughput (tokens per second and device)", (("perf/throughput", "tokens"),)),
 )
 
 
@@ -97,9 +99,9 @@ def panels(history: RunHistory) -> list[Panel]:
         found.insert(min(1, len(found)), Panel("Validation", lines, "points"))
     phases = tuple((f"timing_s/{name}", name) for name in _PHASES if history.curve(f"timing_s/{name}"))
     if len(phases) > 1:
-        found.append(Panel("Seconds a step, by phase", phases, "stack"))
+        found.append(Panel("Seconds per step, by phase", phases, "stack"))
     elif history.curve("timing_s/step"):
-        found.append(Panel("Seconds a step", (("timing_s/step", "step"),)))
+        found.append(Panel("Seconds per step", (("timing_s/step", "step"),)))
     return found
 
 
@@ -177,30 +179,14 @@ def _draw_stack(axes: Any, history: RunHistory, panel: Panel) -> None:
     axes.set_ylim(0, min(totals.max(), 2.0 * np.median(totals)) * (1.1 + 0.1 * rows_of_legend) or 1.0)
 
 
-def panel_svg(history: RunHistory, panel: Panel, number: int) -> str:
-    """One chart as an `<svg>` element that stands in a page among others (ids do not clash)."""
-    # The salt makes the ids of clip paths differ between the charts of a page, and equal from run to run.
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": f"hybridrl-{number}"}):
+def panel_svg(history: RunHistory, panel: Panel) -> str:
+    """One chart as SVG, in base64 for a data URI."""
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.2, 2.9), layout="constrained")
         _draw(figure.subplots(), history, panel)
-        buffer = io.StringIO()
+        buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    text = buffer.getvalue()
-    svg = text[text.index("<svg") :]
-    for word in (
-        "patch",
-        "axes",
-        "figure",
-        "line2d",
-        "matplotlib.axis",
-        "text",
-        "legend",
-        "xtick",
-        "ytick",
-        "FillBetweenPolyCollection",
-    ):
-        svg = svg.replace(f'id="{word}_', f'id="c{number}-{word}_')
-    return svg
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def write_png(history: RunHistory, path: Path, chosen: Sequence[Panel] | None = None) -> None:

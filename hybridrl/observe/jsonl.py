@@ -116,8 +116,8 @@ def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         return
     records = read(path)
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    with replacing(path) as beside:
-        beside.write_text(
+    with replacing(path) as temporary:
+        temporary.write_text(
             "".join(line + "\n" for line, record in zip(lines, records, strict=False) if keep(record)),
             encoding="utf-8",
         )

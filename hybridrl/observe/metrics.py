@@ -188,7 +188,7 @@ def staleness_metrics(batch: "DataProto", version: int) -> dict[str, float]:
 
 
 def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase, and milliseconds a token where the phase works token by token.
+    """Seconds of each phase, and milliseconds per token where the phase works token by token.
 
     Args:
         batch: `attention_mask` and `responses`, for the number of tokens.
@@ -209,7 +209,7 @@ def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) 
 
 
 def compute_throughout_metrics(batch: "DataProto", timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """Tokens of the step, seconds of the step, tokens a second and device.
+    """Tokens of the step, seconds of the step, tokens per second and device.
 
     Args:
         batch: `meta_info["global_token_num"]` (tokens of each sequence), or else `attention_mask`.

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import html
 import io
 import sys
 from collections.abc import Sequence
@@ -33,39 +32,7 @@ REPORT, PICTURE = "report.html", "report.png"
 _SAMPLES = 4
 _MAX_TEXT = 4000
 
-_STYLE = """
-:root { --ink:#1f2933; --muted:#616e7c; --line:#e4e7eb; --soft:#f5f7fa; --good:#047857; --accent:#2563eb }
-* { box-sizing:border-box }
-body { margin:0 auto; max-width:1280px; padding:32px 24px 64px; color:var(--ink); background:#fff;
-       font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif }
-h1 { font-size:26px; margin:0 0 4px } h2 { font-size:18px; margin:40px 0 12px }
-p.sub { color:var(--muted); margin:0 0 24px }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(190px,1fr)); gap:12px }
-.tile { border:1px solid var(--line); border-radius:10px; padding:14px 16px }
-.tile b { display:block; font-size:22px; font-weight:650; font-variant-numeric:tabular-nums }
-.tile span { color:var(--muted); font-size:13px; overflow-wrap:anywhere }
-.charts { display:grid; grid-template-columns:repeat(auto-fit,minmax(360px,1fr)); gap:12px }
-.charts figure { margin:0; border:1px solid var(--line); border-radius:10px; padding:8px }
-.charts svg { width:100%; height:auto; display:block }
-.charts svg text { font-family:system-ui,-apple-system,"Segoe UI",Roboto,sans-serif !important }
-.scroll { overflow-x:auto }
-table { border-collapse:collapse; width:100%; font-size:14px }
-th { text-align:left; color:var(--muted); font-weight:500; border-bottom:2px solid var(--line); padding:6px 10px }
-td { border-bottom:1px solid var(--line); padding:6px 10px; vertical-align:top }
-td.n, th.n { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
-td.n small { color:var(--muted) }
-code { font:13px ui-monospace,Menlo,Consolas,monospace }
-.pair { display:grid; grid-template-columns:repeat(auto-fit,minmax(420px,1fr)); gap:16px }
-.sample { border:1px solid var(--line); border-radius:10px; margin:0 0 10px; overflow:hidden }
-.sample header { background:var(--soft); padding:6px 12px; font-size:13px; color:var(--muted) }
-.sample header b { color:var(--ink) }
-.sample pre { margin:0; padding:8px 12px; white-space:pre-wrap; overflow-wrap:anywhere; max-height:320px;
-              overflow-y:auto; font:13px/1.45 ui-monospace,Menlo,Consolas,monospace }
-.sample pre.in { color:var(--muted); border-bottom:1px dashed var(--line) }
-h3 { font-size:14px; margin:8px 0; color:var(--muted); font-weight:600 }
-details { border:1px solid var(--line); border-radius:10px; padding:10px 16px; margin:10px 0 }
-summary { cursor:pointer; font-weight:600 } details pre { overflow-x:auto; font-size:13px }
-"""
+_TEMPLATE = "report.html.jinja"
 
 
 def write_report(folder: str | Path) -> Path:
@@ -84,38 +51,38 @@ def write_report(folder: str | Path) -> Path:
 
     history = load_history(folder)
     chosen = figures.panels(history)
-    with replacing(history.folder / PICTURE) as beside:
-        figures.write_png(history, beside, chosen)
-    charts = [figures.panel_svg(history, panel, i) for i, panel in enumerate(chosen)]
+    with replacing(history.folder / PICTURE) as temporary:
+        figures.write_png(history, temporary, chosen)
+    charts = [(panel.title, figures.panel_svg(history, panel)) for panel in chosen]
     path = history.folder / REPORT
-    with replacing(path) as beside:
-        beside.write_text(_page(history, charts), encoding="utf-8")
+    with replacing(path) as temporary:
+        temporary.write_text(_page(history, charts), encoding="utf-8")
     return path
 
 
-def _page(history: RunHistory, charts: Sequence[str]) -> str:
-    title = html.escape(history.title)
-    parts = [
-        f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{title}</title>",
-        '<meta name=viewport content="width=device-width,initial-scale=1">',
-        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>",
-        f"<p class=sub>{html.escape(str(history.folder.resolve()))}</p>",
-        '<div class="tiles">' + "".join(_tile(*tile) for tile in _tiles(history)) + "</div>",
-        '<h2>Curves</h2><div class="charts">' + "".join(f"<figure>{svg}</figure>" for svg in charts) + "</div>"
-        if charts
-        else "<p>No metrics yet.</p>",
-        _samples_section(history, "validation", "Validation samples, first and last"),
-        _samples_section(history, "rollouts", "Training samples, first and last"),
-        _metrics_section(history),
-        _details("Settings (config.yaml)", history.config_text),
-        _details("Versions (versions.json)", history.versions_text),
-        "</body></html>",
-    ]
-    return "\n".join(part for part in parts if part)
+def _page(history: RunHistory, charts: Sequence[tuple[str, str]]) -> str:
+    import jinja2
 
-
-def _tile(value: str, label: str) -> str:
-    return f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>'
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(Path(__file__).with_name(_TEMPLATE).read_text(encoding="utf-8"))
+    samples = {
+        title: first_and_last_samples(history, kind, _SAMPLES)
+        for title, kind in (("Validation samples", "validation"), ("Training samples", "rollouts"))
+    }
+    texts = {"Settings (config.yaml)": history.config_text, "Versions (versions.json)": history.versions_text}
+    return template.render(
+        title=history.title,
+        folder=history.folder.resolve(),
+        tiles=_tiles(history),
+        charts=charts,
+        samples=samples,
+        metrics=[_metric(history, name) for name in sorted(history.curves)],
+        texts=texts,
+        clip=_clip,
+        score=_score,
+    )
 
 
 def _tiles(history: RunHistory) -> list[tuple[str, str]]:
@@ -134,63 +101,29 @@ def _tiles(history: RunHistory) -> list[tuple[str, str]]:
     throughput = history.curve("perf/throughput")
     if throughput is not None:
         middle = sorted(throughput.values.tolist())[len(throughput) // 2]
-        tiles.append((show_number(middle), "tokens a second and device (median)"))
+        tiles.append((show_number(middle), "tokens per second and device (median)"))
     return tiles
 
 
-def _metrics_section(history: RunHistory) -> str:
-    rows = []
-    for name in sorted(history.curves):
-        everything, curve = history.curves[name], history.curve(name)
-        broken = len(everything) - len(everything.finite)
-        note = f" <small>({broken} not finite)</small>" if broken else ""
-        cells = ["–", "–", "–", "–"]
-        if curve is not None:
-            low, high = show_number(curve.values.min()), show_number(curve.values.max())
-            top = best(name, curve)
-            cells = [show_number(curve.values[0]), show_number(curve.values[-1]), f"{low} … {high}"]
-            cells.append(f"{show_number(top[0])} <small>step {top[1]}</small>" if top else "–")
-        rows.append(
-            f"<tr><td><code>{html.escape(name)}</code>{note}</td>"
-            + "".join(f'<td class="n">{c}</td>' for c in cells)
-            + "</tr>"
-        )
-    if not rows:
-        return ""
-    head = (
-        "<tr><th>metric</th>" + "".join(f'<th class="n">{h}</th>' for h in ("first", "last", "range", "best")) + "</tr>"
-    )
-    table = f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
-    return f"<details><summary>All {len(rows)} metrics: first, last, range, best</summary>{table}</details>"
-
-
-def _samples_section(history: RunHistory, kind: str, title: str) -> str:
-    dumps = first_and_last_samples(history, kind, _SAMPLES)
-    if not any(rows for _, rows in dumps):
-        return ""
-    columns = [f"<div><h3>step {step}</h3>" + "".join(_sample(row) for row in rows) + "</div>" for step, rows in dumps]
-    return f'<h2>{html.escape(title)}</h2><div class="pair">{"".join(columns)}</div>'
+def _metric(history: RunHistory, name: str) -> dict[str, Any]:
+    """A row of the table of all metrics."""
+    everything, curve = history.curves[name], history.curve(name)
+    row: dict[str, Any] = {"name": name, "broken": len(everything) - len(everything.finite)}
+    if curve is None:
+        return row | {"cells": ["–"] * 3, "best": None}
+    low, high = show_number(curve.values.min()), show_number(curve.values.max())
+    top = best(name, curve)
+    row["cells"] = [show_number(curve.values[0]), show_number(curve.values[-1]), f"{low} … {high}"]
+    return row | {"best": top and (show_number(top[0]), top[1])}
 
 
 def _clip(value: Any) -> str:
     text = value if isinstance(value, str) else "" if value is None else str(value)
-    return html.escape(text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + f" … ({len(text):,} characters)")
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + f" … ({len(text):,} characters)"
 
 
-def _sample(row: dict[str, Any]) -> str:
-    score = row.get("score")
-    shown = show_number(float(score)) if isinstance(score, (int, float)) else str(score)
-    truth = f" · expected <b>{_clip(row['gts'])}</b>" if row.get("gts") not in (None, "") else ""
-    return (
-        f'<div class="sample"><header>score <b>{html.escape(shown)}</b>{truth}</header>'
-        f'<pre class="in">{_clip(row.get("input"))}</pre><pre>{_clip(row.get("output"))}</pre></div>'
-    )
-
-
-def _details(title: str, text: str) -> str:
-    if not text:
-        return ""
-    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
+def _score(value: Any) -> str:
+    return show_number(float(value)) if isinstance(value, (int, float)) else str(value)
 
 
 def summarize(folder: str | Path, *, width: int = 88, ascii_only: bool = False, color: bool = False) -> str:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hybridrl.errors import UserError
+from hybridrl.notify import notify
 from hybridrl.observe import backends
 from hybridrl.observe.backends import Backend, Rows
 from hybridrl.observe.console import ConsoleLogger
@@ -122,7 +123,7 @@ class Tracking:
         self.folder.mkdir(parents=True, exist_ok=True)
         default = (self.folder / "rollouts", self.folder / "validation")
         self._dump_folders = [Path(path) for path in (default if dump_folders is None else dump_folders)]
-        self._notice = notice or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._notice = notice or notify
         self._file = JsonLines(self.folder / METRICS)
         self._memory = self._read_memory()
         self._failures: dict[str, int] = {}
@@ -205,10 +206,10 @@ class Tracking:
                 self._notice(f"{name} did not take step {step} ({type(exc).__name__}: {exc}); {end}, {METRICS} has it")
 
     def cut_after(self, step: int) -> None:
-        """Go on from `step`: forget every metric and dump past it. With -1 the run starts anew in this folder.
+        """Go on from `step`: forget every metric and dump past it. With -1 the run starts over in this folder.
 
         The file, the dumps and tensorboard lose the later steps. Services that keep what they got are not sent them
-        again until the run is past what they have; when the run starts anew, they get a new run of their own.
+        again until the run is past what they have; when the run starts over, they get a new run of their own.
         """
         self._file.close()
         path = self.folder / METRICS

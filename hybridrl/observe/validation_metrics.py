@@ -1,12 +1,12 @@
-"""Validation metrics over several samples a prompt: mean@N, best@n, worst@n, maj@n.
+"""Validation metrics over several samples per prompt: mean@N, best@n, worst@n, maj@n.
 
-With N samples a prompt, `best@n` is the score one gets by drawing n of them and keeping the best, `worst@n` by keeping
-the worst, `maj@n` by taking the answer that most of the n give. Each is estimated by the bootstrap: n samples are drawn
+With N samples per prompt, `best@n` is the score of drawing n of them and keeping the best, `worst@n` of keeping
+the worst, `maj@n` of taking the answer that most of the n give. Each is estimated by the bootstrap: n samples are drawn
 with replacement, many times; the mean over the draws is the estimate, their standard deviation its spread. Draws come
 from a generator of their own, seeded alike for every prompt: results are reproducible and global random state is left
 alone.
 
-Legend: U prompts, N samples of a prompt, D bootstrap draws, n samples a draw.
+Legend: U prompts, N samples of a prompt, D bootstrap draws, n samples per draw.
 """
 
 import math
@@ -40,8 +40,8 @@ def bootstrap_metric(
     """Mean and standard deviation of each reduction over draws of `subset_size` out of `data`, with replacement.
 
     Args:
-        data: one entry a sample: numbers, or anything a reduction takes (dicts for `calc_maj_val`).
-        subset_size: n, samples a draw.
+        data: one entry per sample: numbers, or anything a reduction takes (dicts for `calc_maj_val`).
+        subset_size: n, samples per draw.
         reduce_fns: each takes the entries of one draw (a NumPy array of numbers; a list where entries are no
             numbers). `np.max`, `np.min`, `np.mean`, `np.median` and `np.sum` run over all draws at once.
         n_bootstrap: D, number of draws.
@@ -74,7 +74,7 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
     """The value of the answer that most entries give; of equally frequent answers, the one that comes first.
 
     Args:
-        data: one mapping a sample.
+        data: one mapping per sample.
         vote_key: where the answer stands, `val_key`: where its value stands. Equal answers have equal values; the
             first one's is returned.
 
@@ -200,9 +200,9 @@ def process_validation_metrics(
     numbers (booleans count as 0 and 1); text stays for the dumps.
 
     Args:
-        data_sources: one a sample.
-        sample_uids: one a sample, equal for the samples of a prompt.
-        infos_dict: variable -> one value a sample (`reward`, `acc`, `pred`, what the reward function returned).
+        data_sources: one per sample.
+        sample_uids: one per sample, equal for the samples of a prompt.
+        infos_dict: variable -> one value per sample (`reward`, `acc`, `pred`, what the reward function returned).
         seed: of the bootstrap draws; 1,000 draws are made.
         expected_acc_counts: (data source, uid) -> number of samples that were asked for. Samples that did not come
             back count as `acc` 0, also for a prompt of which none did.
@@ -217,7 +217,7 @@ def process_validation_metrics(
     lengths = {"sample_uids": len(sample_uids), **{name: len(values) for name, values in infos_dict.items()}}
     for name, length in lengths.items():
         if length != count:
-            raise ValueError(f"{name} has {length} entries for {count} samples; one a sample is needed")
+            raise ValueError(f"{name} has {length} entries for {count} samples; one per sample is needed")
     table: Table = {}
     for source, prompts in _group(data_sources, sample_uids, infos_dict, expected_acc_counts).items():
         names = dict.fromkeys(name for prompt in prompts.values() for name in prompt)

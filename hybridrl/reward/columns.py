@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
+from hybridrl.notify import notify
 from hybridrl.reward.processes.pool import Outcome
-
-logger = logging.getLogger(__name__)
 
 
 def extra_of(outcome: Outcome) -> dict[str, Any]:
@@ -36,10 +34,9 @@ def extra_columns(
         lacking = sum(name not in extra for extra in extras)
         if lacking and name not in reported:
             reported.add(name)
-            logger.warning(
-                "the reward function returned %r for %d of %d responses only; the others have None there",
-                name,
-                len(extras) - lacking,
-                len(extras),
+            notify(
+                f"the reward function returned {name!r} for {len(extras) - lacking} of {len(extras)} responses only; "
+                "the others have None there",
+                "warning",
             )
     return {name: [extra.get(name) for extra in extras] for name in names}

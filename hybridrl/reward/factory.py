@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.function import PATH_KEY, RewardFunction, check_file
+from hybridrl.reward.function import PATH_KEY, RewardFunction
 from hybridrl.reward.processes.pool import RewardPool
+from hybridrl.utils.user_code import load_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +40,6 @@ def check_reward(config: PPOTrainerConfig) -> None:
     function = reward_function(config, manager_class(config))
     if function.path is None:
         return
-    check_file(function.path)
     with RewardPool(function, num_workers=1, timeout_s=config.reward.timeout_s) as pool:
         pool.start(wait_for_one=True)
 
@@ -110,29 +105,4 @@ def manager_class(config: PPOTrainerConfig) -> type[RewardManager]:
         raise RewardError(
             f"reward.reward_manager.source=importlib needs {key}.path and {key}.name; found path={path}, name={name}."
         )
-    found = getattr(_import(path, f"{key}.path"), name, None)
-    if not inspect.isclass(found) or not issubclass(found, RewardManager):
-        raise RewardError(
-            f"{key}.name={name}: {path} has no class of that name derived from hybridrl.reward.RewardManager."
-        )
-    return found
-
-
-def _import(path: str, key: str) -> Any:
-    file = Path(path).expanduser()
-    try:
-        if path.startswith("pkg://") or (file.suffix != ".py" and not file.exists()):
-            return importlib.import_module(path.removeprefix("pkg://"))
-        if not file.is_file():
-            raise RewardError(f"{key}={path}: no such file (looked for {file.absolute()}).")
-        spec = importlib.util.spec_from_file_location(f"hybridrl_user_manager_{file.stem}", file.resolve())
-        if spec is None or spec.loader is None:
-            raise RewardError(f"{key}={path}: not a Python file; its name must end in .py.")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    except RewardError:
-        raise
-    except Exception as error:
-        raise RewardError(f"{key}={path}: fails to import: {type(error).__name__}: {error}") from error
+    return load_class(path, name, f"{key}.path", f"{key}.name", RewardManager, RewardError)

@@ -5,17 +5,14 @@ Imported by the pool's processes, so it must stay light: no torch, no numpy.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.errors import RewardError
+from hybridrl.utils.user_code import defined_in, load_module
 
 Form = Literal["sample", "batch"]
 
@@ -124,68 +121,13 @@ def load(function: RewardFunction) -> LoadedFunction:
         loaded = LoadedFunction(default_compute_score, "sample", False, function.label, _SAMPLE_NAMES, True)
         loaded.kwargs = dict(function.kwargs)
         return loaded
-    module = _import(function.path)
+    module = load_module(function.path, PATH_KEY, RewardError)
     name, call = _choose(module, function)
     return _understand(call, name, function)
 
 
-def check_file(path: str) -> None:
-    """Refuse a path that is neither a Python file nor names a module.
-
-    Raises:
-        RewardError: says where it was looked for.
-    """
-    if _module_name(path) is None and not Path(path).expanduser().is_file():
-        raise RewardError(f"{PATH_KEY}={path}: no such file (looked for {Path(path).expanduser().absolute()}).")
-
-
-def _module_name(path: str) -> str | None:
-    """The module that a path like ``pkg://package.module`` names."""
-    return path.removeprefix("pkg://") if path.startswith("pkg://") else None
-
-
-def _import(path: str) -> Any:
-    check_file(path)
-    try:
-        module_name = _module_name(path)
-        if module_name is not None:
-            return importlib.import_module(module_name)
-        file = Path(path).expanduser().resolve()
-        spec = importlib.util.spec_from_file_location(f"hybridrl_user_reward_{file.stem}", file)
-        if spec is None or spec.loader is None:
-            raise RewardError(f"{PATH_KEY}={path}: not a Python file; its name must end in .py.")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        sys.path.insert(0, str(file.parent))  # so that it can import the files beside it
-        spec.loader.exec_module(module)
-        return module
-    except RewardError:
-        raise
-    except Exception as error:
-        line = _line_in(error, path)
-        raise RewardError(
-            f"{PATH_KEY}={path}{line}: the file fails to import: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _line_in(error: BaseException, path: str) -> str:
-    """``, line N`` where the traceback passes through the user's file."""
-    if isinstance(error, SyntaxError) and error.lineno:
-        return f", line {error.lineno}"
-    file, line, trace = str(Path(path).expanduser().resolve()), "", error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = f", line {trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
-
-
 def _choose(module: Any, function: RewardFunction) -> tuple[str, Callable[..., Any]]:
-    public = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
+    public = defined_in(module, inspect.isfunction)
     listed = ", ".join(public) or "none"
     if function.name is not None:
         call = getattr(module, function.name, None)

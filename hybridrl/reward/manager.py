@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
 from hybridrl.errors import RewardError
+from hybridrl.protocol.names import TRAJECTORY_REWARD
 from hybridrl.reward.columns import extra_columns, extra_of
 from hybridrl.reward.function import Form, Sample
 from hybridrl.reward.processes.pool import Outcome, RewardPool
@@ -53,6 +57,21 @@ def get_reward_manager_cls(name: str) -> type[RewardManager]:
             "reward.reward_manager.source=importlib, .module.path=FILE.py and .module.name=CLASS."
         )
     return REGISTRY[name]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row's score.
+
+    Attributes:
+        score: after `RewardManager.adjust`.
+        extra: the row's extra information.
+        outcome: what the reward function returned.
+    """
+
+    score: float
+    extra: dict[str, Any]
+    outcome: Outcome
 
 
 @register("naive")
@@ -145,26 +164,76 @@ class RewardManager:
         """
         lengths = response_lengths(batch)
         samples = self.samples(batch, lengths)
-        outcomes = self.score_batch(samples, lambda number: describe(batch, samples, number))
-        scores, extras = [], []
-        for sample, outcome, length in zip(samples, outcomes, lengths.tolist(), strict=True):
-            score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
-            scores.append(score)
-            extras.append(extra)
-        self.metrics = _metrics(outcomes)
-        tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
-        tensor[torch.arange(len(scores)), (lengths - 1).clamp(min=0)] = torch.tensor(scores, dtype=torch.float32)
-        if not return_dict:
-            return tensor
-        info = self._columns(extras, outcomes)
-        return {"reward_tensor": tensor, "reward_extra_info": info, "metrics": self.metrics}
+        given = given_rewards(batch)
+        asked = [number for number, reward in enumerate(given) if reward is None]
+        self._check([samples[number] for number in asked])
+        found = self.score_batch(
+            [samples[number] for number in asked], lambda number: describe(batch, samples[asked[number]], asked[number])
+        )
+        outcomes = [Outcome(0.0 if reward is None else reward, None, 0.0) for reward in given]
+        for number, outcome in zip(asked, found, strict=True):
+            outcomes[number] = outcome
+        rows = zip(outcomes, samples, lengths.tolist(), strict=True)
+        result = self.collect(batch, [self._scored(*row) for row in rows])
+        return result if return_dict else result["reward_tensor"]
 
-    def samples(self, batch: DataProto, lengths: torch.Tensor) -> list[Sample]:
-        """What the reward function is called with, one of each response.
+    def submit(self, batch: DataProto) -> list[Future[Scored]]:
+        """Score rows as soon as processes are free, for example the trajectories of a session that has just ended.
+
+        Args:
+            batch: as `__call__` takes it; any number of rows.
+
+        Returns:
+            One future per row, for `collect`. It raises `RewardError` as `RewardPool.submit` says.
 
         Raises:
-            RewardError: a response has no known data source or ground truth and no custom function scores it.
+            RewardError: the manager scores whole batches, or a row cannot be scored by the built-in functions.
         """
+        if type(self).score_batch is not RewardManager.score_batch:
+            raise RewardError(
+                f"the reward manager {type(self).__name__} defines score_batch, so it scores whole batches and cannot "
+                "score single samples as they finish"
+            )
+        lengths = response_lengths(batch)
+        samples = self.samples(batch, lengths)
+        given = given_rewards(batch)
+        self._check([sample for sample, reward in zip(samples, given, strict=True) if reward is None])
+        futures = []
+        for number, (sample, reward, length) in enumerate(zip(samples, given, lengths.tolist(), strict=True)):
+            if reward is None:
+                outcome = self.pool.submit(sample, describe(batch, sample, number))
+            else:
+                outcome = Future()
+                outcome.set_result(Outcome(reward, None, 0.0))
+            futures.append(_then(outcome, partial(self._scored, sample=sample, length=length)))
+        return futures
+
+    def collect(self, batch: DataProto, scored: Sequence[Scored]) -> dict[str, Any]:
+        """What `__call__` returns with `return_dict`, of rows that are scored.
+
+        Args:
+            batch: the rows.
+            scored: one per row.
+        """
+        outcomes = [one.outcome for one in scored]
+        asked = [one for one, reward in zip(outcomes, given_rewards(batch), strict=True) if reward is None]
+        self.metrics = _metrics(asked)
+        tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
+        scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
+        tensor[torch.arange(len(scored)), last_generated(batch)] = scores
+        info = self._columns([dict(one.extra) for one in scored], outcomes)
+        return {"reward_tensor": tensor, "reward_extra_info": info, "metrics": self.metrics}
+
+    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
+        score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
+        return Scored(score, extra, outcome)
+
+    def _check(self, samples: list[Sample]) -> None:
+        if self.pool.function.path is None:
+            check_built_in(samples, self.config.data.reward_fn_key)
+
+    def samples(self, batch: DataProto, lengths: torch.Tensor) -> list[Sample]:
+        """The reward function's arguments, one `Sample` per response."""
         responses = tensors_of(batch)["responses"]
         texts = self.tokenizer.batch_decode(
             [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)],
@@ -179,12 +248,10 @@ class RewardManager:
         for text, source, reference, info in zip(texts, sources, references, infos, strict=True):
             truth = reference.get("ground_truth") if isinstance(reference, Mapping) else None
             samples.append(Sample(source, text, truth, dict(info) if info else {}))
-        if self.pool.function.path is None:
-            check_built_in(samples, key)
         return samples
 
     def score_batch(self, samples: list[Sample], name: Callable[[int], str]) -> list[Outcome]:
-        """One outcome a sample; ``name`` describes the i-th for messages."""
+        """One outcome per sample; `name` describes the i-th for messages."""
         return self.pool.run(samples, name)
 
     def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
@@ -277,8 +344,30 @@ def response_lengths(batch: DataProto) -> torch.Tensor:
     width = tensors["responses"].shape[-1]
     mask = tensors.get("attention_mask", None)
     if mask is None:
-        return tensors["response_mask"].sum(dim=-1)
+        return _last_of(tensors["response_mask"]) + 1  # it may have holes, so that its sum is not the length
     return mask[:, mask.shape[-1] - width :].sum(dim=-1)
+
+
+def last_generated(batch: DataProto) -> torch.Tensor:
+    """The position of each response's last generated token, int64 `[B]`; 0 for an empty response.
+
+    Tokens of tools are masked in training, so that a reward there would be lost.
+    """
+    mask = tensors_of(batch).get("response_mask", None)
+    last = response_lengths(batch) - 1 if mask is None else _last_of(mask)
+    return last.clamp(min=0)
+
+
+def _last_of(mask: torch.Tensor) -> torch.Tensor:
+    """The last position `[B]` where a mask `[B, T]` is set; -1 where it is nowhere."""
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(mask.bool(), positions, -1).amax(dim=-1)
+
+
+def given_rewards(batch: DataProto) -> list[float | None]:
+    """The reward that each row brought along (column `trajectory_reward`); None leaves it to the reward function."""
+    column = batch.non_tensor_batch.get(TRAJECTORY_REWARD)
+    return [None] * len(batch) if column is None else [None if one is None else float(one) for one in column]
 
 
 def check_built_in(samples: list[Sample], key: str) -> None:
@@ -305,10 +394,10 @@ def missing_ground_truth(data_source: Any) -> str:
     )
 
 
-def describe(batch: DataProto, samples: list[Sample], number: int) -> str:
-    """A sample's name in messages: its place, data source, uid and the beginning of its prompt."""
+def describe(batch: DataProto, sample: Sample, number: int) -> str:
+    """A sample's name in messages: its row, data source, uid and the beginning of its prompt."""
     columns = batch.non_tensor_batch
-    parts = [f"data source {samples[number].data_source!r}"]
+    parts = [f"data source {sample.data_source!r}"]
     if "uid" in columns:
         parts.append(f"uid {columns['uid'][number]!r}")
     prompt = ""
@@ -317,6 +406,23 @@ def describe(batch: DataProto, samples: list[Sample], number: int) -> str:
     if prompt:
         parts.append(f"prompt {prompt[:80]!r}{'...' if len(prompt) > 80 else ''}")
     return f"sample {number} ({', '.join(parts)})"
+
+
+def _then(outcome: Future[Outcome], function: Callable[[Outcome], Scored]) -> Future[Scored]:
+    """A future of what `function` makes of another future's result."""
+    result: Future[Scored] = Future()
+    result.set_running_or_notify_cancel()
+
+    def done(finished: Future[Outcome]) -> None:
+        try:
+            value = function(finished.result())
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(value)
+
+    outcome.add_done_callback(done)
+    return result
 
 
 def _metrics(outcomes: list[Outcome]) -> dict[str, float]:

@@ -1,102 +1,164 @@
-"""Between batches and requests: what an engine is asked for a batch of prompts, and the batch made of its answers.
+"""Between batches and requests: the requests of a batch of prompts, and the batch of the resulting trajectories.
 
 Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrl.config import RolloutConfig
-from hybridrl.protocol import DataProto
+from hybridrl.errors import RolloutError
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.names import TRAJECTORY_REWARD
 from hybridrl.rollout.noise import stream_keys
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 
-#: version of the weights where there is no token
-NO_VERSION = -1
+_OWN_COLUMNS = (
+    "uid",
+    "sample",
+    "session_id",
+    "trajectory_index",
+    TRAJECTORY_REWARD,
+    "turn_rewards",
+    "multi_modal_inputs",
+)
+
+
+def names_of(prompts: DataProto) -> tuple[list[str], list[int]]:
+    """`uid` and `sample` of each row; "" and 0 where the batch has no such column."""
+    objects, rows = prompts.non_tensor_batch, len(prompts)
+    uids = [str(uid) for uid in objects["uid"].tolist()] if "uid" in objects else [""] * rows
+    samples = [int(sample) for sample in objects["sample"].tolist()] if "sample" in objects else [0] * rows
+    return uids, samples
+
+
+def prompt_ids_of(prompts: DataProto) -> list[list[int]]:
+    """The prompt of each row without padding."""
+    ids, mask = prompts.batch["input_ids"].tolist(), prompts.batch["attention_mask"].tolist()
+    return [[token for token, kept in zip(*row, strict=True) if kept] for row in zip(ids, mask, strict=True)]
 
 
 def requests_of(prompts: DataProto, config: RolloutConfig, next_id: Callable[[], int]) -> list[Request]:
-    """A request for each row of a batch as `Rollout.generate` takes it.
+    """One request per row of a batch as `Rollout.generate` takes it.
 
     Args:
-        next_id: gives a number that no request had.
+        next_id: returns a number that no other request has.
     """
-    meta, objects = prompts.meta_info, prompts.non_tensor_batch
+    meta = prompts.meta_info
     params = SamplingParams.from_meta(config, meta)
     rows = len(prompts)
-    uids = objects["uid"].tolist() if "uid" in objects else [""] * rows
-    samples = objects["sample"].tolist() if "sample" in objects else [0] * rows
+    uids, samples = names_of(prompts)
     step = int(meta.get("global_steps", 0))
     purpose = "validate" if meta.get("validate", False) else "train"
     seeds: list[int | None] = [None] * rows
     if (config.full_determinism or meta.get("seeded", False)) and params.do_sample:
         seeds = [int(key) % 2**63 for key in stream_keys(config.seed, step, purpose, uids, samples)]
-    ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"].bool()
     return [
         Request(
             id=f"{purpose}-{step}-{next_id()}",
-            prompt_ids=ids[row][mask[row]].tolist(),
+            prompt_ids=prompt_ids,
             sampling=params if seed is None else replace(params, seed=seed),
-            session=str(uid),
+            session=uid,
         )
-        for row, (uid, seed) in enumerate(zip(uids, seeds, strict=True))
+        for prompt_ids, uid, seed in zip(prompt_ids_of(prompts), uids, seeds, strict=True)
     ]
 
 
-def batch_of(prompts: DataProto, completions: Sequence[Completion], width: int, pad_token_id: int) -> DataProto:
-    """The batch that `Rollout.generate` returns, of completions in the rows' order.
-
-    Args:
-        width: T.
-    """
-    rows = len(completions)
-    responses = torch.full((rows, width), pad_token_id, dtype=torch.int64)
-    log_probs = torch.zeros((rows, width), dtype=torch.float32)
-    versions = torch.full((rows, width), NO_VERSION, dtype=torch.int32)
-    lengths = torch.zeros(rows, dtype=torch.int64)
-    for row, completion in enumerate(completions):
-        count = len(completion.token_ids)
-        lengths[row] = count
-        responses[row, :count] = torch.tensor(completion.token_ids, dtype=torch.int64)
-        log_probs[row, :count] = torch.tensor(completion.log_probs, dtype=torch.float32)
-        start = 0
-        for version, tokens in completion.versions:
-            versions[row, start : start + tokens] = version
-            start += tokens
-    batch = assemble(prompts, responses, lengths, log_probs, pad_token_id)
-    batch.batch["weight_versions"] = versions
-    return batch
-
-
-def assemble(
-    prompts: DataProto, responses: torch.Tensor, lengths: torch.Tensor, log_probs: torch.Tensor, pad_token_id: int
+def batch_of(
+    trajectories: Sequence[Trajectory],
+    pad_token_id: int,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
 ) -> DataProto:
-    """Prompts and what was generated for them as one batch; `weight_versions` is left to the caller.
+    """One row per trajectory, in their order; a sample may have any number of rows.
 
     Args:
-        prompts: the batch that was asked for, [B, P].
-        responses: [B, T] token ids; whatever stands beyond a row's length is overwritten with padding.
-        lengths: [B] number of generated tokens, the EOS included.
-        log_probs: [B, T] log-probability of each generated token.
-        pad_token_id: fills the rest of each row.
+        trajectories: at least one.
+        pad_token_id: fills prompts on the left and responses on the right.
+        prompt_width: P; None takes the longest prompt.
+        response_width: T; None takes the longest response.
+
+    Returns:
+        Tensors `prompts` [B, P], `responses`, `response_mask` (the trajectories' masks, holes included),
+        `rollout_log_probs`, `weight_versions` [B, T], and `input_ids`, `attention_mask` (all tokens, those of tools
+        included), `position_ids` [B, P + T].
+        Non-tensors `uid` and `sample`, each extra field (None in rows without it), and, where any trajectory has one,
+        `session_id` with `trajectory_index`, `trajectory_reward` (None leaves the row to the reward function),
+        `turn_rewards` and `multi_modal_inputs`.
+
+    Raises:
+        RolloutError: a trajectory is longer than the width that was asked for, or has an extra field with the name of a
+            column above.
     """
-    width = responses.shape[1]
-    steps = torch.arange(width, device=responses.device)
-    mask = steps[None, :] < lengths[:, None]
-    responses = torch.where(mask, responses, pad_token_id)
-    prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
-    last_position = prompts.batch["position_ids"][:, -1:]
-    response_mask = mask.to(prompt_mask.dtype)
+    rows = len(trajectories)
+    before = _width("prompt_ids", "prompt_width", prompt_width, trajectories)
+    after = _width("token_ids", "response_width", response_width, trajectories)
+    input_ids = torch.full((rows, before + after), pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros((rows, before + after), dtype=torch.int64)
+    response_mask = torch.zeros((rows, after), dtype=torch.int64)
+    log_probs = torch.zeros((rows, after), dtype=torch.float32)
+    versions = torch.full((rows, after), NO_VERSION, dtype=torch.int32)
+    for row, one in enumerate(trajectories):
+        start, count = before - len(one.prompt_ids), len(one.token_ids)
+        input_ids[row, start:before] = torch.tensor(one.prompt_ids, dtype=torch.int64)
+        input_ids[row, before : before + count] = torch.tensor(one.token_ids, dtype=torch.int64)
+        attention_mask[row, start : before + count] = 1
+        response_mask[row, :count] = torch.tensor(one.mask, dtype=torch.int64)
+        log_probs[row, :count] = torch.tensor(one.log_probs, dtype=torch.float32)
+        first = 0
+        for version, tokens in one.versions:
+            versions[row, first : first + tokens] = version
+            first += tokens
+    prompt_positions = (attention_mask[:, :before].cumsum(dim=1) - 1).clamp(min=0)
+    last = (attention_mask[:, :before].sum(dim=1, keepdim=True) - 1).clamp(min=0)
     tensors = {
-        "prompts": prompt_ids,
-        "responses": responses,
-        "input_ids": torch.cat([prompt_ids, responses], dim=1),
-        "attention_mask": torch.cat([prompt_mask, response_mask], dim=1),
-        "position_ids": torch.cat([prompts.batch["position_ids"], last_position + 1 + steps[None, :]], dim=1),
+        "prompts": input_ids[:, :before].clone(),
+        "responses": input_ids[:, before:].clone(),
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        # Padding on the right counts on, so that the positions of a row do not depend on its length.
+        "position_ids": torch.cat([prompt_positions, last + 1 + torch.arange(after)], dim=1),
         "response_mask": response_mask,
-        "rollout_log_probs": torch.where(mask, log_probs.float(), 0.0),
+        "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
+        "weight_versions": versions,
     }
-    return DataProto.from_dict(tensors=tensors)
+    return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
+
+
+def _width(field: str, setting: str, width: int | None, trajectories: Sequence[Trajectory]) -> int:
+    longest = max(trajectories, key=lambda one: len(getattr(one, field)))
+    found = len(getattr(longest, field))
+    if width is not None and found > width:
+        raise RolloutError(f"{longest.name}: {field} has {found} entries, which do not fit into {setting}={width}")
+    return found if width is None else width
+
+
+def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict[str, np.ndarray]:
+    """The non-tensors of `batch_of`."""
+    columns: dict[str, list[Any]] = {
+        "uid": [one.uid for one in trajectories],
+        "sample": [one.sample for one in trajectories],
+    }
+    if any(one.session for one in trajectories):
+        # The estimators join rows of one session; a sample without a session is one by itself.
+        columns["session_id"] = [one.session or f"sample {one.sample}" for one in trajectories]
+        columns["trajectory_index"] = [one.turn for one in trajectories]
+    if any(one.reward is not None for one in trajectories):
+        columns[TRAJECTORY_REWARD] = [one.reward for one in trajectories]
+    if any(one.turn_rewards for one in trajectories):
+        columns["turn_rewards"] = [list(one.turn_rewards) for one in trajectories]
+    if any(one.multimodal for one in trajectories):
+        columns["multi_modal_inputs"] = [dict(one.multimodal) for one in trajectories]
+    for one in trajectories:
+        for name in one.extra:
+            if name in taken or name in _OWN_COLUMNS:
+                raise RolloutError(f"{one.name}: extra field {name!r} has the name of a column of the batch; rename it")
+    for name in dict.fromkeys(name for one in trajectories for name in one.extra):
+        columns[name] = [one.extra.get(name) for one in trajectories]
+    return {name: object_array(values) for name, values in columns.items()}

@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from hybridrl.protocol import DataProto
-from hybridrl.rollout.batch import NO_VERSION, batch_of, requests_of
+from hybridrl.rollout.batch import batch_of, names_of, requests_of
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS
+from hybridrl.rollout.trajectory import Trajectory
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
@@ -45,6 +44,7 @@ class Rollout(ABC):
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
             `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T], `rollout_log_probs` [B, T] and
             `weight_versions` [B, T] (the `version` that each token was generated with); T is `rollout.response_length`.
+            Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides.
         """
 
     @abstractmethod
@@ -58,7 +58,10 @@ class Rollout(ABC):
         """
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027  (in place there is nothing to do)
-        """Give the device memory of generation back, so that training has it. Weights are lost with "weights"."""
+        """Training begins: return the device memory of generation to it (with "weights" the weights are lost).
+
+        Until the next `update_weights` no replica that restarts gets weights, because training changes them.
+        """
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027
         """Take that memory again."""
@@ -100,9 +103,9 @@ class InPlaceRollout(Rollout):
         self._policy = policy
 
     def generate(self, prompts: DataProto) -> DataProto:
+        prompts = prompts.select(meta_info_keys=list(prompts.meta_info))  # the caller's meta is not changed
+        prompts.meta_info["weights_version"] = self.version
         batch: DataProto = self._policy.generate_sequences(prompts)
-        mask = batch.batch["response_mask"].bool()
-        batch.batch["weight_versions"] = torch.where(mask, self.version, NO_VERSION).to(torch.int32)
         return batch
 
     def update_weights(self, version: int) -> dict[str, float]:
@@ -145,7 +148,17 @@ class ReplicatedRollout(Rollout):
         requests = requests_of(prompts, self._config, request_number)
         completions = self.pool.generate(requests)
         self._generating_s += time.perf_counter() - started
-        return batch_of(prompts, completions, self._config.response_length, self.pool.settings.spec.pad_token_id)
+        rows = zip(requests, completions, *names_of(prompts), strict=True)
+        trajectories = [
+            Trajectory.single_turn(request.prompt_ids, completion, uid, sample)
+            for request, completion, uid, sample in rows
+        ]
+        return batch_of(
+            trajectories,
+            self.pool.settings.spec.pad_token_id,
+            prompt_width=prompts.batch["input_ids"].shape[1],
+            response_width=self._config.response_length,
+        )
 
     def update_weights(self, version: int) -> dict[str, float]:
         self.resume(["weights"])
@@ -162,6 +175,7 @@ class ReplicatedRollout(Rollout):
         }
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        self.pool.weights_will_change()
         if self._config.free_cache_engine:
             self.pool.release(tags)
 

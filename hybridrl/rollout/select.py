@@ -1,10 +1,9 @@
 """Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
 
-import sys
-
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
+from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import check_installed
@@ -79,7 +78,7 @@ def _fastest(config: ActorRolloutRefConfig) -> str:
             try:
                 InferenceEngines.get(name).check(config.rollout, config.model, on_gpu=True)
             except RolloutError as error:
-                print(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}", file=sys.stderr)
+                notify(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}")
                 continue
             return name
     return IN_PLACE
@@ -114,8 +113,7 @@ def _tell_unused(rollout: RolloutConfig) -> None:
     plain = RolloutConfig()
     changed = [name for name in ENGINE_KEYS if getattr(rollout, name) != getattr(plain, name)]
     if changed:
-        print(
-            f"notice: actor_rollout_ref.rollout.name={IN_PLACE} generates with the training weights in place and does "
-            f"not read rollout.{', rollout.'.join(changed)}",
-            file=sys.stderr,
+        notify(
+            f"actor_rollout_ref.rollout.name={IN_PLACE} generates with the training weights in place and does "
+            f"not read rollout.{', rollout.'.join(changed)}"
         )

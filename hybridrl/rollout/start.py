@@ -11,12 +11,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config import ActorRolloutRefConfig
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.notify import notify
 from hybridrl.rollout import IN_PLACE, InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from hybridrl.utils.cores import available_cores
 
 if TYPE_CHECKING:
     from hybridrl.rollout.server import Access, OpenAIServer
@@ -102,7 +104,7 @@ def _serve(
     server.start_thread()
     replicas = rollout.pool.serve(access.token) if config.rollout.server.enable else []
     where = "" if log_folder is None else f"; address and key in {access.write(log_folder.parent, replicas)}"
-    print(f"{access.model} is served at {access.url}{where}", flush=True)
+    notify(f"{access.model} is served at {access.url}{where}")
     write_scrape_config(config.rollout.prometheus, [server.address])
 
 
@@ -123,7 +125,7 @@ def _settings(
         model=model,
         eos_token_ids=tuple(eos_token_ids(model.path, config_of(model), tokenizer)),
         pad_token_id=tokenizer.pad_token_id,
-        threads=threads or max(1, (os.cpu_count() or 1) // together),
+        threads=threads or max(1, available_cores() // together),
     )
     return PoolSettings(
         engine_name=name,

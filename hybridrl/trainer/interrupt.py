@@ -1,8 +1,9 @@
 """The user's wish to stop: a first signal ends the run after the step, with a checkpoint; a second ends it at once."""
 
 import signal
-import sys
 from types import FrameType, TracebackType
+
+from hybridrl.notify import notify
 
 
 class StopRequest:
@@ -33,8 +34,4 @@ class StopRequest:
         self.requested = signal.Signals(number).name
         for name in self.SIGNALS:
             signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
-        print(
-            f"\n{self.requested}: the run stops after this step and saves a checkpoint; once more ends it at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        notify(f"{self.requested}: the run stops after this step and saves a checkpoint; once more ends it at once")

@@ -1,7 +1,6 @@
 """What every training program shares around its loop: folder, metrics, timers, checkpoints, and the wish to stop."""
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 from hybridrl.checkpoint import RunStore, digest, load_json, save_json
 from hybridrl.config import RunConfig, as_dict
 from hybridrl.data import StatefulLoader
+from hybridrl.notify import notify
 from hybridrl.observe.report import print_summary, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
@@ -142,7 +142,7 @@ class TrainingRun:
             what = (
                 f"step {self.step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
             )
-            print(f"{what}; {self._keep(batch)}", file=sys.stderr, flush=True)
+            notify(f"{what}; {self._keep(batch)}", "warning")
 
     def _keep(self, batch: DataProto) -> str:
         """Write a failed update's batch into the run's folder; what became of it, for a message."""
@@ -214,7 +214,7 @@ class TrainingRun:
         load(folder, state["state"])
         self.step = self._saved_step = state["step"]
         self.tracking.cut_after(self.step)
-        print(f"resumed from {folder} (step {self.step} of {self.total_steps})")
+        notify(f"resumed from {folder} (step {self.step} of {self.total_steps})")
         return True
 
     def go_back(self, folder: Path, load: Callable[[Path, dict[str, Any]], None]) -> None:

@@ -1,4 +1,4 @@
-"""The machine's accelerator behind a few plain functions: the only file of the package that knows of ``torch.cuda``.
+"""The machine's accelerator behind a few plain functions: the only file of the package that knows of `torch.cuda`.
 
 Everything else asks here, so that every code path runs on a CPU with gloo and takes NCCL, bfloat16 and flash
 attention where there is a GPU that has them.
@@ -17,7 +17,7 @@ GIB = 1024**3
 
 @functools.cache
 def get_device_name() -> str:
-    """``"cuda"`` where a GPU is visible to this process, else ``"cpu"``."""
+    """`"cuda"` where a GPU is visible to this process, else `"cpu"`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,15 +37,15 @@ def device_names() -> list[str]:
 
 
 def current_device() -> torch.device:
-    """The device this process computes on: ``cuda:<index>`` or ``cpu``."""
+    """The device this process computes on: `cuda:<index>` or `cpu`."""
     return torch.device("cuda", torch.cuda.current_device()) if is_gpu() else torch.device("cpu")
 
 
 def set_device(local_rank: int) -> torch.device:
-    """Make the accelerator number ``local_rank`` the current one. With one visible accelerator that one is taken.
+    """Make the accelerator number `local_rank` the current one. With one visible accelerator that one is taken.
 
     Raises:
-        ValueError: the machine shows fewer accelerators than ``local_rank`` asks for.
+        ValueError: the machine shows fewer accelerators than `local_rank` asks for.
     """
     if not is_gpu():
         return torch.device("cpu")
@@ -61,7 +61,7 @@ def set_device(local_rank: int) -> torch.device:
 
 
 def backend_name() -> str:
-    """The ``torch.distributed`` back end: tensors in main memory go through gloo, those on a GPU through NCCL."""
+    """The `torch.distributed` back end: tensors in main memory go through gloo, those on a GPU through NCCL."""
     return "cpu:gloo,cuda:nccl" if is_gpu() else "gloo"
 
 
@@ -72,7 +72,7 @@ def supports_bf16() -> bool:
 
 @functools.cache
 def supports_flash_attention() -> bool:
-    """Whether transformers' ``flash_attention_2`` can run: the package, and a GPU of generation 8.0 or newer."""
+    """Whether transformers' `flash_attention_2` can run: the package, and a GPU of generation 8.0 or newer."""
     if not is_gpu() or importlib.util.find_spec("flash_attn") is None:
         return False
     from transformers.utils import is_flash_attn_2_available
@@ -101,8 +101,8 @@ def manual_seed(seed: int) -> None:
 
 
 def memory_stats() -> dict[str, float]:
-    """Device memory in GiB: ``max_memory_allocated_gb`` and ``max_memory_reserved_gb`` so far, ``free_gb`` and
-    ``total_gb`` now.
+    """Device memory in GiB: `max_memory_allocated_gb` and `max_memory_reserved_gb` so far, `free_gb` and
+    `total_gb` now.
 
     On a CPU the two maxima are the process's peak resident memory and the other two are those of the machine.
     """
@@ -131,7 +131,7 @@ def memory_stats() -> dict[str, float]:
 
 
 def get_rng_states() -> list[torch.Tensor]:
-    """State of the current accelerator's random generator as one ``uint8`` tensor; an empty list on a CPU."""
+    """State of the current accelerator's random generator as one `uint8` tensor; an empty list on a CPU."""
     return [torch.cuda.get_rng_state()] if is_gpu() else []
 
 
@@ -142,5 +142,5 @@ def set_rng_states(states: list[torch.Tensor]) -> None:
 
 
 def uuid_of(device: torch.device) -> str:
-    """What names this accelerator in every process, whatever its index there; ``"cpu"`` on a CPU."""
+    """What names this accelerator in every process, whatever its index there; `"cpu"` on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

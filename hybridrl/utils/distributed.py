@@ -1,4 +1,4 @@
-"""Small helpers over ``torch.distributed`` that also work in a process without a process group (a world of one)."""
+"""Small helpers over `torch.distributed` that also work in a process without a process group (a world of one)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _blocking_wait() -> Iterator[None]:
 
 
 class StandaloneGroup:
-    """A process group beside the default one, of processes that belong to no common world.
+    """A process group besides the default one, of processes that belong to no common world.
 
     Rank 0 is made first and tells the others its `port`; then each of them calls `connect`, which waits for all.
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, made durable, renamed."""
+"""Files that are whole or not there: written to a temporary file, made durable, renamed."""
 
 import contextlib
 import os
@@ -27,24 +27,24 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write in place of `path`: yields a path beside it, which takes its name on success.
+    """A file to write in place of `path`: yields a path next to it, which takes its name on success.
 
     A reader, or a process that is killed, sees the old content or the new, never a part. The content is durable when
-    the block is left; on an exception the old file stays and nothing is left beside it.
+    the block is left; on an exception the old file stays and nothing is left next to it.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        yield beside
-        sync_file(beside)
-        os.replace(beside, path)
+        yield temporary
+        sync_file(temporary)
+        os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically and durably (UTF-8)."""
-    with replacing(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -24,7 +24,7 @@ class Metric:
     Attributes:
         value: A float, or a tensor with one element while the computation runs (reading it would wait for the device).
         weight: What a mean is weighted with: tokens, sequences, steps. The other kinds do not use it.
-        kind: ``mean`` (weighted), ``sum``, ``max`` or ``min``.
+        kind: `mean` (weighted), `sum`, `max` or `min`.
     """
 
     value: float | torch.Tensor
@@ -60,7 +60,7 @@ def to_floats(metrics: Mapping[Key, Metric]) -> dict[Key, Metric]:
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge dictionaries of metrics by name; a name may be missing in some of them. Values come out as floats.
 
-    A mean becomes ``sum(w_i v_i) / sum(w_i)``. Parts of weight 0 do not count; where all weights are 0 the value is 0.
+    A mean becomes `sum(w_i v_i) / sum(w_i)`. Parts of weight 0 do not count; where all weights are 0 the value is 0.
 
     Raises:
         ValueError: a name occurs with two kinds.

@@ -14,7 +14,6 @@ grows to the largest one.
 
 import os
 import pickle
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync.messages import Bucket, Entry, LaneKind
@@ -248,7 +248,7 @@ class BroadcastLane(Lane):
             group.broadcast(self._buffers[slot][: entries[-1].offset + entries[-1].size], root=0)
         except RuntimeError as error:
             # An engine died. The others may lack this bucket, and wait for what does not come: all start anew.
-            print(f"a broadcast of weights failed, its engines start anew: {error}", file=sys.stderr, flush=True)
+            notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
             type(self)._kept, self._failed = None, True

@@ -17,6 +17,7 @@ from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
 from hybridrl.workers.loss_prepass import Preparation
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.update_plan import UpdatePlan
 
 ROLES = ("actor", "actor_rollout", "rollout", "ref")
 
@@ -152,9 +153,9 @@ class ActorRolloutRefWorker(ModelWorker):
     def update_actor(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch of this rank's shard; see `ModelWorker.update`.
 
-        `meta_info["rollout_correction"]`, the settings of that name, decides with the actor's which loss it is.
+        The plan's `rollout_correction` and the actor's settings choose the loss.
         """
-        actor, correction = self.config.actor, batch.meta_info.get("rollout_correction")
+        actor, correction = self.config.actor, UpdatePlan.of(batch).rollout_correction
         loss = PolicyLoss.of(actor, correction)
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
@@ -168,7 +169,6 @@ class ActorRolloutRefWorker(ModelWorker):
                 batch,
                 micro,
                 policy_loss_fn(actor, correction),
-                temperature=self._temperature(batch),
                 entropy=needs_entropy,
                 preparation=None if loss.prepare is None else Preparation(loss, micro),
                 ref_kl=compares,

@@ -8,7 +8,7 @@ Shapes: B sequences, T response tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,21 +27,42 @@ from hybridrl.utils.metrics import Metric
 
 FULL_KL = "full"  # the KL form that the engine computes, from the logits of both policies
 PREPARED = "prepared"  # field with what a loss found out about the whole mini-batch before its update
-LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, dict[str, Any]]]
 
 
-def global_counts(meta_info: dict[str, Any], loss_scale_factor: float | None) -> dict[str, Any]:
-    """The normalisers of a mini-batch as `agg_loss` takes them.
+@dataclass(frozen=True, slots=True)
+class LossCounts:
+    """What the loss of a mini-batch is normalised by.
 
-    dp_size is 1: the engine undoes FSDP's averaging itself. `seq-mean-token-sum-norm` divides by the limit of response
-    lengths where no factor is set, not by the width that a micro-batch happens to have.
+    Attributes:
+        tokens: response tokens of the whole mini-batch, over all ranks.
+        sequences: its sequences with at least one response token.
+        response_length: the limit of response lengths.
     """
-    return {
-        "dp_size": 1,
-        "batch_num_tokens": meta_info["batch_num_tokens"],
-        "global_batch_size": meta_info["global_batch_size"],
-        "loss_scale_factor": loss_scale_factor or meta_info["response_length"],
-    }
+
+    tokens: int
+    sequences: int
+    response_length: int | None = None
+
+    def for_aggregation(self, loss_scale_factor: float | None) -> dict[str, Any]:
+        """The counts as `agg_loss` takes them.
+
+        dp_size is 1: the engine undoes FSDP's averaging itself. `seq-mean-token-sum-norm` divides by the limit of
+        response lengths where no factor is set, not by the width that a micro-batch happens to have.
+        """
+        return {
+            "dp_size": 1,
+            "batch_num_tokens": self.tokens,
+            "global_batch_size": self.sequences,
+            "loss_scale_factor": loss_scale_factor or self.response_length,
+        }
+
+
+class CountedLossFn(Protocol):
+    """One micro-batch's share of the mini-batch's loss, and metrics."""
+
+    def __call__(
+        self, outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts
+    ) -> tuple[torch.Tensor, dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,7 @@ class PolicyLoss:
         return get_policy_loss_prepare_fn(self.mode, self.settings)
 
 
-def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> LossFn:
+def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> CountedLossFn:
     """Policy gradient loss, entropy bonus and KL loss of one micro-batch.
 
         L = L_pg - entropy_coeff * agg(H) + kl_loss_coef * agg(KL(pi || pi_ref))
@@ -85,11 +106,13 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
     chosen = PolicyLoss.of(config, correction)
     policy_loss = get_policy_loss_fn(chosen.mode)
 
-    def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    def loss_fn(
+        outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         tensors = batch.batch
         mask = tensors["response_mask"]
         log_prob = outputs["log_probs"]
-        counts = global_counts(batch.meta_info, config.loss_scale_factor)
+        normalisers = counts.for_aggregation(config.loss_scale_factor)
         old_log_prob = tensors.get("old_log_probs", None)
         metrics: dict[str, Any] = {}
         if old_log_prob is None:
@@ -103,7 +126,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             advantages=tensors["advantages"],
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
-            config=ConfigView(chosen.settings, global_batch_info=counts),
+            config=ConfigView(chosen.settings, global_batch_info=normalisers),
             rollout_is_weights=tensors.get("rollout_is_weights", None),
             **more,
         )
@@ -114,7 +137,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             entropy = outputs["entropy"]
             metrics["actor/entropy"] = _token_mean(entropy, mask)
             if config.entropy_coeff != 0:
-                entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, **counts)
+                entropy_loss = agg_loss(entropy, mask, config.loss_agg_mode, **normalisers)
                 metrics["actor/entropy_loss"] = Metric(entropy_loss.detach(), kind="sum")
                 loss = loss - config.entropy_coeff * entropy_loss
         if config.use_kl_loss:
@@ -124,7 +147,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
                 # Outside the mask stands anything, and the gradient of k3 there would be 0 times infinity.
                 kept = [torch.where(mask.bool(), part, 0.0) for part in (log_prob, tensors["ref_log_prob"])]
                 divergence = kl_penalty(kept[0], kept[1], config.kl_loss_type)
-            kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, **counts)
+            kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, **normalisers)
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), kind="sum")
             metrics["actor/ref_kl"] = _token_mean(divergence, mask)
             metrics["actor/kl_coef"] = config.kl_loss_coef
@@ -135,10 +158,12 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
     return loss_fn
 
 
-def value_loss_fn(config: CriticConfig) -> LossFn:
+def value_loss_fn(config: CriticConfig) -> CountedLossFn:
     """Clipped value loss of one micro-batch; it holds `values` (of before the update), `returns`, `response_mask`."""
 
-    def loss_fn(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    def loss_fn(
+        outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         tensors = batch.batch
         mask = tensors["response_mask"]
         values = outputs["values"]
@@ -149,7 +174,7 @@ def value_loss_fn(config: CriticConfig) -> LossFn:
             response_mask=mask,
             cliprange_value=config.cliprange_value,
             loss_agg_mode=config.loss_agg_mode,
-            **global_counts(batch.meta_info, config.loss_scale_factor),
+            **counts.for_aggregation(config.loss_scale_factor),
         )
         metrics = {
             "critic/vf_loss": Metric(loss.detach(), kind="sum"),

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from hybridrl.config import FSDPConfig, ModelConfig, OptimConfig
 from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
@@ -13,7 +14,8 @@ from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.utils.distributed import init_process_group
 from hybridrl.utils.metrics import Metric, merge_metrics
 from hybridrl.workers.loss_prepass import Preparation
-from hybridrl.workers.losses import LossFn
+from hybridrl.workers.losses import CountedLossFn, LossCounts
+from hybridrl.workers.update_plan import UpdatePlan
 
 COLLECTIVE_TIMEOUT_S = 600.0  # verl's nccl_timeout
 
@@ -73,8 +75,7 @@ class ModelWorker(Worker):
         self,
         batch: DataProto,
         micro: MicroBatching,
-        loss_fn: LossFn,
-        temperature: float = 1.0,
+        loss_fn: CountedLossFn,
         entropy: bool = False,
         preparation: Preparation | None = None,
         ref_kl: bool = False,
@@ -82,41 +83,38 @@ class ModelWorker(Worker):
         """One optimizer step for each mini-batch of the shard.
 
         Args:
-            batch: this rank's rows, mini-batch after mini-batch; meta holds, an entry a mini-batch, `mini_batch_rows`
-                (rows on this rank), `mini_batch_tokens` and `mini_batch_sequences` (over all ranks); and `updates` (in
-                the whole step), `response_length` (the limit), `on_nonfinite`; for a `preparation` also
-                `mini_batch_seeds`.
+            batch: this rank's rows, mini-batch after mini-batch, with an `UpdatePlan`.
             preparation: run on each mini-batch, over all ranks, before its update.
             ref_kl: the loss needs the KL to the reference policy over the vocabulary.
 
         Returns:
             A batch without rows whose meta `metrics` holds mergeable metrics.
+
+        Raises:
+            ValueError: there is no plan, or it does not use every row of this shard exactly once.
         """
-        meta = batch.meta_info
-        on_nonfinite: Literal["skip", "raise"] = "skip" if meta["on_nonfinite"] == "skip" else "raise"
+        plan = UpdatePlan.of(batch)
+        plan.check(rows=len(batch), dp_size=self.engine.dp_size)
         results: list[dict[str, Metric]] = []
         start = 0
         with self.engine.loaded(optimizer=True):
-            for number, (rows, tokens, sequences) in enumerate(
-                zip(meta["mini_batch_rows"], meta["mini_batch_tokens"], meta["mini_batch_sequences"], strict=True)
-            ):
-                mini_batch = batch[start : start + rows]
-                mini_batch.meta_info = meta | {"batch_num_tokens": tokens, "global_batch_size": sequences}
+            for planned in plan.mini_batches:
+                mini_batch = batch[start : start + planned.rows]
+                start += planned.rows
                 if preparation is not None:
-                    preparation.add_to(mini_batch, self.engine, meta["mini_batch_seeds"][number], temperature)
+                    preparation.add_to(mini_batch, self.engine, planned.seed, plan.temperature)
                 metrics = self.engine.train_batch(
                     mini_batch,
                     micro,
-                    loss_fn,
-                    temperature=temperature,
+                    partial(loss_fn, counts=LossCounts(planned.tokens, planned.sequences, plan.response_length)),
+                    temperature=plan.temperature,
                     entropy=entropy,
-                    on_nonfinite=on_nonfinite,
+                    on_nonfinite="skip" if plan.skip_nonfinite else "raise",
                     ref_kl=ref_kl,
                 )
                 results.append(
-                    {self._named(name): _per_update(metric, meta["updates"]) for name, metric in metrics.items()}
+                    {self._named(name): _per_update(metric, plan.updates) for name, metric in metrics.items()}
                 )
-                start += rows
         return DataProto(meta_info={"metrics": merge_metrics(results)})
 
     def _named(self, name: str) -> str:

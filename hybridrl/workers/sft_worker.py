@@ -9,6 +9,7 @@ from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
+from hybridrl.workers.losses import LossCounts
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
 
 
@@ -58,11 +59,13 @@ class SFTWorker(ModelWorker):
         return micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
 
 
-def sft_loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+def sft_loss(
+    outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """A micro-batch's share of the mean negative log-likelihood over the N learnt tokens of the whole mini-batch.
 
     L = -1/N sum_t m_t log pi(y_t | y_<t)
     """
     mask = batch.batch["response_mask"]
-    loss = -torch.where(mask.bool(), outputs["log_probs"], 0.0).sum() / batch.meta_info["batch_num_tokens"]
+    loss = -torch.where(mask.bool(), outputs["log_probs"], 0.0).sum() / counts.tokens
     return loss, {"train/loss": Metric(loss.detach(), kind="sum")}

@@ -113,6 +113,18 @@ def test_defaults_that_follow_another_key():
     assert policy.actor.checkpoint.load_contents == ["model", "hf_model"]
 
 
+def test_rollouts_are_dumped_each_step_where_their_folder_is_named():
+    """As in verl, where naming the folder switches dumping on."""
+    frequencies = {
+        (): 10,
+        ("trainer.rollout_data_dir=dumps",): 1,
+        ("trainer.rollout_data_dir=dumps", "trainer.dump_freq=5"): 5,
+        ("trainer.dump_freq=-1",): -1,
+    }
+    for words, expected in frequencies.items():
+        assert load_config("ppo_trainer", list(words)).trainer.dump_freq == expected
+
+
 def test_interpolations_of_the_user_resolve(monkeypatch):
     monkeypatch.setenv("MY_LR", "3e-4")
     config = load_config(

@@ -8,10 +8,8 @@ from reference_tables import value_of, verl_keys
 from hybridrl.config.schema import names
 from hybridrl.config.schema.node import declared, default_of
 from hybridrl.config.schema.root import ROOTS
-from hybridrl.config.verl.branches import BRANCHES
 from hybridrl.config.verl.keys import Assignment, KeyBook
-from hybridrl.config.verl.legacy import ALIASES
-from hybridrl.config.verl.pending import DECLARED, PENDING
+from hybridrl.config.verl.tables import aliases, pending, unselected
 
 BOOK = KeyBook("ppo_trainer")
 KEYS = verl_keys()
@@ -41,7 +39,7 @@ def test_the_table_has_all_820_keys():
 def test_every_key_is_known_and_its_default_has_a_place():
     lost = []
     for key, texts in KEYS.items():
-        if BOOK.kind(key) not in {"acting", "alias", "pending", "branch"}:
+        if BOOK.kind(key) not in {"acting", "alias", "pending", "unselected"}:
             lost.append(key)
         for text in texts:
             if text in {"-", "="} or text.startswith("${"):
@@ -72,11 +70,11 @@ def test_defaults_of_waiting_keys_are_those_of_verl_and_pass():
 
 def test_a_waiting_key_with_another_value_is_refused_by_name_with_reason_and_way_out():
     checked = 0
-    for entry in PENDING:
+    for entry in pending():
         if "ppo_trainer" not in entry.roots:
             continue
         for key, default in entry.items():
-            plain = default_of(BOOK.fields[key]) if default is DECLARED else default
+            plain = default_of(BOOK.fields[key]) if default is ... else default
             (fault,) = outcome(key, another(plain)).faults
             assert fault.startswith(key)
             assert entry.why in fault
@@ -111,23 +109,23 @@ def test_server_settings_pass_with_one_notice():
 @pytest.mark.parametrize("root", ROOTS)
 def test_no_key_stands_in_two_tables(root: str):
     book = KeyBook(root)
-    waiting = {key: value for entry in PENDING if root in entry.roots for key, value in entry.items()}
-    counted = [key for entry in PENDING if root in entry.roots for key, _ in entry.items()]
-    branch = [key for entry in BRANCHES if root in entry.roots for key in entry.items()]
+    waiting = {key: value for entry in pending() if root in entry.roots for key, value in entry.items()}
+    counted = [key for entry in pending() if root in entry.roots for key, _ in entry.items()]
+    branch = [key for entry in unselected() if root in entry.roots for key in entry.items()]
     assert len(counted) == len(set(counted))
     assert len(branch) == len(set(branch))
-    assert {key for key, value in waiting.items() if value is not DECLARED} & set(book.fields) == set()
-    assert {key for key, value in waiting.items() if value is DECLARED} <= set(book.fields)
+    assert {key for key, value in waiting.items() if value is not ...} & set(book.fields) == set()
+    assert {key for key, value in waiting.items() if value is ...} <= set(book.fields)
     assert set(branch) & (set(book.fields) | set(waiting)) == set()
 
 
-@pytest.mark.parametrize("alias", ALIASES, ids=lambda alias: alias.old)
+@pytest.mark.parametrize("alias", aliases(), ids=lambda alias: alias.old)
 def test_old_names_lead_to_known_ones_and_are_not_known_themselves(alias):
     for root in alias.roots:
         book = KeyBook(root)
         assert alias.old not in book.fields
         if alias.new is not None:
-            assert book.kind(alias.new) in {"acting", "pending", "branch", "group"}
+            assert book.kind(alias.new) in {"acting", "pending", "unselected", "group"}
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,21 @@ def test_model_that_cannot_be_used(run: Runner, micro_model: Path, damage: Calla
     outcome.assert_one_message(str(model), text)
 
 
+def test_critic_with_another_tokenizer(run: Runner, micro_model: Path) -> None:
+    """Its token ids would mean other text."""
+    critic = run.folder / "critic_with_swapped_tokens"
+    shutil.copytree(micro_model, critic)
+    content = json.loads((critic / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (critic / "tokenizer.json").write_text(json.dumps(content))
+    gae = "algorithm.adv_estimator=gae"
+    ones = run("critic_model", gae, f"critic.model.path={critic}")
+    ones.assert_one_message("critic.model", str(critic), "'1'")
+    named = run("critic_tokenizer", gae, f"critic.model.path={micro_model}", f"critic.model.tokenizer_path={critic}")
+    named.assert_one_message("critic.model", str(critic), "'1'")
+
+
 def test_more_workers_than_there_are_devices(run: Runner) -> None:
     run("crowded", "trainer.n_gpus_per_node=64").assert_one_message("64 slots of 1 CPU", "Ask for at most 4 slots")
     run("no_gpu", "trainer.device=cuda").assert_one_message("trainer.device=cuda", "use trainer.device=cpu")
@@ -334,8 +349,8 @@ def test_more_workers_than_there_are_devices(run: Runner) -> None:
 @pytest.mark.parametrize(
     ("code", "words", "texts"),
     [
-        ("import no_such_thing", [], ["model.external_lib='mine_0'", "no_such_thing"]),
-        ("x = 1\ny = x.missing", [], ["model.external_lib='mine_1'", "mine_1.py, line 2"]),
+        ("import no_such_thing", [], ["model.external_lib=mine_0", "no_such_thing"]),
+        ("x = 1\ny = x.missing", [], ["model.external_lib=mine_1", "mine_1.py, line 2"]),
         ("", ["algorithm.adv_estimator=mine"], ["algorithm.adv_estimator is 'mine'", "register_adv_est"]),
         ("", ["actor_rollout_ref.actor.policy_loss.loss_mode=mine"], ["loss_mode is 'mine'", "register_policy_loss"]),
     ],

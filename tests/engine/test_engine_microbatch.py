@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from engine_helpers import PROMPT, RESPONSE, make_batch, make_engine, make_fields
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
+from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan
 from hybridrl.engine.train_engine import MicroBatching
 
@@ -60,3 +65,78 @@ def test_groups_are_complete_and_within_limits(
 def test_limits_are_positive() -> None:
     with pytest.raises(ValueError, match=r"MicroBatching\(max_tokens=0\)"):
         MicroBatching(max_tokens=0)
+
+
+def irregular_positions(fields: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Positions that begin at 3, skip two and restart in every row."""
+    ranks = (fields["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return torch.where(ranks > 6, ranks - 7, torch.where(ranks > 2, ranks + 5, ranks + 3))
+
+
+def test_positions_of_the_batch_reach_the_model(micro_model: Path) -> None:
+    """Positions that skip and restart, against a plain forward pass of each row with them."""
+    fields = make_fields()
+    fields["position_ids"] = irregular_positions(fields)
+    plain = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
+    engine = make_engine(micro_model)
+    got = engine.infer(make_batch(fields), MicroBatching(size=5))["log_probs"]
+    counted = engine.infer(make_batch({k: v for k, v in fields.items() if k != "position_ids"}), MicroBatching(size=5))
+    assert (got - counted["log_probs"]).abs().max() > 3e-4  # the model does look at positions
+    for row in range(len(got)):
+        real = fields["attention_mask"][row].bool()
+        ids, positions = fields["input_ids"][row][real][None], fields["position_ids"][row][real][None]
+        with torch.no_grad():
+            logits = plain(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits[0]
+        of_tokens = torch.zeros(fields["input_ids"].shape[1])
+        of_tokens[real.nonzero()[1:, 0]] = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        expected = of_tokens[PROMPT:] * fields["response_mask"][row]
+        torch.testing.assert_close(got[row], expected, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_several_positions_per_token_stay_with_their_token(packed: bool) -> None:
+    """[B, k, S] as vision models take them: [k, b, W] or [k, 1, L] in a layout, at the same tokens."""
+    fields = make_fields()
+    ids = fields["input_ids"]
+    fields["position_ids"] = torch.stack([ids * 10, ids * 10 + 1, ids * 10 + 2], dim=1)
+    plan = BatchPlan(fields, MicroBatching(size=4), packed)
+    for rows in plan.groups:
+        layout = plan.layout(rows)
+        assert layout.position_ids.shape == (3, *layout.input_ids.shape)
+        real = torch.ones_like(layout.input_ids) if layout.attention_mask is None else layout.attention_mask
+        assert int(real.sum()) == sum(plan.lengths[row] for row in rows)
+        for kind in range(3):
+            assert torch.equal(layout.position_ids[kind][real.bool()], layout.input_ids[real.bool()] * 10 + kind)
+        assert plan.slice_tensors(rows, plan.response_columns(rows), torch.device("cpu"))["position_ids"].ndim == 3
+
+
+def test_a_vision_language_model_reads_its_positions() -> None:
+    """A tiny Qwen2-VL: its layout against each row by itself, with three positions per token."""
+    fields = make_fields()
+    generator = torch.Generator().manual_seed(1)
+    fields["position_ids"] = torch.randint(0, 30, (len(fields["input_ids"]), 3, PROMPT + RESPONSE), generator=generator)
+    torch.manual_seed(0)
+    text = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).eval()
+    plan = BatchPlan(fields, MicroBatching(size=5), packed=False)
+    head = SelectingHead(model)
+    for rows in plan.groups:
+        layout = plan.layout(rows)
+        with torch.no_grad():
+            logits = iter(response_logits(model, head, layout, flash_attention=False))
+            for row in rows:
+                real = fields["attention_mask"][row].bool()
+                ids, positions = fields["input_ids"][row][real][None], fields["position_ids"][row][:, real][:, None]
+                whole = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits[0]
+                for column in fields["response_mask"][row].nonzero()[:, 0]:
+                    expected = whole[int(real[: PROMPT + column].sum()) - 1]
+                    torch.testing.assert_close(next(logits), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (12, 24, 3), (24,)])
+def test_positions_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="position_ids"):
+        BatchPlan({**make_fields(), "position_ids": torch.zeros(shape)}, MicroBatching(), packed=False)

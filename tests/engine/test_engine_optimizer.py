@@ -60,6 +60,9 @@ def test_floors_and_plateaus() -> None:
 
 
 def test_warm_up_by_ratio() -> None:
+    for steps in (-1, 0):  # only a number above 0 wins over the ratio
+        factor = lr_factor(OptimConfig(total_training_steps=50, lr_warmup_steps=steps, lr_warmup_steps_ratio=0.2))
+        assert [factor(step) for step in (0, 5, 10)] == [0.0, 0.5, 1.0]
     factor = lr_factor(OptimConfig(total_training_steps=50, lr_warmup_steps_ratio=0.2))
     assert [factor(step) for step in (0, 5, 10, 49)] == [0, 0.5, 1, 1]
     with pytest.raises(ModelError, match=r"total_training_steps=-1.*lr_warmup_steps_ratio=0.2"):

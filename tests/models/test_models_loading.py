@@ -118,5 +118,5 @@ def test_names() -> None:
         resolve_dtype("int3", "fsdp_config.dtype")
     import_external_lib("json, pathlib")
     import_external_lib(None)
-    with pytest.raises(ModelError, match="module 'no_such_module_here' cannot be imported"):
+    with pytest.raises(ModelError, match=r"model\.external_lib=no_such_module_here"):
         import_external_lib("json,no_such_module_here")

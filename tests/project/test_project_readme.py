@@ -1,27 +1,19 @@
-"""What README.md shows works. The word after a fence's language says how it is checked:
-
-`run` is run, in one folder and in order; `compose` needs a hub or a GPU, so its settings are composed and its modules
-found; `install` and `quickstart` call scripts, whose arguments are checked.
-"""
+"""What README.md and the pages for beginners show works; snippets.py says how each snippet is checked."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import re
-import shlex
-import sys
+import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from snippets import CHECKS, PAGES, run_snippets, snippets
 
 from hybridrl.config import load_config
 
-FENCE = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ROOTS = {
     "hybridrl.trainer.main_ppo": "ppo_trainer",
     "hybridrl.trainer.main_sft": "sft_trainer",
@@ -30,33 +22,20 @@ ROOTS = {
 }
 
 
-@dataclass
-class Snippet:
-    language: str
-    check: str
-    text: str
-
-    @property
-    def commands(self) -> list[list[str]]:
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [words for line in lines if (words := shlex.split(line, comments=True))]
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def snippets(check: str | None = None) -> list[Snippet]:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    found = [Snippet(*match.groups()) for match in FENCE.finditer(text)]
-    return [snippet for snippet in found if check is None or snippet.check == check]
-
-
-def test_every_snippet_says_how_it_is_checked() -> None:
-    for snippet in snippets():
+@pytest.mark.parametrize("page", PAGES)
+def test_every_snippet_says_how_it_is_checked(page: str) -> None:
+    for snippet in snippets(page):
         if snippet.language != "text":  # output, not code
-            assert snippet.check in ("run", "compose", "install", "quickstart"), snippet.text
+            assert snippet.check in CHECKS, snippet.text
 
 
 def test_settings_of_commands_for_other_machines_compose() -> None:
     programs = []
-    for snippet in snippets("compose"):
+    for snippet in snippets("README.md", "compose"):
         for python, flag, module, *words in snippet.commands:
             assert (python, flag) == ("python", "-m")
             assert importlib.util.find_spec(module) is not None, module
@@ -67,47 +46,45 @@ def test_settings_of_commands_for_other_machines_compose() -> None:
 
 
 def test_settings_after_the_quickstart_compose() -> None:
-    for snippet in snippets("quickstart"):
-        for bash, script, *words in snippet.commands:
-            assert (bash, script) == ("bash", "scripts/quickstart.sh")
-            load_config("ppo_trainer", words)
+    for page in PAGES:
+        for snippet in snippets(page, "quickstart"):
+            for bash, script, *words in snippet.commands:
+                assert (bash, script) == ("bash", "scripts/quickstart.sh")
+                load_config("ppo_trainer", words)
 
 
 def test_extras_of_the_installation_exist(repository: Path) -> None:
-    import tomllib
-
     extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for snippet in snippets("install"):
+    for snippet in snippets("README.md", "install"):
         for bash, script, *words in snippet.commands:
             assert (bash, script) == ("bash", "scripts/install.sh")
             assert set(words) <= {"cpu", "cuda", "auto", *extras}
 
 
-def test_snippets_run_as_they_stand(tmp_path: Path, finish: Callable[..., Any]) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path}
-    outputs = []
-    for number, snippet in enumerate(snippets("run")):
-        if snippet.language == "python":
-            (tmp_path / f"snippet{number}.py").write_text(snippet.text)
-            command = [sys.executable, f"snippet{number}.py"]
-        else:
-            command = ["bash", "-euc", snippet.text]
-        ended = finish(command, cwd=tmp_path, env=environment)
-        assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-        outputs.append(ended.stdout)
+@pytest.mark.slow
+def test_snippets_of_the_readme_run(tmp_path: Path, finish: Callable[..., Any]) -> None:
+    outputs = run_snippets("README.md", tmp_path, finish, "run")
     assert (tmp_path / "demo/sft/global_step_4/model").is_dir()
     assert "step 4/4" in outputs[0]
-    records = [json.loads(line) for line in (tmp_path / "demo/grpo/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2]
+    assert [record["step"] for record in records(tmp_path / "demo/grpo")] == [1, 2]
     assert outputs[-1].strip().endswith("[1.0, 1.0, 2.0, 2.0]")
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/README.md"])
-def test_links_to_files_lead_somewhere(repository: Path, page: str) -> None:
-    file = repository / page
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", file.read_text())
-    assert targets or page == "CHANGELOG.md"
-    for target in targets:
-        if "://" not in target:
-            assert (file.parent / target).exists(), target
+@pytest.mark.slow
+def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[..., Any]) -> None:
+    run_snippets("docs/first_reward.md", tmp_path, finish, "run")
+    run = records(tmp_path / "first/run")
+    scores = [record["critic/score/mean"] for record in run if "critic/score/mean" in record]
+    assert len(scores) == 15
+    assert scores[0] < 0.1 and scores[-1] > 0.7, "the page promises 0.04 to about 0.9"
+    exact = [record.get("val-aux/hybridrl/sort/exact/mean@1") for record in run]
+    assert max(value for value in exact if value is not None) == 0
+
+
+@pytest.mark.slow
+def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any]) -> None:
+    run_snippets("docs/first_data.md", tmp_path, finish, "run")
+    accuracy = [record.get("val-core/my/last_letter/acc/mean@1") for record in records(tmp_path / "letters/grpo")]
+    measured = [value for value in accuracy if value is not None]
+    assert len(measured) == 3  # before the first step, and after steps 10 and 20
+    assert measured[-1] > measured[0] > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from snippets import run_snippets
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -26,7 +27,7 @@ def call(repository: Path, finish: Callable[..., Any]) -> Call:
     return run
 
 
-def test_quickstart_from_data_to_report(call: Call, tmp_path: Path) -> None:
+def test_quickstart_from_data_to_report(call: Call, tmp_path: Path, finish: Callable[..., Any]) -> None:
     """All five steps with three GRPO steps of half the size: settings after the script win over its own."""
     out = tmp_path / "a folder, with = signs"
     short = ["trainer.total_training_steps=3", "data.train_batch_size=16", "trainer.test_freq=3"]
@@ -43,6 +44,13 @@ def test_quickstart_from_data_to_report(call: Call, tmp_path: Path) -> None:
     assert (model / "model.safetensors").is_file()
     assert str(model) in output
     assert str(out / "grpo" / "report.html") in output
+
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "quickstart").symlink_to(out)
+    printed = run_snippets("docs/quickstart.md", tmp_path, finish, "after_quickstart")
+    assert "complete" in printed[0] or "global_step_3" in printed[0]
+    assert printed[1].count(" -> ") == 5
+    assert (out / "answers.eval.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,9 @@ def installed_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_wheel_holds_package_and_configs_but_no_tests(wheel: Path, repository: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for file in (repository / "hybridrl").rglob("*.py"):
-        assert str(file.relative_to(repository)) in names
+    for pattern in ("*.py", "*.yaml", "*.jinja"):
+        for file in (repository / "hybridrl").rglob(pattern):
+            assert str(file.relative_to(repository)) in names
     shipped = {name for name in names if name.startswith("hybridrl/_configs/")}
     configs = repository / "configs"
     assert shipped == {

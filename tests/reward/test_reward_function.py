@@ -117,9 +117,9 @@ def test_parameters_that_are_not_understood(user_file, parameters):
 def test_files_that_do_not_import(user_file, tmp_path):
     with pytest.raises(RewardError, match=r"none.py: no such file"):
         load(RewardFunction(str(tmp_path / "none.py")))
-    with pytest.raises(RewardError, match=r"mine.py, line 2: the file fails to import: SyntaxError"):
+    with pytest.raises(RewardError, match=r"SyntaxError(.|\n)*mine.py, line 2"):
         load(RewardFunction(user_file("x = 1\ndef broken(:\n")))
-    with pytest.raises(RewardError, match=r"b.py, line 3: .* ModuleNotFoundError: .*'not_there'"):
+    with pytest.raises(RewardError, match=r"ModuleNotFoundError: .*'not_there'.*b.py, line 3"):
         load(RewardFunction(user_file("\n\nimport not_there", "b.py")))
     with pytest.raises(RewardError, match=r"must end in .py"):
         load(RewardFunction(user_file("x = 1", "mine.txt")))

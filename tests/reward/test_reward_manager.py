@@ -7,6 +7,8 @@ import torch
 
 from hybridrl.config import DataConfig
 from hybridrl.data import create_rl_dataset
+from hybridrl.protocol import object_array
+from hybridrl.protocol.names import TRAJECTORY_REWARD
 from hybridrl.reward import (
     RewardError,
     RewardManager,
@@ -69,6 +71,67 @@ def test_padding_and_special_tokens_are_not_part_of_the_text(manager_for, make_b
     assert result["reward_extra_info"]["text"] == ["ab", "a longer text"]
 
 
+def test_rows_that_are_scored_as_they_finish_get_what_the_batch_gets(manager_for, make_batch, config):
+    """Each row in a batch of its own, as the last finish first; the length penalty applies to each."""
+    batch = make_batch(["#### 12", "#### 21 ", "12"], width=12, **sort_columns("12", "21", "12"))
+    overlong = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
+    config.reward.reward_manager.name = "dapo"
+    manager = manager_for(reward_kwargs={"max_resp_len": 5, "overlong_buffer_cfg": overlong})
+    expected = manager(batch, return_dict=True)
+    futures = {row: manager.submit(batch[row : row + 1])[0] for row in (2, 0, 1)}
+    found = manager.collect(batch, [futures[row].result(timeout=120) for row in range(3)])
+    assert torch.equal(found["reward_tensor"], expected["reward_tensor"]) and (found["reward_tensor"] < 0).any()
+    assert found["reward_extra_info"] == expected["reward_extra_info"]
+    batch.non_tensor_batch["data_source"][1] = "unknown"
+    with pytest.raises(RewardError, match="unknown"):
+        manager.submit(batch)
+
+
+def test_a_submitted_row_that_fails_is_named(manager_for, make_batch, user_file):
+    batch = make_batch(["1", "2"], **sort_columns("1", "2"))
+    path = user_file("def f(solution_str, ground_truth): return 1 / (int(ground_truth) - 2)")
+    good, bad = manager_for(path).submit(batch)
+    assert good.result(timeout=120).score == -1.0
+    with pytest.raises(RewardError, match=r"sample 1 \(data source 'hybridrl/sort', uid '0-1'(.|\n)*ZeroDivisionError"):
+        bad.result(timeout=120)
+
+
+def test_a_manager_that_scores_batches_cannot_score_rows_as_they_finish(config, tokenizer, make_batch):
+    class Whole(RewardManager):
+        def score_batch(self, samples, name):
+            return []
+
+    manager = Whole(config, tokenizer, create_reward_manager(config, tokenizer).pool)
+    with pytest.raises(RewardError, match="Whole defines score_batch"):
+        manager.submit(make_batch(["1"], **sort_columns("1")))
+
+
+def test_rewards_that_trajectories_brought_are_kept_and_not_asked_for(manager_for, make_batch, user_file):
+    batch = make_batch(["ab", "abc", "abcd"], **sort_columns("1", "2", "3"))
+    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([None, 0.25, None])
+    manager = manager_for(user_file(LENGTHS_FILE))
+    expected = [2.0, 0.25, 4.0]
+    result = manager(batch, return_dict=True)
+    assert result["reward_tensor"].sum(dim=-1).tolist() == expected
+    assert result["reward_extra_info"]["text"] == ["ab", None, "abcd"]
+    assert [future.result(timeout=120).score for future in manager.submit(batch)] == expected
+    columns = sort_columns("1")
+    columns["reward_model"] = [None]
+    given = make_batch(["ab"], **columns)  # the built-in scorer could not score it
+    given.non_tensor_batch[TRAJECTORY_REWARD] = object_array([1.0])
+    assert manager_for()(given).sum() == 1.0
+
+
+def test_the_score_stands_on_the_last_generated_token_where_tools_answer(manager_for, make_batch, user_file):
+    """Tool tokens are masked in training; and a hole says nothing of the length."""
+    batch = make_batch(["abcdef"], width=9, **sort_columns("1"))
+    batch.batch["response_mask"][0] = torch.tensor([1, 1, 0, 1, 1, 0, 0, 0, 0])  # the seventh token is a tool's, too
+    manager = manager_for(user_file(LENGTHS_FILE))
+    assert manager(batch).nonzero().tolist() == [[0, 4]] and manager(batch).sum() == 6
+    batch = batch.select(batch_keys=["responses", "response_mask"])
+    assert manager(batch).nonzero().tolist() == [[0, 4]] and manager(batch).sum() == 5
+
+
 def test_without_attention_mask_the_response_mask_tells_the_end(manager_for, make_batch):
     batch = make_batch(["#### 12"], width=12, **sort_columns("12"))
     batch = batch.select(batch_keys=["responses", "response_mask"])
@@ -116,7 +179,7 @@ def test_an_error_names_data_source_uid_and_prompt(manager_for, make_batch, user
         manager_for(path)(batch)
 
 
-def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_file, caplog):
+def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_file, capsys):
     path = user_file(
         """
         import time
@@ -131,7 +194,7 @@ def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_
     )
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
     assert result["reward_extra_info"] == {"score": [1, 0, 1], "acc": [True, 0, True], "note": ["ok", None, "ok"]}
-    assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in caplog.text
+    assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["uid", "data_source"])
@@ -141,7 +204,7 @@ def test_a_dict_must_not_replace_a_column_of_the_batch(manager_for, make_batch, 
         manager_for(path)(make_batch(["a"], **sort_columns("1")), return_dict=True)
 
 
-def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, make_batch, user_file, caplog):
+def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, make_batch, user_file, capsys):
     path = user_file(
         """
         def compute_score(solution_str, ground_truth):
@@ -152,7 +215,7 @@ def test_names_that_some_samples_lack_are_none_and_reported_once(manager_for, ma
     for _ in range(2):
         result = manager(make_batch(["b", "a"], **sort_columns("1", "2")), return_dict=True)
         assert result["reward_extra_info"] == {"score": [0, 1], "letters": [None, 1]}
-    assert caplog.text.count("'letters' for 1 of 2") == 1
+    assert capsys.readouterr().err.count("'letters' for 1 of 2") == 1
 
 
 @pytest.mark.parametrize("manager", ["naive", "batch", "dapo"])
@@ -227,8 +290,8 @@ def test_a_manager_out_of_a_file(manager_for, make_batch, user_file, config):
     result = manager_for()(make_batch(["#### 12"], **sort_columns("12")), return_dict=True)
     assert result["reward_tensor"].sum() == 0.5 and result["reward_extra_info"]["length"] == [5]
     for name, file, message in [
-        ("Unrelated", path, "no class of that name derived from"),
-        ("None", path, "no class of that name"),
+        ("Unrelated", path, "name=Unrelated.*derived from"),
+        ("None", path, "name=None"),
         ("Halved", path + "x", "neither|no such file|must end in .py|fails to import"),
         (None, path, "needs reward.reward_manager.module.path and"),
     ]:

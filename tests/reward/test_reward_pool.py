@@ -71,7 +71,7 @@ def test_samples_run_at_the_same_time(user_file):
         assert [o.score for o in p.run(both)] == [1.0, 1.0]
 
 
-def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
+def test_a_hung_sample_costs_nobody_else_its_score(user_file, capsys):
     """The hang is a regular expression: it holds the interpreter lock, so nothing inside the process could stop it."""
     path = user_file(
         """
@@ -86,7 +86,8 @@ def test_a_hung_sample_costs_nobody_else_its_score(user_file, caplog):
         outcomes = p.run(samples(40), "sample no. {}".format)
         assert [i for i, o in enumerate(outcomes) if o.timed_out] == [7, 20]
         assert [o.score for o in outcomes] == [0 if i in (7, 20) else i for i in range(40)]
-        assert "sample no. 7 took more than reward.timeout_s=2" in caplog.text and "no. 20" in caplog.text
+        told = capsys.readouterr().err
+        assert "sample no. 7 took more than reward.timeout_s=2" in told and "no. 20" in told
         assert [o.score for o in p.run(samples(5))] == [0, 1, 2, 3, 4]
 
 
@@ -279,7 +280,7 @@ def test_every_bad_end_of_a_batched_function(user_file, body, message):
 
 
 def test_a_file_that_does_not_load(user_file):
-    with pool(user_file("import not_there")) as p, pytest.raises(RewardError, match=r"mine.py, line 1: .*not_there"):
+    with pool(user_file("import not_there")) as p, pytest.raises(RewardError, match=r"not_there.*mine.py, line 1"):
         p.start(wait_for_one=True)
     path = user_file("import os; os._exit(4)", "b.py")
     with pool(path) as p, pytest.raises(RewardError, match="ended with exit code 4 while it loaded"):
@@ -287,8 +288,8 @@ def test_a_file_that_does_not_load(user_file):
 
 
 def test_a_file_that_hangs_on_import(user_file, monkeypatch):
-    monkeypatch.setattr("hybridrl.reward.processes.pool._START_LIMIT_S", 0.5)
-    monkeypatch.setattr("hybridrl.reward.processes.pool._POLL_S", 0.1)
+    monkeypatch.setattr("hybridrl.reward.processes.dispatcher._START_LIMIT_S", 0.5)
+    monkeypatch.setattr("hybridrl.reward.processes.dispatcher._POLL_S", 0.1)
     with (
         pool(user_file("import time; time.sleep(1000)")) as p,
         pytest.raises(RewardError, match="What does the file do"),
@@ -321,20 +322,150 @@ def test_close_ends_the_processes_and_run_starts_new_ones(user_file):
     p.close()
 
 
-def test_threads_take_turns(user_file):
+def test_calls_of_several_threads_get_their_own_scores(user_file):
     path = user_file("def f(solution_str, ground_truth, extra_info): return extra_info['i']")
     results: dict[int, list[float]] = {}
     with pool(path, 2) as p:
 
         def work(name: int) -> None:
-            results[name] = [o.score for _ in range(5) for o in p.run(samples(20 + name))]
+            if name % 2:
+                results[name] = [o.score for _ in range(5) for o in p.run(samples(20 + name))]
+            else:
+                futures = [p.submit(sample) for _ in range(5) for sample in samples(20 + name)]
+                results[name] = [future.result().score for future in futures]
 
-        threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+        threads = [threading.Thread(target=work, args=(name,)) for name in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert results == {name: list(range(20 + name)) * 5 for name in range(4)}
+    assert results == {name: list(range(20 + name)) * 5 for name in range(6)}
+
+
+WAITS_FOR_FILE = """
+    import os, time
+    {word} f(solution_str, ground_truth, extra_info):
+        {imports}
+        while extra_info.get("file") and not os.path.exists(extra_info["file"]):
+            {sleep}
+        return extra_info["i"]
+"""
+SYNC = {"word": "def", "imports": "", "sleep": "time.sleep(0.01)"}
+ASYNC = {"word": "async def", "imports": "import asyncio", "sleep": "await asyncio.sleep(0.01)"}
+
+
+@pytest.mark.parametrize(("words", "workers"), [(SYNC, 2), (ASYNC, 1)])
+def test_a_sample_that_waits_delays_no_later_one(user_file, tmp_path, words, workers):
+    """The second half is submitted while the first sample is being scored, and ends before it."""
+    gate = tmp_path / "gate"
+    with pool(user_file(WAITS_FOR_FILE.format(**words)), workers, timeout_s=600.0) as p:
+        slow = p.submit(Sample("", "", "", {"i": 100, "file": str(gate)}))
+        early = [p.submit(sample).result(timeout=120).score for sample in samples(10)]
+        later = [future.result(timeout=120).score for future in [p.submit(sample) for sample in samples(10)]]
+        assert early == later == list(range(10)) and not slow.done()
+        gate.touch()
+        assert slow.result(timeout=120).score == 100
+
+
+def test_a_submitted_sample_that_hangs_scores_0_and_the_others_get_their_scores(user_file, capsys):
+    path = user_file(
+        """
+        import re
+        def f(solution_str, ground_truth, extra_info):
+            if extra_info["i"] == 3:
+                re.match("(a+)+$", "a" * 60 + "b")
+            return extra_info["i"]
+        """
+    )
+    with pool(path, 2, timeout_s=2.0) as p:
+        assert p.submit(samples(1)[0]).result().score == 0
+        futures = [p.submit(sample, f"no. {number}") for number, sample in enumerate(samples(12))]
+        outcomes = [future.result(timeout=120) for future in futures]
+    assert [i for i, o in enumerate(outcomes) if o.timed_out] == [3]
+    assert [o.score for o in outcomes] == [0 if i == 3 else i for i in range(12)]
+    assert "no. 3 took more than reward.timeout_s=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('bad')", "return None", "import os; os._exit(5)"])
+def test_a_submitted_sample_that_fails_fails_alone(user_file, fault):
+    path = user_file(
+        f"""
+        def f(solution_str, ground_truth, extra_info):
+            if extra_info["i"] == 2:
+                {fault}
+            return extra_info["i"]
+        """
+    )
+    with pool(path, 1) as p:
+        futures = [p.submit(sample, f"no. {number}") for number, sample in enumerate(samples(6))]
+        with pytest.raises(RewardError, match=r"no\. 2"):
+            futures.pop(2).result(timeout=120)
+        assert [future.result(timeout=120).score for future in futures] == [0, 1, 3, 4, 5]
+
+
+def test_a_failed_run_ends_what_it_started_and_nothing_of_other_callers(user_file, tmp_path):
+    gate, started = tmp_path / "gate", tmp_path / "started"
+    path = user_file(
+        """
+        import os, time
+        def f(solution_str, ground_truth, extra_info):
+            if extra_info.get("raises"):
+                while not os.path.exists(extra_info["raises"]):
+                    time.sleep(0.01)
+                raise ValueError
+            if extra_info.get("started"):
+                with open(extra_info["started"] + ".part", "w") as file:
+                    file.write(str(os.getpid()))
+                os.rename(extra_info["started"] + ".part", extra_info["started"])
+            while extra_info.get("file") and not os.path.exists(extra_info["file"]):
+                time.sleep(0.01)
+            return 1
+        """
+    )
+    with pool(path, 3, timeout_s=600.0) as p:
+        other = p.submit(Sample("", "", "", {"file": str(gate)}))
+        hangs = Sample("", "", "", {"file": str(tmp_path / "never"), "started": str(started)})
+        with pytest.raises(RewardError, match="ValueError"):
+            p.run([hangs, Sample("", "", "", {"raises": str(started)})])
+        assert gone_within(int(started.read_text()), 60) and not other.done()
+        gate.touch()
+        assert other.result(timeout=120).score == 1
+
+
+def test_a_cancelled_sample_is_not_scored(user_file, tmp_path):
+    gate = tmp_path / "gate"
+    with pool(user_file(WAITS_FOR_FILE.format(**SYNC)), 1, timeout_s=600.0) as p:
+        slow = p.submit(Sample("", "", "", {"i": 0, "file": str(gate)}))
+        never = p.submit(Sample("", "", "", {"i": 1, "file": str(tmp_path / "never")}))
+        after = p.submit(samples(3)[2])
+        assert never.cancel()
+        gate.touch()
+        assert slow.result(timeout=120).score == 0 and after.result(timeout=120).score == 2
+
+
+def test_submitting_to_a_function_that_takes_a_batch_is_refused(user_file):
+    with pool(user_file("def compute_reward(responses, ground_truths): return [1 for _ in responses]")) as p:
+        with pytest.raises(RewardError, match="takes a whole batch"):
+            p.submit(samples(1)[0]).result(timeout=120)
+        assert [o.score for o in p.run(samples(3))] == [1, 1, 1]
+
+
+def test_a_closed_pool_fails_what_it_has_not_scored(user_file, tmp_path):
+    p = pool(user_file(WAITS_FOR_FILE.format(**SYNC)), 1, timeout_s=600.0)
+    futures = [p.submit(Sample("", "", "", {"i": i, "file": str(tmp_path / "never")})) for i in range(3)]
+    p.close()
+    for future in futures:
+        with pytest.raises(RewardError, match="closed"):
+            future.result(timeout=120)
+    assert p.submit(samples(2)[1]).result(timeout=120).score == 1
+    p.close()
+
+
+def test_a_file_that_does_not_load_fails_every_submitted_sample(user_file):
+    with pool(user_file("import not_there")) as p:
+        for future in [p.submit(sample) for sample in samples(3)]:
+            with pytest.raises(RewardError, match="not_there"):
+                future.result(timeout=120)
 
 
 PARENT = """

@@ -26,7 +26,7 @@ from hybridrl.config import load_config
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.balancer import Balancer
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool, request_number
+from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import Router, make_server
@@ -117,12 +117,8 @@ def requests(count: int, prefix: str, first: int = 6, sampling: SamplingParams =
 
 
 def until_ready(pool: ReplicaPool) -> None:
-    """Generate, which gives replicas that were started again their weights, until all have them."""
-    deadline = time.monotonic() + 180
-    while set(pool.health()) != {"ready"}:
-        assert time.monotonic() < deadline, pool.health()
-        pool.generate(requests(1, f"again{request_number()}-"))
-        time.sleep(0.2)
+    """Wait until all replicas have weights."""
+    until(pool, ["ready"] * len(pool.places))
 
 
 def until(pool: ReplicaPool, states: list[str]) -> None:
@@ -248,6 +244,41 @@ def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
         )
+
+
+def test_a_replica_restarted_under_submit_alone_gets_its_weights(pool, model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    pool.update_weights(pool.version + 1)
+    asked = requests(8, "submit", first=SLOW)
+    futures = pool.submit(asked)
+    until_each_generates(pool)
+    before = [member.info.pid for member in pool._members]
+    os.kill(before[0], signal.SIGKILL)
+    until(pool, ["empty", "ready"])
+    until_ready(pool)  # nobody calls `generate` or `update_weights`
+    assert pool._members[0].info.pid != before[0]
+    asked += (later := requests(20, "submit-later"))
+    for request, future in zip(asked, [*futures, *pool.submit(later)], strict=True):
+        answer = future.result(timeout=120)
+        assert answer.versions == [(pool.version, 12)]
+        torch.testing.assert_close(
+            torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
+        )
+
+
+def test_weights_that_training_is_changing_are_not_sent(pool, model) -> None:
+    pool.weights_will_change()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    os.kill(pool._members[0].info.pid, signal.SIGKILL)
+    until(pool, ["empty", "ready"])
+    time.sleep(2)
+    assert pool.health() == ["empty", "ready"]
+    pool.update_weights(pool.version + 1)
+    assert pool.health() == ["ready", "ready"]
 
 
 def test_a_process_is_lost_once_however_many_calls_to_it_fail(pool) -> None:
@@ -383,7 +414,7 @@ def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, 
         while other.health() == ["ready"]:
             time.sleep(0.05)
         (future,) = other.submit(requests(1, "unpaused"))
-        assert len(future.result(timeout=120).token_ids) == 12
+        assert len(future.result(timeout=300).token_ids) == 12
     finally:
         other.close()
 

@@ -18,7 +18,6 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller import (
     ClassWithInitArgs,
     Dispatch,
-    Execute,
     ResourcePool,
     Worker,
     WorkerError,
@@ -40,7 +39,6 @@ from hybridrl.single_controller.base.decorator import (
     dispatch_one_to_all,
     finish_output,
     get_predefined_dispatch_fn,
-    get_predefined_execute_fn,
 )
 from hybridrl.single_controller.base.failures import RemoteFailure, is_collective_error
 from hybridrl.single_controller.base.worker import PortReservation
@@ -174,13 +172,13 @@ def test_register_keeps_the_function_and_checks_its_arguments() -> None:
         register(dispatch_mode={"dispatch_fn": dispatch_one_to_all})
     with pytest.raises(ValueError, match="execute_mode"):
         register(execute_mode=Dispatch.ONE_TO_ALL)
-    with pytest.raises(AttributeError, match="no member 'NONE'; there are RANK_ZERO"):
+    with pytest.raises(AttributeError, match="NONE"):
         _ = Dispatch.NONE
 
 
 def test_user_modes_are_added_replaced_and_pickled_by_name() -> None:
     mode = register_dispatch_mode("every_other", dispatch_one_to_all, lambda group, output: output[::2])
-    assert mode is Dispatch.EVERY_OTHER and mode in Dispatch and "EVERY_OTHER" in Dispatch.names()
+    assert mode is Dispatch.EVERY_OTHER and "EVERY_OTHER" in Dispatch.names()
     assert get_predefined_dispatch_fn(mode)["collect_fn"](None, [0, 1, 2]) == [0, 2]
     update_dispatch_mode(mode, dispatch_one_to_all, lambda group, output: output[1::2])
     assert get_predefined_dispatch_fn(mode)["collect_fn"](None, [0, 1, 2]) == [1]
@@ -189,7 +187,16 @@ def test_user_modes_are_added_replaced_and_pickled_by_name() -> None:
         register_dispatch_mode("EVERY_OTHER", dispatch_one_to_all, dispatch_one_to_all)
     with pytest.raises(TypeError, match="collect_fn is 3"):
         register_dispatch_mode("other", dispatch_one_to_all, 3)
-    assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
+    with pytest.raises(ValueError, match="'NO NAME' cannot be"):
+        register_dispatch_mode("no name", dispatch_one_to_all, dispatch_one_to_all)
+
+
+def test_a_mode_without_functions_is_refused_when_used_and_replaced_when_set() -> None:
+    mode = Dispatch.register("late")
+    with pytest.raises(ValueError, match=r"Dispatch\.LATE has no functions.*update_dispatch_mode"):
+        mode.dispatch_fn(Group(2), 1)
+    update_dispatch_mode(mode, dispatch_one_to_all, lambda group, output: output[0])
+    assert Dispatch.LATE.dispatch_fn(Group(2), 1) == (([1, 1],), {})
 
 
 def test_base_loads_without_ray_being_asked_for() -> None:

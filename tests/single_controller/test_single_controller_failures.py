@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -85,6 +86,10 @@ class Fragile(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def consume(self, batch: DataProto) -> DataProto:
         return batch
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def pid_later(self) -> int:
+        return os.getpid()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hang(self) -> None:
@@ -192,6 +197,8 @@ def test_failures_of_calls_not_waited_for(started: Any) -> None:
     future = maker.fail_later(batch)
     with pytest.raises(WorkerError, match=r"actor rank 0 of 1 in fail_later(.|\n)*KeyError: 'upstream'"):
         consumer.consume(future)
+    with pytest.raises(WorkerError, match="in fail_later"):
+        future.get()
     # a call that nobody asks about any more is reported by the next one
     dropper = started(1)
     dropper.fail_later(batch)
@@ -214,14 +221,16 @@ def test_failure_in_another_group_ends_a_wait_that_would_not_end(started: Any, m
         future.get()
 
 
-def test_aliveness_check_notices_a_death_between_calls(started: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_aliveness_check_notices_a_death_between_calls(started: Any, capsys: pytest.CaptureFixture[str]) -> None:
     group = started(2)
     pids = group.pid()
     group.start_worker_aliveness_check(every_n_seconds=0.1)
     os.kill(pids[1], signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while "rank 1 of 2 died" not in caplog.text and time.monotonic() < deadline:
+    told = ""
+    while "rank 1 of 2 died" not in told and time.monotonic() < deadline:
         time.sleep(0.1)
+        told += capsys.readouterr().err
     with pytest.raises(WorkerDiedError, match="rank 1 of 2 died in no method"):
         group.pid()
     group.stop_worker_aliveness_check()
@@ -231,3 +240,30 @@ def test_exit_in_a_method_is_an_error_like_any_other(started: Any) -> None:
     group = started(1)
     with pytest.raises(WorkerError, match="SystemExit: enough"):
         group.fail("exit")
+
+
+def test_threads_may_call_groups_at_the_same_time(started: Any) -> None:
+    """Calls that are not waited for are recorded for all groups together: every thread adds, looks and removes."""
+    groups = [started(1), started(1)]
+    pids = [group.pid()[0] for group in groups]
+
+    def call_often(index: int) -> list[int]:
+        kept = []
+        for round_ in range(60):
+            output = groups[index % 2].pid_later()
+            if round_ % 3:
+                kept.append(output)  # the others are dropped, so that the next call looks for their failures
+            if len(kept) == 10:
+                found = [pid for late in kept for pid in late.get()]
+                assert set(found) == {pids[index % 2]}
+                kept.clear()
+        return [late.get()[0] for late in kept]
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            for index, left in enumerate(threads.map(call_often, range(8))):
+                assert set(left) <= {pids[index % 2]}
+    finally:
+        sys.setswitchinterval(switch)

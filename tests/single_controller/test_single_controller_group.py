@@ -221,6 +221,14 @@ def test_ranks_know_their_place_and_meet(pair: RayWorkerGroup) -> None:
     assert pair.all_reduce() == [3.0, 3.0]
 
 
+def test_variables_of_a_rank_cannot_be_set_for_all() -> None:
+    pool = RayResourcePool([2], use_gpu=False)
+    with pytest.raises(ValueError, match=r"worker_env sets WORLD_SIZE, MASTER_PORT"):
+        RayWorkerGroup(
+            pool, RayClassWithInitArgs(Doubler, factor=3), worker_env={"MASTER_PORT": "1", "WORLD_SIZE": "3"}
+        )
+
+
 def test_simple_modes(pair: RayWorkerGroup) -> None:
     assert pair.whoami([1, 2], key=None) == [(0, ([1, 2],), {"key": None}), (1, ([1, 2],), {"key": None})]
     assert pair.rank_zero([1, 2]) == (0, [1, 2]) == pair.also_rank_zero([1, 2])

@@ -1,6 +1,7 @@
 """Cutting batches: mini-batches depend on the batch alone, and spreading over ranks loses and doubles nothing."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hybridrl.trainer.ppo.batching import (
     balanced_order,
     epochs_of_mini_batches,
     in_canonical_order,
+    join_generated,
     repeat_for_sampling,
     spread_over_ranks,
     trim,
@@ -52,22 +54,20 @@ def test_update_batches_hold_every_row_once_whatever_the_ranks(prompts, n, per_m
         assert sorted(np.concatenate(mini_batches).tolist()) == list(range(prompts * n))
         for rows in mini_batches[:-1]:
             assert len(set(uids[rows])) == per_mini and len(rows) == per_mini * n
-        spread = spread_over_ranks(batch, mini_batches, ranks)
-        per_rank = sum(spread.meta_info["mini_batch_rows"])
-        assert len(spread) == per_rank * ranks
+        spread, planned = spread_over_ranks(batch, mini_batches, ranks)
+        per_rank = sum(mini.rows for mini in planned)
+        assert len(spread) == per_rank * ranks and len(planned) == len(mini_batches)
         start = 0
-        for index, rows in enumerate(mini_batches):
-            count = spread.meta_info["mini_batch_rows"][index]
+        for rows, mini in zip(mini_batches, planned, strict=True):
             keys, tokens = [], 0
             for rank in range(ranks):
-                part = spread[rank * per_rank + start : rank * per_rank + start + count]
+                part = spread[rank * per_rank + start : rank * per_rank + start + mini.rows]
                 real = part.batch["response_mask"].sum(1) > 0
                 keys += part.batch["key"][real].tolist()
                 tokens += int(part.batch["response_mask"].sum())
             assert sorted(keys) == sorted(rows.tolist())
-            assert tokens == spread.meta_info["mini_batch_tokens"][index]
-            assert len(rows) == spread.meta_info["mini_batch_sequences"][index]
-            start += count
+            assert (mini.tokens, mini.sequences) == (tokens, len(rows))
+            start += mini.rows
 
 
 def test_shuffled_epochs_differ_and_repeat_by_seed() -> None:
@@ -106,6 +106,43 @@ def test_trim_cuts_only_what_no_row_uses() -> None:
     assert trimmed.batch["prompts"].shape[1] == 5
     assert (trimmed.batch["responses"] == batch.batch["responses"][:, :longest]).all()
     assert int(trimmed.batch["attention_mask"].sum()) == int(batch.batch["attention_mask"].sum())
+
+
+def test_trim_keeps_the_tail_of_a_trajectory_with_tool_tokens() -> None:
+    """Tool tokens are attended to and not trained on: the mask's sum is less than the length."""
+    batch = batch_of(2, 1, 1, width=12)
+    masks, attention = batch.batch["response_mask"], batch.batch["attention_mask"]
+    masks[:], attention[:, 5:] = 0, 0
+    attention[0, 5 : 5 + 10] = 1  # 10 tokens: 2 of the policy, 6 of a tool, 2 of the policy
+    masks[0, [0, 1, 8, 9]] = 1
+    attention[1, 5 : 5 + 3] = masks[1, :3] = 1
+    trimmed = trim(batch)
+    assert trimmed.batch["responses"].shape[1] == 10 and trimmed.batch["attention_mask"].shape[1] == 15
+    assert trimmed.batch["response_mask"].sum(1).tolist() == [4, 3]
+    assert torch.equal(trimmed.batch["input_ids"], batch.batch["input_ids"][:, :15])
+
+
+def test_joined_batches_of_other_widths_keep_every_token() -> None:
+    first, second = batch_of(2, 1, 1, prompt_width=5, width=9), batch_of(3, 1, 2, prompt_width=3, width=12)
+    joined = join_generated([first, second], pad_token_id=77)
+    tokens = joined.batch["input_ids"][joined.batch["attention_mask"].bool()]
+    assert torch.equal(
+        tokens, torch.cat([p.batch["input_ids"][p.batch["attention_mask"].bool()] for p in (first, second)])
+    )
+    assert joined.batch["input_ids"].shape == (5, 5 + 12) and joined.batch["key"].tolist() == [0, 1, 0, 1, 2]
+    assert (joined.batch["prompts"][2:, :2] == 77).all() and (joined.batch["responses"][:2, 9:] == 77).all()
+    trained = [part.batch["responses"][part.batch["response_mask"].bool()] for part in (first, second)]
+    assert torch.equal(joined.batch["responses"][joined.batch["response_mask"].bool()], torch.cat(trained))
+
+
+def test_a_users_column_as_wide_as_a_response_is_never_cut() -> None:
+    """A feature of 12 numbers per row is not a response, though responses have 12 columns."""
+    batch = batch_of(3, 1, 1, width=12)
+    batch.batch["attention_mask"][:, 5 + 7 :] = 0
+    batch.batch["response_mask"][:, 7:] = 0
+    batch.batch["feature_of_a_user"] = torch.ones(3, 12)
+    with pytest.raises(ValueError, match=r"'feature_of_a_user'.*register_field"):
+        trim(batch)
 
 
 def test_repeated_prompts_number_their_samples() -> None:

@@ -30,7 +30,7 @@ from hybridrl.trainer.ppo.needs import Needs, check_algorithm
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.utils.metrics import Metric, merge_metrics
-from hybridrl.workers.losses import policy_loss_fn
+from hybridrl.workers.losses import LossCounts, policy_loss_fn
 
 PAD = 99
 
@@ -241,8 +241,8 @@ def test_the_largest_weight_of_bypass_mode_is_a_maximum_over_micro_batches() -> 
     for log_rho, tokens in ((0.5, 1), (0.1, 3)):
         ones = torch.ones(1, tokens)
         fields = {"old_log_probs": -ones, "advantages": ones, "response_mask": ones.long()}
-        counts = {"batch_num_tokens": 4, "global_batch_size": 2, "response_length": 3}
-        _, metrics = loss({"log_probs": log_rho - ones}, DataProto.from_dict(tensors=fields, meta_info=counts))
+        counts = LossCounts(tokens=4, sequences=2, response_length=3)
+        _, metrics = loss({"log_probs": log_rho - ones}, DataProto.from_dict(tensors=fields), counts)
         parts.append({k: v if isinstance(v, Metric) else Metric(v, tokens) for k, v in metrics.items()})
     merged = {name: metric.value for name, metric in merge_metrics(parts).items()}
     assert merged["rollout_corr/rollout_is_max"] == pytest.approx(np.exp(0.5))

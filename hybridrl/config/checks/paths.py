@@ -23,9 +23,11 @@ def check_model(where: str, model: ModelConfig, device: str) -> Iterator[str]:
     for name in ("tokenizer_path", "hf_config_path"):
         if value := getattr(model, name):
             yield from check_source(f"{where}.{name}", value)
-    for module in (model.external_lib or "").split(","):
-        if module.strip() and importlib.util.find_spec(module.strip().split(".")[0]) is None:
-            yield f"{where}.external_lib={module.strip()}: no such module on the Python path"
+    for module in filter(None, (part.strip() for part in (model.external_lib or "").split(","))):
+        if module.endswith(".py"):
+            yield from check_files(f"{where}.external_lib", [module])
+        elif importlib.util.find_spec(module.removeprefix("pkg://").split(".")[0]) is None:
+            yield f"{where}.external_lib={module}: no such module on the Python path"
     attention = str(model.override_config.get("attn_implementation", ""))
     if attention.startswith("flash_attention") and device == "cpu":
         yield f"{where}.override_config.attn_implementation={attention} needs a GPU, and trainer.device=cpu; use sdpa"

@@ -61,7 +61,7 @@ class OptimConfig(ConfigNode):
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
     clip_grad: float = key(1.0, "largest global norm of the gradient", gt=0)
     lr_scheduler_type: str = key("constant", "shape of the schedule after warm-up", choices=names.LR_SCHEDULERS)
-    lr_warmup_steps: int = key(-1, "optimizer steps of linear warm-up; negative: lr_warmup_steps_ratio decides")
+    lr_warmup_steps: int = key(-1, "training steps of linear warm-up; 0 or less: lr_warmup_steps_ratio decides")
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
     min_lr_ratio: float = key(0.0, "learning rate at the end of linear or cosine decay, as a share of lr", ge=0, le=1)
     num_cycles: float = key(0.5, "waves of the cosine; 0.5 goes down once", gt=0)

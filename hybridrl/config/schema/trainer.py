@@ -100,7 +100,12 @@ class TrainerConfig(RunConfig):
     max_critic_ckpt_to_keep: int | None = key(
         None, "must be the same: actor and critic are one checkpoint here", follows="${.max_actor_ckpt_to_keep}", gt=0
     )
-    dump_freq: int = key(10, "steps between dumps of the rollouts as JSONL; -1: none", ge=-1)
+    dump_freq: int = key(
+        10,
+        "steps between dumps of the rollouts as JSONL (each step where rollout_data_dir is set); -1: none",
+        follows="${if_set:${.rollout_data_dir},1,10}",
+        ge=-1,
+    )
     rollout_data_dir: str | None = key(None, "folder of those dumps; null: rollouts/ in default_local_dir")
     validation_data_dir: str | None = key(None, "folder of validation dumps; null: validation/ in default_local_dir")
     health: HealthConfig = group(HealthConfig)

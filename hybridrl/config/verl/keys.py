@@ -4,16 +4,14 @@ Every assignment, from the command line or from a file, passes `KeyBook.rewrite`
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.config.convert import nearest, show
 from hybridrl.config.schema.node import declared, default_of, is_free
 from hybridrl.config.schema.root import ROOTS, SHARED_GROUPS
-from hybridrl.config.verl.branches import BRANCHES, Branch
-from hybridrl.config.verl.legacy import ALIASES
-from hybridrl.config.verl.pending import PENDING, Pending
+from hybridrl.config.verl.tables import Pending, Unselected, aliases, pending, unselected
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Outcome:
 
     assignments: list[Assignment] = field(default_factory=list)
     renamed: list[str] = field(default_factory=list)
-    unselected: dict[Branch, list[str]] = field(default_factory=dict)
+    unselected: dict[Unselected, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def add(self, other: "Outcome") -> None:
@@ -40,13 +38,13 @@ class Outcome:
         self.assignments += other.assignments
         self.renamed += other.renamed
         self.faults += other.faults
-        for branch, keys in other.unselected.items():
-            self.unselected.setdefault(branch, []).extend(keys)
+        for entry, keys in other.unselected.items():
+            self.unselected.setdefault(entry, []).extend(keys)
 
     def notices(self) -> list[str]:
         """What to tell the user, each thing once; keys of one unselected engine in one line."""
-        unselected = [branch.notice(list(dict.fromkeys(keys))) for branch, keys in self.unselected.items()]
-        return list(dict.fromkeys([*self.renamed, *unselected]))
+        without_effect = [entry.notice(list(dict.fromkeys(keys))) for entry, keys in self.unselected.items()]
+        return list(dict.fromkeys([*self.renamed, *without_effect]))
 
 
 class KeyBook:
@@ -60,15 +58,17 @@ class KeyBook:
         self.root = root
         self.fields = declared(ROOTS[root])
         self.free = {name for name, item in self.fields.items() if is_free(item)}
-        self._aliases = {alias.old: alias for alias in ALIASES if self._has(alias.roots, alias.old, alias.new)}
+        self._aliases = {alias.old: alias for alias in aliases() if self._has(alias.roots, alias.old, alias.new)}
         self._pending = {
-            key: (entry, value) for entry in PENDING for key, value in entry.items() if self._has(entry.roots, key)
+            key: (entry, value) for entry in pending() for key, value in entry.items() if self._has(entry.roots, key)
         }
-        self._branches = {key: branch for branch in BRANCHES for key in branch.items() if self._has(branch.roots, key)}
-        every = (*self.fields, *self._pending, *self._branches, *self._aliases)
+        self._unselected = {
+            key: entry for entry in unselected() for key in entry.items() if self._has(entry.roots, key)
+        }
+        every = (*self.fields, *self._pending, *self._unselected, *self._aliases)
         self.groups = {name[:i] for name in every for i, letter in enumerate(name) if letter == "."}
 
-    def _has(self, roots: tuple[str, ...], *keys: str | None) -> bool:
+    def _has(self, roots: Sequence[str], *keys: str | None) -> bool:
         """Whether keys of these trees are keys of this one: it is among them, or shares the groups that hold them."""
         other, groups = SHARED_GROUPS.get(self.root, ("", ()))
         shared = all(key is None or key.startswith(tuple(f"{name}." for name in groups)) for key in keys)
@@ -76,22 +76,22 @@ class KeyBook:
 
     def known(self) -> list[str]:
         """Every key that may be written, for suggestions."""
-        return sorted({*self.fields, *self._pending, *self._branches})
+        return sorted({*self.fields, *self._pending, *self._unselected})
 
     def free_parent(self, name: str) -> str | None:
         """The free-form mapping that holds this key, if one does."""
         return next((name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in self.free), None)
 
     def kind(self, name: str) -> str:
-        """`acting`, `alias`, `pending`, `branch`, `group` or `unknown`."""
+        """`acting`, `alias`, `pending`, `unselected`, `group` or `unknown`."""
         if self._find(self._aliases, name):
             return "alias"
         if self._find(self._pending, name):
             return "pending"
         if name in self.fields or self.free_parent(name):
             return "acting"
-        if self._find(self._branches, name):
-            return "branch"
+        if self._find(self._unselected, name):
+            return "unselected"
         return "group" if name in self.groups else "unknown"
 
     def flatten(self, tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> Iterable[Assignment]:
@@ -132,12 +132,12 @@ class KeyBook:
         if found is None:
             return [item]
         _, alias = found
-        if item.value is None and alias.null_is_unset and not item.delete:
+        if item.value is None and not item.delete:
             return []
         target = alias.target(item.key)
         try:
-            value = alias.transform(item.value) if alias.transform and not item.delete else item.value
-        except (KeyError, TypeError, ValueError):
+            value = item.value if item.delete else alias.translated(item.value)
+        except KeyError:
             out.faults.append(f"{item.key}={show(item.value)}{item.origin}: {alias.note}")
             return []
         if target is None or (value is None and item.value is not None):
@@ -153,14 +153,14 @@ class KeyBook:
 
     def _sort_in(self, item: Assignment, out: Outcome) -> None:
         """Put one assignment with a current name where it belongs."""
-        if (pending := self._find(self._pending, item.key)) is not None:
-            entry, default = pending[1]
+        if (waiting := self._find(self._pending, item.key)) is not None:
+            entry, default = waiting[1]
             self._weigh(item, entry, default, out)
         elif item.key in self.fields or self.free_parent(item.key):
             out.assignments.append(item)
-        elif (branch := self._find(self._branches, item.key)) is not None:
+        elif (other := self._find(self._unselected, item.key)) is not None:
             if not item.delete:
-                out.unselected.setdefault(branch[1], []).append(f"{item.key}{item.origin}")
+                out.unselected.setdefault(other[1], []).append(f"{item.key}{item.origin}")
         elif item.key in self.groups:
             if item.delete or item.value not in ({}, None):  # null: a group of which nothing is set
                 what = "deleted" if item.delete else f"set to {show(item.value)}"

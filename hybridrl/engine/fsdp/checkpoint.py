@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from hybridrl.engine.train_engine import SAVE_CONTENTS
 from hybridrl.errors import ModelError
 from hybridrl.models import loading, value
 from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.notify import notify
 from hybridrl.utils import distributed
 from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from hybridrl.engine.fsdp.engine import FSDPEngine
 
 SEPARATOR = "/"
-logger = logging.getLogger(__name__)
 
 
 def save(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
@@ -219,10 +218,11 @@ def _load_extra(engine: FSDPEngine, folder: Path) -> None:
     saved, step = len(list(folder.glob("rng_*.json"))), 0 if engine.schedule is None else engine.schedule.last_epoch
     seed = _seed_of(engine.engine_config.seed, distributed.get_rank(), step)
     seed_rng(seed)
-    logger.warning(
-        "%s was saved by %d ranks and holds no random state of rank %d; its generators begin anew from %d, which the "
-        "run's seed %d, the rank and the step %d give",
-        *(folder, saved, distributed.get_rank(), seed, engine.engine_config.seed, step),
+    notify(
+        f"{folder} was saved by {saved} ranks and holds no random state of rank {distributed.get_rank()}; its "
+        f"generators begin anew from {seed}, which the run's seed {engine.engine_config.seed}, the rank and the step "
+        f"{step} give",
+        "warning",
     )
 
 

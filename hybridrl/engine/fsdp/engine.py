@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -31,11 +30,11 @@ from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, mov
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.models import loading, value
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 
-logger = logging.getLogger(__name__)
 STRATEGIES = ("fsdp", "fsdp2")
 USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
 
@@ -225,7 +224,7 @@ class FSDPEngine(Engine):
             self.optimizer.zero_grad(set_to_none=True)
             if on_nonfinite == "raise":
                 raise problem
-            logger.warning("step skipped: %s", problem)
+            notify(f"step skipped: {problem}", "warning")
         else:
             self._step(norm)
         own = {

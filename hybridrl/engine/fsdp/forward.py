@@ -74,7 +74,7 @@ def response_logits(module: nn.Module, head: SelectingHead, layout: Layout, flas
         logits: torch.Tensor = module(
             input_ids=layout.input_ids,
             position_ids=layout.position_ids,
-            attention_mask=None,
+            attention_mask=layout.attention_mask,
             use_cache=False,
             **options,
         ).logits

@@ -113,7 +113,7 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
         cosine     max(m, (1 + m) / 2 + (1 - m) / 2 cos(2 pi num_cycles q))
         wsd        1 while q < 0.9, then the cosine from 1 to m over the rest
 
-    w is ``lr_warmup_steps``, or, where that is negative, ``lr_warmup_steps_ratio`` of n.
+    w is `lr_warmup_steps`, or, where that is not above 0, `lr_warmup_steps_ratio` of n.
 
     Raises:
         ModelError: the type is unknown, or it needs ``total_training_steps`` and has none.
@@ -121,14 +121,14 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
     kind, total = optim.lr_scheduler_type, optim.total_training_steps
     if kind not in ("constant", "linear", "cosine", "wsd"):
         raise ModelError(f"optim.lr_scheduler_type={kind!r} is not known; use constant, linear, cosine or wsd")
-    needs_total = kind != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
+    needs_total = kind != "constant" or (optim.lr_warmup_steps <= 0 and optim.lr_warmup_steps_ratio > 0)
     if needs_total and total <= 0:
         raise ModelError(
             f"optim.total_training_steps={total}: lr_scheduler_type={kind} with "
             f"lr_warmup_steps={optim.lr_warmup_steps} and "
             f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio} has to know how long training is"
         )
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * max(total, 0))
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * max(total, 0))
     floor, cycles = optim.min_lr_ratio, optim.num_cycles
 
     def factor(step: int) -> float:

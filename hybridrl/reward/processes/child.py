@@ -1,14 +1,15 @@
 """A process of the reward pool: loads the reward function, scores what it is sent, reports.
 
-Run as ``main`` in a process of its own; imports neither torch nor numpy.
+Run as `main` in a process of its own; imports neither torch nor numpy.
 
-Messages (pickled tuples). From the pool: ``("samples", [(number, Sample), ...])``, ``("batch", [Sample, ...])``. To the
-pool: ``("ready", form, is_async)`` or ``("failed", message)`` once; ``("results", [(number, kind, payload, seconds),
-...], done)``, where kind is ``score``, ``bad`` (payload: what was wrong), ``raised`` (payload: traceback) or
-``timeout``. Number -1 stands for a whole batch.
+Messages are pickled tuples. From the pool: `("samples", [(number, pickled Sample), ...])` and
+`("batch", [(number, pickled list of Samples)])`. To the pool: `("ready", form, is_async, label)` or
+`("failed", message)` once, then `("results", [(number, kind, payload, seconds), ...])`, where kind is `score`, `bad`
+(payload: what was wrong), `raised` (payload: traceback) or `timeout`. An async function works on new samples while
+others wait.
 
-The cell, 16 bytes of memory shared with the pool, says which sample is being worked on since when, so that the pool can
-tell a hung one and name it.
+The cell, 16 bytes of memory shared with the pool, holds the number being worked on and since when, so that the pool can
+find a hung call and name it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from hybridrl.reward.function import BadScore, LoadedFunction, RewardFunction, S
 
 CELL = struct.Struct("<qd")
 IDLE = -1
-BATCH = -1
 _FLUSH_S = 0.002  # results are sent together if they come faster than this
 
 Result = tuple[int, str, Any, float]
@@ -62,20 +62,22 @@ def main(connection_fd: int, life_fd: int, cell_fd: int) -> None:
 def serve(connection: Connection, cell: Cell, function: LoadedFunction, timeout_s: float) -> None:
     """Answer requests until the connection ends."""
     loop = EventLoop(cell, timeout_s) if function.is_async else None
+    if loop is not None and function.form == "sample":
+        loop.serve(function, connection)
+        return
     while True:
         try:
-            kind, payload = pickle.loads(connection.recv_bytes())
+            kind, calls = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):  # the run has ended, in order or not
             return
         outbox = Outbox(connection)
-        if kind == "batch":
-            outbox.add(_score_batch(function, payload, cell, loop))
-        elif loop is not None:
-            loop.score(function, payload, outbox)
-        else:
-            for number, sample in payload:
-                outbox.add(_score_one(function, number, sample, cell))
-        outbox.flush(done=True)
+        for number, payload in calls:
+            value = pickle.loads(payload)
+            if kind == "batch":
+                outbox.add(_score_batch(function, number, value, cell, loop))
+            else:
+                outbox.add(_score_one(function, number, value, cell))
+        outbox.flush()
 
 
 def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell) -> Result:
@@ -88,8 +90,10 @@ def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell
     return number, kind, payload, time.monotonic() - start
 
 
-def _score_batch(function: LoadedFunction, samples: Sequence[Sample], cell: Cell, loop: EventLoop | None) -> Result:
-    start = cell.begin(0)
+def _score_batch(
+    function: LoadedFunction, number: int, samples: Sequence[Sample], cell: Cell, loop: EventLoop | None
+) -> Result:
+    start = cell.begin(number)
     kind: str
     payload: Any
     try:
@@ -101,7 +105,7 @@ def _score_batch(function: LoadedFunction, samples: Sequence[Sample], cell: Cell
     except BaseException as error:
         kind, payload = "raised", _trace(error)
     cell.end()
-    return BATCH, kind, payload, time.monotonic() - start
+    return number, kind, payload, time.monotonic() - start
 
 
 def _checked(value: Any) -> tuple[str, Any]:
@@ -133,9 +137,8 @@ class Cell:
     def begin(self, number: int) -> float:
         """Now working on this sample; returns the time."""
         now = time.monotonic()
-        CELL.pack_into(
-            self._memory, 0, IDLE, now
-        )  # the time first: the pool must never see a new number with an old time
+        # The time first: the pool must never see a new number with an old time.
+        CELL.pack_into(self._memory, 0, IDLE, now)
         CELL.pack_into(self._memory, 0, number, now)
         return now
 
@@ -144,7 +147,7 @@ class Cell:
         CELL.pack_into(self._memory, 0, IDLE, time.monotonic())
 
     def read(self) -> tuple[int, float]:
-        """The sample's number (``IDLE`` for none) and since when (``time.monotonic``)."""
+        """The number (`IDLE` for none) and since when (`time.monotonic`)."""
         while True:
             first, second = CELL.unpack_from(self._memory), CELL.unpack_from(self._memory)
             if first == second:
@@ -160,14 +163,15 @@ class Outbox:
         self._last = time.monotonic()
 
     def add(self, result: Result) -> None:
-        """Send it soon."""
+        """Send it now, or with the next ones."""
         self._results.append(result)
         if time.monotonic() - self._last > _FLUSH_S:
-            self.flush(done=False)
+            self.flush()
 
-    def flush(self, done: bool) -> None:
-        """Send what there is; ``done`` ends the answer to a request."""
-        _send(self._connection, ("results", self._results, done))
+    def flush(self) -> None:
+        """Send what was added."""
+        if self._results:
+            _send(self._connection, ("results", self._results))
         self._results = []
         self._last = time.monotonic()
 
@@ -175,8 +179,8 @@ class Outbox:
 class EventLoop:
     """Runs the samples of an async function at the same time.
 
-    A sample that waits too long is cancelled here. One that blocks the loop is the pool's affair: every step of every
-    task of a sample stands in the cell while it runs.
+    A sample that waits too long is cancelled here. One that blocks the loop is found by the pool: the cell holds the
+    sample's number during every step of every task of the sample.
     """
 
     def __init__(self, cell: Cell, timeout_s: float) -> None:
@@ -198,17 +202,29 @@ class EventLoop:
 
         return self._loop.run_until_complete(outer())
 
-    def score(self, function: LoadedFunction, samples: Sequence[tuple[int, Sample]], outbox: Outbox) -> None:
-        """Score all samples, each within the time limit."""
-
-        async def all_of_them() -> None:
-            await self._asyncio.gather(*(one(number, sample) for number, sample in samples))
+    def serve(self, function: LoadedFunction, connection: Connection) -> None:
+        """Score samples as they arrive, each within the time limit, until the connection ends."""
+        outbox = Outbox(connection)
+        tasks: set[Any] = set()
 
         async def one(number: int, sample: Sample) -> None:
             self._number.set(number)
             outbox.add(await self._score_one(function, number, sample))
+            self._loop.call_later(_FLUSH_S, outbox.flush)
 
-        self._loop.run_until_complete(all_of_them())
+        def receive() -> None:
+            try:
+                _, calls = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):  # the run has ended, in order or not
+                self._loop.stop()
+                return
+            for number, payload in calls:
+                task = self._loop.create_task(one(number, pickle.loads(payload)))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+        self._loop.add_reader(connection.fileno(), receive)
+        self._loop.run_forever()
 
     async def _score_one(self, function: LoadedFunction, number: int, sample: Sample) -> Result:
         start = time.monotonic()
@@ -258,9 +274,7 @@ class _Steps:
             resume, failure = None, None
             try:
                 resume = yield waiting_for
-            except (
-                BaseException
-            ) as error:  # the loop throws a cancellation or a failed wait in here; it belongs to the coroutine
+            except BaseException as error:  # a cancellation or a failed wait, which belongs to the coroutine
                 failure = error
 
 

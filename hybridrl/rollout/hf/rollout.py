@@ -18,11 +18,12 @@ from hybridrl.config import RolloutConfig
 from hybridrl.engine.train_engine import Engine
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
-from hybridrl.rollout.batch import assemble
+from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.noise import stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
 from hybridrl.rollout.stop_strings import StopStrings
+from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.utils.device import current_device
 
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch: dropping copies the cache
@@ -54,7 +55,7 @@ class HFRollout:
         self.pad_token_id = pad_token_id
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """One response a row, as `Rollout.generate` says; `weight_versions` is left to the caller."""
+        """One response per row, as `Rollout.generate` says; `weights_version` of the meta is its weights' version."""
         meta = prompts.meta_info
         params = SamplingParams.from_meta(self.config, meta)
         eos = _as_ids(meta.get("eos_token_id", self.eos_token_ids))
@@ -85,8 +86,20 @@ class HFRollout:
                     _Output(responses[part], log_probs[part], lengths[part]),
                     StopStrings(self.tokenizer, params.stop),
                 )
-        output = assemble(prompts.to(device), responses, lengths, log_probs, pad)
-        return output.to("cpu")
+        version = int(meta.get("weights_version", NO_VERSION))
+        rows_of = zip(
+            prompt_ids_of(prompts),
+            responses.tolist(),
+            log_probs.tolist(),
+            lengths.tolist(),
+            *names_of(prompts),
+            strict=True,
+        )
+        trajectories = [
+            Trajectory(uid, sample, prompt, tokens[:count], [1] * count, scores[:count], [(version, count)])
+            for prompt, tokens, scores, count, uid, sample in rows_of
+        ]
+        return batch_of(trajectories, pad, prompt_width=ids.shape[1], response_width=params.max_new_tokens)
 
     def _noise(self, prompts: DataProto, params: SamplingParams) -> torch.Tensor:
         """Uniforms [B, T] keyed by the sample; none are needed for greedy decoding."""

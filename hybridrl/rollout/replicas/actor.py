@@ -15,6 +15,7 @@ import ray
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
+from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -231,7 +232,7 @@ class Replica:
     def _die(self) -> NoReturn:
         """The engine is broken: whoever started this replica finds it dead, starts it again and asks again."""
         traceback.print_exc()
-        print(f"replica {self.spec.index}: the engine failed, see above", file=sys.stderr, flush=True)
+        notify(f"replica {self.spec.index}: the engine failed, see above", "error")
         os._exit(70)
 
     async def _engine_does(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,12 +1,11 @@
 """All replicas of a run, as the controller sees them: requests in, completions out, whatever happens to a replica.
 
-A thread of its own talks to the replicas. It hands out requests as replicas have room, gathers completions, and starts
-a lost replica again, whose requests run again elsewhere. Weights are sent only by the thread that calls
-`update_weights` or `generate`: then the trainer has nothing else to do. So a replica that was started again waits for
-one of these calls.
+One thread talks to the replicas: it dispatches requests as replicas have room, collects completions, and restarts a
+lost replica, whose requests run again elsewhere. A second thread sends the trainer's weights to restarted replicas. It
+does so only while the trainer keeps the weights of the last `update_weights`, that is until `release` or
+`weights_will_change`; after that a restarted replica waits for the next `update_weights`.
 """
 
-import concurrent.futures
 import itertools
 import logging
 import threading
@@ -20,6 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
 from hybridrl.rollout.replicas.balancer import Balancer
 from hybridrl.rollout.replicas.handle import Member, PoolSettings, ReplicaPlace, Up
@@ -71,7 +71,8 @@ class ReplicaPool:
         self._aborted: set[str] = set()
         self._losses: Counter[str] = Counter()  # how often a request's replica was lost
         self._lock = threading.RLock()
-        self._weights_lock = threading.Lock()
+        self._flow_lock = threading.RLock()  # weights, memory and pauses: one change at a time
+        self._trainer_has_version = False  # the trainer's weights are still those of `version`
         self._error: RolloutError | None = None
         self._closed = threading.Event()
         self._memory: set[str] = set(MEMORY_TAGS)
@@ -80,6 +81,7 @@ class ReplicaPool:
         self._token: str | None = None
         self._threads = ThreadPoolExecutor(max_workers=len(self._members), thread_name_prefix="replica-restart")
         self._pump = threading.Thread(target=self._run, name="replica-pool", daemon=True)
+        self._sender = threading.Thread(target=self._send_to_restarted, name="replica-weights", daemon=True)
 
     # ------------------------------------------------------------------ start and end
 
@@ -99,14 +101,17 @@ class ReplicaPool:
             for member in self._members:
                 member.state = "ready"
         self._pump.start()
+        if self._send_weights is not None:
+            self._sender.start()
         return [member.info for member in self._members if member.info is not None]
 
     def close(self) -> None:
         """End all replicas; what is in flight fails."""
         with self._lock:
             self._closed.set()
-        if self._pump.is_alive():
-            self._pump.join()
+        for thread in (self._pump, self._sender):
+            if thread.is_alive():
+                thread.join(_CLOSE_S)
         closing = [member.handle.close.remote() for member in self._members if member.is_up]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
@@ -135,7 +140,7 @@ class ReplicaPool:
         try:
             self._serve(member)
         except (RayTaskError, GetTimeoutError) as error:
-            logger.warning("replica %d has no address of its own any more: %s", member.index, error)
+            notify(f"replica {member.index} has no address of its own any more: {error}", "warning")
 
     @property
     def places(self) -> list[ReplicaPlace]:
@@ -161,17 +166,13 @@ class ReplicaPool:
         return futures
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """A completion of each request, in their order; meanwhile replicas that were lost get their weights again.
+        """A completion of each request, in their order.
 
         Raises:
             RolloutError: the engine refuses a request, one has brought down its replica again and again, or replicas
                 cannot be kept alive.
         """
-        futures = waiting = self.submit(requests)
-        while waiting:
-            self._give_weights_again()
-            waiting = list(concurrent.futures.wait(waiting, timeout=_TICK_S).not_done)
-        completions = [future.result() for future in futures]
+        completions = [future.result() for future in self.submit(requests)]
         for completion in completions:
             if completion.finish_reason == "error":
                 raise RolloutError(f"request {completion.id} failed: {completion.error}")
@@ -303,7 +304,7 @@ class ReplicaPool:
                     self._answer(Completion(request.id, [], [], "error", error=fault))
             self._balancer.add([request for request in lost if request.id in self._futures], first=True)
             self._hand_out()  # to the others
-        logger.warning("replica %d: %s; %d requests run again", member.index, why, len(lost))
+        notify(f"replica {member.index}: {why}; {len(lost)} requests run again", "warning")
         self._start_again(member)
 
     def _start_again(self, member: Member) -> None:
@@ -373,27 +374,45 @@ class ReplicaPool:
         Returns:
             What `send_weights` returned; None where no replica is up.
         """
-        with self._weights_lock:
+        with self._flow_lock:
             self._raise_if_failed()
             self.version = version
+            self._trainer_has_version = True
             return self._update(self._up())
 
-    def _give_weights_again(self) -> None:
-        """Send the present weights to replicas that were started again.
+    def weights_will_change(self) -> None:
+        """Send no weights from here to the next `update_weights`: the trainer is about to change them.
+
+        Returns when a transfer that has begun is over.
+        """
+        with self._flow_lock:
+            self._trainer_has_version = False
+
+    def _send_to_restarted(self) -> None:
+        """The second thread: weights for replicas that were restarted."""
+        while not self._closed.wait(_TICK_S):
+            try:
+                if self._empty():
+                    with self._flow_lock:
+                        self._update_restarted()
+            except Exception as error:
+                logger.exception("weights could not be sent to restarted replicas")
+                self._fail(RolloutError(f"weights could not be sent to restarted replicas: {error!r}"))
+                return
+
+    def _update_restarted(self) -> None:
+        """Send `version` to replicas that were restarted.
 
         On devices that training shares this waits for the next update, as long as others generate.
         """
-        if self._send_weights is None or self.version < 0:
+        empty = self._empty()
+        if not empty or not self._trainer_has_version or "weights" not in self._memory or self._closed.is_set():
             return
-        if not self._empty():
-            return
-        if not self._shares_memory():
-            with self._weights_lock:
-                self._update(self._empty())
+        if not self._shares_memory() or "kv_cache" not in self._memory:
+            self._update(empty)
         elif not any(member.state == "ready" for member in self._members):
-            self.release(["kv_cache"])
-            with self._weights_lock:
-                self._update(self._empty())
+            self._release(["kv_cache"])
+            self._update(self._empty())
             self.resume(["kv_cache"])
 
     def _empty(self) -> list[Up]:
@@ -446,7 +465,13 @@ class ReplicaPool:
         return answered
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Give device memory back between generations; requests wait, with their tokens, until all is there again."""
+        """Return device memory to training, which changes the weights; requests wait, with their tokens, until `resume`
+        has taken all of it back."""
+        with self._flow_lock:
+            self.weights_will_change()
+            self._release(tags)
+
+    def _release(self, tags: Sequence[str]) -> None:
         gone = [tag for tag in tags if tag in self._memory]
         if not gone:
             return
@@ -462,26 +487,29 @@ class ReplicaPool:
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Take device memory again."""
-        back = [tag for tag in tags if tag not in self._memory]
-        if not back:
-            return
-        self._ask(self._up(), "resume", back)
-        self._memory |= set(back)
-        for member in self._members:
-            self._start_again(member)
-        if self._may_run():
-            self._ask(self._up(), "unpause")
+        with self._flow_lock:
+            back = [tag for tag in tags if tag not in self._memory]
+            if not back:
+                return
+            self._ask(self._up(), "resume", back)
+            self._memory |= set(back)
+            for member in self._members:
+                self._start_again(member)
+            if self._may_run():
+                self._ask(self._up(), "unpause")
 
     def pause(self) -> None:
         """Stop generating, until `unpause`; requests keep their tokens."""
-        self._paused = True
-        self._ask(self._up(), "pause")
+        with self._flow_lock:
+            self._paused = True
+            self._ask(self._up(), "pause")
 
     def unpause(self) -> None:
         """Go on."""
-        self._paused = False
-        if self._may_run():
-            self._ask(self._up(), "unpause")
+        with self._flow_lock:
+            self._paused = False
+            if self._may_run():
+                self._ask(self._up(), "unpause")
 
     # ------------------------------------------------------------------ state
 

@@ -1,6 +1,5 @@
 """Prometheus: the metrics of the replicas as text, and the scrape configuration that names this run's servers."""
 
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from hybridrl.config import PrometheusConfig
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.utils.files import write_text
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -123,6 +123,6 @@ def _reload(port: int, path: Path) -> None:
         urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=5).close()
     except urllib.error.HTTPError as error:
         hint = "; start it with --web.enable-lifecycle" if error.code == 403 else ""
-        print(f"notice: Prometheus at {url} did not read {path} again ({error}){hint}", file=sys.stderr)
+        notify(f"Prometheus at {url} did not read {path} again ({error}){hint}")
     except OSError as error:
-        print(f"notice: no Prometheus answers at {url} ({error}); started with {path} it will", file=sys.stderr)
+        notify(f"no Prometheus answers at {url} ({error}); started with {path} it will")

@@ -17,6 +17,7 @@ import psutil
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
     EngineSpec,
@@ -50,7 +51,7 @@ class SGLangEngine(InferenceEngine):
     def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
         warning = compat.check_version()
         if warning:
-            print(f"warning: {warning}")
+            notify(warning, "warning")
         check_tensor_parallel(config, model)
         key = "actor_rollout_ref.rollout"
         if config.data_parallel_size > 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
+from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -51,7 +52,7 @@ class VLLMEngine(InferenceEngine):
     def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
         warning = compat.check_version()
         if warning:
-            print(f"warning: {warning}")
+            notify(warning, "warning")
         name, _ = compat.installed()
         text = config_of(model).get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -2,7 +2,7 @@
 
 A *dispatch mode* is a pair of functions:
 
-    dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs)    every argument a list with one entry a rank
+    dispatch_fn(worker_group, *args, **kwargs) -> (args, kwargs)    every argument a list with one entry per rank
     collect_fn(worker_group, output) -> result                      `output`: the ranks' return values in rank order;
                                                                     of a call on rank 0 alone, its value
 
@@ -14,7 +14,7 @@ rank's argument that is the same object as another rank's is sent once.
 | RANK_ZERO | arguments as they are, to rank 0 alone | rank 0's value |
 | ONE_TO_ALL | the same to every rank | list of all values |
 | ALL_TO_ALL | nothing: lists of world_size entries go one to a rank, anything else to every rank | list of all values |
-| DP_COMPUTE | the caller's lists, one entry a rank | list of all values |
+| DP_COMPUTE | the caller's lists, one entry per rank | list of all values |
 | DP_COMPUTE_PROTO | `DataProto` rows split over all ranks, uneven batches padded | shards concatenated, unpadded |
 | DP_COMPUTE_PROTO_WITH_FUNC | likewise, but the first argument, a function, goes to every rank | likewise |
 | DP_COMPUTE_METRIC | like DP_COMPUTE_PROTO | list of all values |
@@ -23,10 +23,12 @@ rank's argument that is the same object as another rank's is sent once.
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
@@ -42,89 +44,46 @@ DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 CollectFn = Callable[[Any, Any], Any]
 
 
-class _Mode:
-    """One member of `Dispatch` or `Execute`: compared by identity, pickled by name."""
+@dataclass(eq=False)
+class DispatchMode:
+    """How arguments are split over a worker group and its outputs are collected.
 
-    def __init__(self, family: str, name: str, value: int) -> None:
-        self.family = family
-        self.name = name
-        self.value = value
+    Attributes:
+        name: the attribute of `Dispatch` that holds it; empty for the two functions of a `register` call.
+        dispatch_fn, collect_fn: see the module's docstring.
+    """
 
-    def __repr__(self) -> str:
-        return f"<{self.family}.{self.name}: {self.value}>"
+    name: str
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
+
+    def __post_init__(self) -> None:
+        for name in ("dispatch_fn", "collect_fn"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, which cannot be called")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_mode, (self.family, self.name)
+        if self.name:  # one object per name and process
+            return _restore_mode, (self.name,)
+        return DispatchMode, ("", self.dispatch_fn, self.collect_fn)
 
 
-class _Modes(type):
-    """Metaclass of an enumeration that users may extend at run time."""
-
-    _members: dict[str, _Mode]
-
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
-        super().__init__(name, bases, namespace)
-        cls._members = {}
-
-    def register(cls, name: str) -> _Mode:
-        """Add a member named ``name`` (made upper case)."""
-        name = name.upper()
-        if not name.isidentifier():
-            raise ValueError(f"{name!r} cannot be a {cls.__name__} name: letters, digits and underscores only")
-        if name in cls._members:
-            raise ValueError(f"{cls.__name__}.{name} exists already")
-        cls._members[name] = _Mode(cls.__name__, name, len(cls._members))
-        return cls._members[name]
-
-    def __getattr__(cls, name: str) -> _Mode:
-        try:
-            return cls._members[name]
-        except KeyError:
-            known = ", ".join(cls._members)
-            raise AttributeError(f"{cls.__name__} has no member {name!r}; there are {known}") from None
-
-    def __getitem__(cls, name: str) -> _Mode:
-        try:
-            return cls._members[name.upper()]
-        except KeyError:
-            raise KeyError(f"{cls.__name__} has no member {name!r}; there are {', '.join(cls._members)}") from None
-
-    def __iter__(cls) -> Iterator[_Mode]:
-        return iter(cls._members.values())
-
-    def __len__(cls) -> int:
-        return len(cls._members)
-
-    def __contains__(cls, item: object) -> bool:
-        return any(member is item for member in cls._members.values()) or item in cls._members
-
-    def names(cls) -> list[str]:
-        """Names of all members."""
-        return list(cls._members)
+def _restore_mode(name: str) -> DispatchMode:
+    # A worker may receive a mode that only the controller has registered; it needs no more than the name.
+    return vars(Dispatch).get(name) or Dispatch.register(name)
 
 
-class Dispatch(metaclass=_Modes):
-    """How arguments are split over a worker group and its outputs collected; see the module's table."""
+class Execute(enum.Enum):
+    """Which ranks run the method: all, or rank 0 alone."""
 
-
-class Execute(metaclass=_Modes):
-    """Which ranks run the method: ALL, or RANK_ZERO alone."""
-
-
-def _restore_mode(family: str, name: str) -> _Mode:
-    # A worker may meet a mode that only the controller registered; there the name is all that is needed.
-    modes: _Modes = {"Dispatch": Dispatch, "Execute": Execute}[family]
-    return modes[name] if name in modes.names() else modes.register(name)
-
-
-Execute.register("ALL")
-Execute.register("RANK_ZERO")
+    ALL = 0
+    RANK_ZERO = 1
 
 
 class PendingOutputs(list[Any]):
     """References to the outputs of a call that may still be running, in rank order.
 
-    ``collect_fn`` sees it in place of the list of values. What the references are is the back end's affair.
+    `collect_fn` sees it in place of the list of values. What the references are is the back end's affair.
     """
 
     def select(self, indices: Sequence[int]) -> PendingOutputs:
@@ -143,14 +102,10 @@ class PendingOutputs(list[Any]):
 # --- dispatch and collect functions ---------------------------------------------------------------------------------
 
 
-def _to_all(worker_group: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    count = worker_group.world_size
-    return tuple([arg] * count for arg in args), {name: [arg] * count for name, arg in kwargs.items()}
-
-
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Every rank gets the same arguments."""
-    return _to_all(worker_group, args, kwargs)
+    count = worker_group.world_size
+    return tuple([arg] * count for arg in args), {name: [arg] * count for name, arg in kwargs.items()}
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -164,14 +119,12 @@ def collect_all_to_all(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The caller already split the arguments: each is a list or tuple with one entry a rank."""
+    """The caller already split the arguments: each is a list or tuple with one entry per rank."""
     _check_lists(worker_group.world_size, "rank", args, kwargs)
     return args, kwargs
 
 
-def collect_dp_compute(worker_group: Any, output: Any) -> Any:
-    """A list with one output a rank."""
-    return output
+collect_dp_compute = collect_all_to_all
 
 
 def dispatch_dp_compute_data_proto(
@@ -223,7 +176,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Outputs of the ranks whose entry in ``collect_mask`` is true, in rank order."""
+    """Outputs of the ranks whose entry in `collect_mask` is true, in rank order."""
     ranks = [rank for rank, collected in enumerate(collect_mask) if collected]
     return output.select(ranks) if isinstance(output, PendingOutputs) else [output[rank] for rank in ranks]
 
@@ -248,7 +201,7 @@ def collect_nd_compute_dataproto(
 
 
 class _Mesh:
-    """Dispatch and collect over the mesh that the workers registered under ``name`` (`Worker.set_dispatch_collect`).
+    """Dispatch and collect over the mesh that the workers registered under `name` (`Worker.set_dispatch_collect`).
 
     The group asks its workers once, at the first call, and remembers.
     """
@@ -317,7 +270,7 @@ def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bo
 
 
 def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split every argument's rows into ``chunks``; a padded batch leaves its `Padding` under `PADDING_KEY`."""
+    """Split every argument's rows into `chunks`; a padded batch leaves its `Padding` under `PADDING_KEY`."""
     padding: Padding | None = None
     rows: int | None = None
 
@@ -381,71 +334,82 @@ def finish_output(output: Any, padding: Padding | None) -> Any:
     return unpad_output(output, padding)
 
 
-# --- registry -------------------------------------------------------------------------------------------------------
-
-_DISPATCH_FNS: dict[_Mode, dict[str, Callable[..., Any]]] = {}
-_EXECUTE_FNS: dict[_Mode, dict[str, str]] = {
-    Execute.ALL: {"execute_fn_name": "execute_all"},
-    Execute.RANK_ZERO: {"execute_fn_name": "execute_rank_zero"},
-}
+# --- modes ----------------------------------------------------------------------------------------------------------
 
 
-def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> _Mode:
-    """Add a dispatch mode of one's own as ``Dispatch.<NAME>`` and return it.
+class Dispatch:
+    """The dispatch modes by name; see the module's table. `register_dispatch_mode` adds one."""
+
+    RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_all_to_all)
+    ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all)
+    ALL_TO_ALL = DispatchMode("ALL_TO_ALL", dispatch_all_to_all, collect_all_to_all)
+    DP_COMPUTE = DispatchMode("DP_COMPUTE", dispatch_dp_compute, collect_dp_compute)
+    DP_COMPUTE_PROTO = DispatchMode("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto)
+    DP_COMPUTE_PROTO_WITH_FUNC = DispatchMode(
+        "DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
+    )
+    DP_COMPUTE_METRIC = DispatchMode("DP_COMPUTE_METRIC", dispatch_dp_compute_data_proto, collect_dp_compute)
+
+    if TYPE_CHECKING:  # modes added at run time
+
+        def __getattr__(self, name: str) -> DispatchMode: ...
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Names of all modes."""
+        return [name for name, value in vars(cls).items() if isinstance(value, DispatchMode)]
+
+    @classmethod
+    def register(cls, name: str) -> DispatchMode:
+        """Add a mode without functions, which `update_dispatch_mode` must set before it is used."""
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            raise ValueError(f"Dispatch.{name.upper()} has no functions in this process; call update_dispatch_mode")
+
+        return register_dispatch_mode(name, missing, missing)
+
+
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchMode:
+    """Add a dispatch mode of your own as `Dispatch.<NAME>` (upper case) and return it.
 
     Raises:
-        ValueError: the name is taken (use `update_dispatch_mode` to replace its functions).
+        ValueError: the name is no identifier, or taken (use `update_dispatch_mode` to replace its functions).
     """
-    _check_functions(dispatch_fn, collect_fn)
-    mode = Dispatch.register(dispatch_mode_name)
-    _DISPATCH_FNS[mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    name = dispatch_mode_name.upper()
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} cannot be a Dispatch name: letters, digits and underscores only")
+    if name in Dispatch.names():
+        raise ValueError(f"Dispatch.{name} exists already")
+    mode = DispatchMode(name, dispatch_fn, collect_fn)
+    setattr(Dispatch, name, mode)
     return mode
 
 
-def update_dispatch_mode(dispatch_mode: _Mode, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
+def update_dispatch_mode(dispatch_mode: DispatchMode, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
     """Replace the two functions of an existing mode; groups made from now on use the new ones."""
-    _check_mode(dispatch_mode)
-    _check_functions(dispatch_fn, collect_fn)
-    _DISPATCH_FNS[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    mode = DispatchMode(_checked_mode(dispatch_mode).name, dispatch_fn, collect_fn)
+    dispatch_mode.dispatch_fn, dispatch_mode.collect_fn = mode.dispatch_fn, mode.collect_fn
 
 
-def get_predefined_dispatch_fn(dispatch_mode: _Mode) -> dict[str, Callable[..., Any]]:
-    """The mode's ``{"dispatch_fn": ..., "collect_fn": ...}``."""
-    _check_mode(dispatch_mode)
-    if dispatch_mode not in _DISPATCH_FNS:
-        raise ValueError(f"{dispatch_mode!r} has no functions in this process; call register_dispatch_mode here, too")
-    return _DISPATCH_FNS[dispatch_mode]
+def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> dict[str, Callable[..., Any]]:
+    """The mode's `{"dispatch_fn": ..., "collect_fn": ...}`."""
+    mode = _checked_mode(dispatch_mode)
+    return {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
 
 
-def get_predefined_execute_fn(execute_mode: _Mode) -> dict[str, str]:
-    """``{"execute_fn_name": ...}``: the worker group's method that runs a call of this mode."""
-    return _EXECUTE_FNS[execute_mode]
-
-
-def _check_mode(mode: Any) -> None:
-    if not isinstance(mode, _Mode) or mode.family != "Dispatch":
+def _checked_mode(mode: Any) -> DispatchMode:
+    """A mode, from itself or from a dict of its functions."""
+    if isinstance(mode, dict):
+        missing = {"dispatch_fn", "collect_fn"} - mode.keys()
+        if missing:
+            raise ValueError(f"dispatch_mode lacks {', '.join(sorted(missing))}")
+        return DispatchMode("", mode["dispatch_fn"], mode["collect_fn"])
+    if not isinstance(mode, DispatchMode):
         raise ValueError(
-            f"dispatch_mode is {mode!r}; allowed are {', '.join(Dispatch.names())}, or a dict of dispatch_fn "
-            "and collect_fn"
+            f"dispatch_mode is {mode!r}; allowed are {', '.join(Dispatch.names())}, or a dict of dispatch_fn and "
+            "collect_fn"
         )
-
-
-def _check_functions(dispatch_fn: Any, collect_fn: Any) -> None:
-    for name, function in (("dispatch_fn", dispatch_fn), ("collect_fn", collect_fn)):
-        if not callable(function):
-            raise TypeError(f"{name} is {function!r}, which cannot be called")
-
-
-for _name, _dispatch_fn, _collect_fn in (
-    ("RANK_ZERO", dispatch_one_to_all, collect_all_to_all),
-    ("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all),
-    ("ALL_TO_ALL", dispatch_all_to_all, collect_all_to_all),
-    ("DP_COMPUTE", dispatch_dp_compute, collect_dp_compute),
-    ("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
-    ("DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
-    ("DP_COMPUTE_METRIC", dispatch_dp_compute_data_proto, collect_dp_compute),
-):
-    register_dispatch_mode(_name, _dispatch_fn, _collect_fn)
+    return mode
 
 
 def register(
@@ -457,25 +421,19 @@ def register(
     """Make a worker method callable on the whole worker group.
 
     Args:
-        dispatch_mode: a `Dispatch` member, or a dict with ``dispatch_fn`` and ``collect_fn`` (see the module's
+        dispatch_mode: a `Dispatch` member, or a dict with `dispatch_fn` and `collect_fn` (see the module's
             docstring).
         execute_mode: `Execute.ALL`, or `Execute.RANK_ZERO` to run on rank 0 alone.
         blocking: whether the group's method waits for the outputs; otherwise it returns at once with a
-            `DataProtoFuture`, or with a `PendingOutputs` where the mode collects a list. Both have ``get()``.
+            `DataProtoFuture`, or with a `PendingOutputs` where the mode collects a list. Both have `get()`.
         materialize_futures: whether a `DataProtoFuture` argument is fetched in the worker before the method runs.
     """
-    if isinstance(dispatch_mode, dict):
-        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
-        if missing:
-            raise ValueError(f"dispatch_mode lacks {', '.join(sorted(missing))}")
-        _check_functions(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
-    else:
-        _check_mode(dispatch_mode)
-    if not isinstance(execute_mode, _Mode) or execute_mode not in _EXECUTE_FNS:
-        raise ValueError(f"execute_mode is {execute_mode!r}; allowed are {', '.join(map(repr, Execute))}")
-    if dispatch_mode is Dispatch.RANK_ZERO:
+    mode = _checked_mode(dispatch_mode)
+    if not isinstance(execute_mode, Execute):
+        raise ValueError(f"execute_mode is {execute_mode!r}; allowed are {', '.join(map(str, Execute))}")
+    if mode is Dispatch.RANK_ZERO:
         execute_mode = Execute.RANK_ZERO
-    attributes = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
+    attributes = {"dispatch_mode": mode, "execute_mode": execute_mode, "blocking": blocking}
 
     def decorator(func: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(func):

@@ -80,7 +80,7 @@ class RemoteFailure(Exception):
         return f"{self.place}: {self.summary}\n{self.traceback_text}"
 
     def to_error(self, notes: str = "") -> WorkerError:
-        """The exception for the user; ``notes`` go to the end of its message."""
+        """The exception for the user; `notes` go to the end of its message."""
         fields: dict[str, Any] = {
             "role": self.role,
             "rank": self.rank,
@@ -139,7 +139,7 @@ _COLLECTIVE_MARKS = (
 def is_collective_error(summary: str) -> bool:
     """Whether the text is that of a collective which failed because of another rank.
 
-    Judged by the text of the error's last line: the exception types of ``torch.distributed`` are plain RuntimeErrors
+    Judged by the text of the error's last line: the exception types of `torch.distributed` are plain RuntimeErrors
     as often as not.
     """
     lowered = summary.lower()

@@ -3,10 +3,10 @@
 An uneven batch is filled up with copies of its own rows, at its end, to the next multiple of the number of shards. A
 copy must never count twice, so a padded batch tells its rows apart:
 
-* ``batch["is_padding"]`` ([B] bool) is there when, and only when, rows were added; it is true on them. It moves with
-  its row through slicing, selecting and micro-batching. A batch without tensors carries it in ``non_tensor_batch``.
-* ``response_mask`` and ``loss_mask``, where present, are zero on added rows: every sum over tokens that uses its mask
-  is right without further care. ``attention_mask`` stays as it is, because a model needs a row with at least one
+* `batch["is_padding"]` ([B] bool) is there when, and only when, rows were added; it is true on them. It moves with
+  its row through slicing, selecting and micro-batching. A batch without tensors carries it in `non_tensor_batch`.
+* `response_mask` and `loss_mask`, where present, are zero on added rows: every sum over tokens that uses its mask
+  is right without further care. `attention_mask` stays as it is, because a model needs a row with at least one
   token.
 
 Methods that count rows use `real_rows`. After the call the added rows are cut off again from an output that has a row
@@ -27,14 +27,14 @@ _MASKS = ("response_mask", "loss_mask")
 
 
 class Padding(NamedTuple):
-    """How a batch was filled up: ``rows`` after padding, of which the last ``added`` are copies."""
+    """How a batch was filled up: `rows` after padding, of which the last `added` are copies."""
 
     rows: int
     added: int
 
 
 def pad_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, Padding | None]:
-    """``data`` with marked copies at its end so that ``divisor`` divides its rows; ``data`` itself when it does
+    """`data` with marked copies at its end so that `divisor` divides its rows; `data` itself when it does
     already.
 
     Raises:
@@ -73,7 +73,7 @@ def padding_mask(data: DataProto) -> torch.Tensor | None:
 
 
 def real_rows(data: DataProto) -> int:
-    """Rows of ``data`` that are not padding."""
+    """Rows of `data` that are not padding."""
     mask = padding_mask(data)
     return len(data) if mask is None else int((~mask).sum())
 

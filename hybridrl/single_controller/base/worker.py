@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.single_controller.base.decorator import Dispatch, register
+from hybridrl.utils.cores import available_cores
 
+# What `set_up_process` decides for each rank: nobody else may set it.
+RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Libraries read their number of threads from these when they are loaded.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -21,7 +24,7 @@ class WorkerSettings:
 
     Attributes:
         role: the group's name in messages.
-        threads: threads for arithmetic in this process; 0 shares the node's cores evenly among ``node_workers``.
+        threads: threads for arithmetic in this process; 0 shares the node's cores evenly among `node_workers`.
         node_workers: worker processes on this node, those of other groups included.
     """
 
@@ -36,19 +39,6 @@ class WorkerSettings:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def available_cores() -> int:
-    """Cores that this process may use: the affinity mask, cut by the control group's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass  # no control group of version 2: the mask stands alone
-    return max(1, cores)
-
-
 class PortReservation:
     """A TCP port that nobody else is given while this object lives, and that `torch.distributed` can still listen on.
 
@@ -56,7 +46,7 @@ class PortReservation:
     for a free port, while a process that names it (rank 0's store) may bind it as well.
 
     Raises:
-        OSError: ``port`` is not 0 and taken.
+        OSError: `port` is not 0 and taken.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -89,7 +79,7 @@ def _bound_socket(port: int) -> socket.socket:
 
 
 def set_up_process(settings: WorkerSettings, master_address: str, master_port: int) -> None:
-    """Put a rank's environment in place: the variables of ``torch.distributed``, the thread counts, crash reports."""
+    """Put a rank's environment in place: the variables of `torch.distributed`, the thread counts, crash reports."""
     import torch
 
     faulthandler.enable()
@@ -117,8 +107,8 @@ def set_up_process(settings: WorkerSettings, master_address: str, master_port: i
 class Worker:
     """Base of every class whose instances are the ranks of a worker group.
 
-    A subclass calls ``super().__init__()`` first; from then on `rank`, `world_size`, `local_rank`, `master_address`
-    and `master_port` are known, and the environment holds what ``torch.distributed.init_process_group()`` reads.
+    A subclass calls `super().__init__()` first; from then on `rank`, `world_size`, `local_rank`, `master_address`
+    and `master_port` are known, and the environment holds what `torch.distributed.init_process_group()` reads.
     Outside a group (a plain script, a test) the same variables are read, with a world of one as their default.
 
     Args:
@@ -184,7 +174,7 @@ class Worker:
         return self.master_address, str(self.master_port)
 
     def get_cuda_visible_devices(self) -> str:
-        """Devices that this process may use, as the environment says; ``"not set"`` without a limit."""
+        """Devices that this process may use, as the environment says; `"not set"` without a limit."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
     def get_fused_worker_by_name(self, worker_name: str) -> Any:
@@ -213,7 +203,7 @@ class Worker:
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say which shard of a batch this rank takes in calls over ``mesh_name`` and whether its outputs are
+        """Say which shard of a batch this rank takes in calls over `mesh_name` and whether its outputs are
         collected."""
         self._check_new_mesh(mesh_name)
         self._dispatch_dp_rank[mesh_name] = dp_rank
@@ -224,7 +214,7 @@ class Worker:
             raise ValueError(f"rank {self.rank} registered the dispatch mesh {mesh_name!r} already")
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether outputs of calls over ``mesh_name`` are collected from this rank."""
+        """Whether outputs of calls over `mesh_name` are collected from this rank."""
         return self._mesh_entry(self._collect_dp_rank, mesh_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -245,10 +235,10 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``func(worker, *args, **kwargs)`` on every rank, `DataProto` arguments split over the ranks."""
+        """Run `func(worker, *args, **kwargs)` on every rank, `DataProto` arguments split over the ranks."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``func(*args, **kwargs)`` on rank 0."""
+        """Run `func(*args, **kwargs)` on rank 0."""
         return func(*args, **kwargs)

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.notify import notify
 from hybridrl.single_controller.base.decorator import (
     MAGIC_ATTR,
     PADDING_KEY,
     Execute,
     collect_order,
-    get_predefined_dispatch_fn,
-    get_predefined_execute_fn,
 )
 
 
@@ -21,7 +20,7 @@ class ResourcePool:
     """Processes on nodes.
 
     Args:
-        process_on_nodes: processes on each node, e.g. ``[8, 8]``.
+        process_on_nodes: processes on each node, e.g. `[8, 8]`.
         max_colocate_count: how many worker groups may share a slot of the pool as processes of their own.
         n_gpus_per_node: devices of a node, for `add_node`'s check.
     """
@@ -41,7 +40,7 @@ class ResourcePool:
         self.n_gpus_per_node = n_gpus_per_node
 
     def add_node(self, process_count: int) -> None:
-        """One more node with ``process_count`` processes."""
+        """One more node with `process_count` processes."""
         if process_count < 1:
             raise ValueError(f"process_count is {process_count}; a node needs at least one process")
         self._store.append(process_count)
@@ -88,14 +87,12 @@ class GroupMethod:
     def __init__(self, group: WorkerGroup, method: Callable[..., Any], name: str) -> None:
         registered = getattr(method, MAGIC_ATTR)
         mode = registered["dispatch_mode"]
-        functions = mode if isinstance(mode, dict) else get_predefined_dispatch_fn(mode)
         self.group = group
         self.name = name
-        self.dispatch_fn = functions["dispatch_fn"]
-        self.collect_fn = functions["collect_fn"]
+        self.dispatch_fn = mode.dispatch_fn
+        self.collect_fn = mode.collect_fn
         self.blocking = registered["blocking"]
         self.rank_zero = registered["execute_mode"] is Execute.RANK_ZERO
-        get_predefined_execute_fn(registered["execute_mode"])
         self.__name__ = name
         self.__wrapped__ = method
 
@@ -143,7 +140,7 @@ class WorkerGroup:
         return len(self._workers)
 
     def bind_worker_methods(self, cls: type) -> list[str]:
-        """Give the group every method of ``cls`` that was decorated with `register`; returns their names.
+        """Give the group every method of `cls` that was decorated with `register`; returns their names.
 
         Raises:
             ValueError: a worker method has the name of something that every worker group has.
@@ -174,6 +171,14 @@ class WorkerGroup:
             )
         return self._mesh_info[mesh_name]
 
+    def dp_size(self, mesh_name: str) -> int:
+        """Number of shards that a batch is split into in calls over a mesh.
+
+        This is fewer than `world_size` where several ranks hold one copy of the model (tensor, pipeline or sequence
+        parallelism).
+        """
+        return len(self.mesh_info(mesh_name)[1])
+
     # --- aliveness
 
     def check_alive(self) -> None:
@@ -202,14 +207,12 @@ class WorkerGroup:
         self._checker = None
 
     def _check_repeatedly(self, every_n_seconds: float) -> None:
-        import logging
-
         while not self._checker_stop.wait(every_n_seconds):
             started = time.monotonic()
             try:
                 self.check_alive()
             except Exception as error:
-                logging.getLogger(__name__).error("%s", error)
+                notify(str(error), "error")
                 return
             # a slow check does not follow itself at once
             self._checker_stop.wait(min(1.0, time.monotonic() - started))

@@ -1,30 +1,15 @@
 """Worker groups on Ray."""
 
-from hybridrl.single_controller.ray.base import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    ResourcePoolManager,
-    SubRayResourcePool,
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-    extract_pg_from_exist,
-    merge_resource_pool,
-    split_resource_pool,
-)
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.single_controller.ray import base
 from hybridrl.single_controller.ray.cluster import init_ray, shutdown_ray
 
-__all__ = [
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePoolManager",
-    "SubRayResourcePool",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
-    "extract_pg_from_exist",
-    "init_ray",
-    "merge_resource_pool",
-    "shutdown_ray",
-    "split_resource_pool",
-]
+if TYPE_CHECKING:
+    from hybridrl.single_controller.ray.base import *  # noqa: F403
+
+__all__ = ["init_ray", "shutdown_ray", *base.__all__]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(base, name)

@@ -8,9 +8,10 @@ processes are ended.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
@@ -34,15 +35,42 @@ GRACE_FOREIGN_S = 10.0
 
 CONSTRUCTOR = "__init__"
 
-# Answers not waited for yet, of all groups: a rank that hangs may hang because of a failure in another group.
-_IN_FLIGHT: dict[Any, Call] = {}
+
+class _InFlight:
+    """Answers that nobody waits for yet, of all groups; threads add, read and remove them at the same time.
+
+    A rank that hangs may hang because of a failure in another group, so every wait looks at these as well.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[Any, Call] = {}
+
+    def add(self, call: Call) -> None:
+        """Record all answers of a call."""
+        with self._lock:
+            self._calls.update(call.owners())
+
+    def remove(self, answers: Iterable[Any]) -> None:
+        """Forget some answers; those already forgotten are ignored."""
+        with self._lock:
+            for answer in answers:
+                self._calls.pop(answer, None)
+
+    def snapshot(self) -> dict[Any, Call]:
+        """Every answer with its call, as a copy that stays the same."""
+        with self._lock:
+            return dict(self._calls)
+
+
+_IN_FLIGHT = _InFlight()
 
 
 class Call:
     """One method call on some ranks of a group.
 
     Args:
-        ranks: the ranks called, in the order of ``results`` and ``answers``.
+        ranks: the ranks called, in the order of `results` and `answers`.
         results: references of the method's results.
         answers: references of the `Answer`s.
     """
@@ -58,18 +86,19 @@ class Call:
         self.ended = False
         self._holder: Any = None
 
-    def watch(self) -> None:
-        """Let waits for other calls notice this one's failure; for calls that the caller does not wait for at once."""
-        for answer in self.answers:
-            _IN_FLIGHT[answer] = self
+    def watch(self, holder: Any = None) -> None:
+        """Let waits for other calls notice this one's failure; for calls that the caller does not wait for at once.
 
-    def held_by(self, future: Any) -> None:
-        """Say which object the caller will ask for the outputs; once it is gone nobody will."""
+        Args:
+            holder: the object that the caller will ask for the outputs. Once it is gone, the next call reports a
+                failure; without a holder the next call always does.
+        """
         try:
-            self._holder = weakref.ref(future)
-        except TypeError:
-            # A collect_fn of the user's returned something that cannot tell: failures surface with the next call.
+            self._holder = weakref.ref(holder)
+        except TypeError:  # None, or what a user's collect_fn returned has no weak references
             self._holder = None
+        if not self.ended:
+            _IN_FLIGHT.add(self)
 
     def is_dropped(self) -> bool:
         """Whether nobody is left who could ask for the outputs."""
@@ -80,14 +109,15 @@ class Call:
 
         Raises:
             WorkerError: a rank failed.
-            WorkerTimeoutError: some rank did not answer within ``timeout_s`` (the group's by default).
+            WorkerTimeoutError: some rank did not answer within `timeout_s` (the group's by default).
         """
         if self.ended:
             return
         timeout_s = self.group.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         pending = list(self.answers)
-        others = [answer for answer, call in list(_IN_FLIGHT.items()) if call is not self] if _IN_FLIGHT else []
+        owners = {**_IN_FLIGHT.snapshot(), **self.owners()}
+        others = [answer for answer, call in owners.items() if call is not self]
         broken_other, broken_until = None, deadline
         slowest = 0.0
         while pending:
@@ -95,7 +125,7 @@ class Call:
                 pending + others, num_returns=1, timeout=max(0.0, min(deadline, broken_until) - time.monotonic())
             )
             if not done and broken_other is not None and broken_until < deadline:
-                _fail([broken_other], pending, {**_IN_FLIGHT, **self.owners()})
+                _fail([broken_other], pending, owners)
             if not done:
                 self._time_out(pending, timeout_s)
             answered = done[0]
@@ -104,12 +134,12 @@ class Call:
                 try:
                     slowest = max(slowest, ray.get(answered).seconds)
                 except RayError:
-                    _fail([answered], [*pending, *others], {**_IN_FLIGHT, **self.owners()})
+                    _fail([answered], [*pending, *others], owners)
                 continue
             others.remove(answered)
             try:
                 ray.get(answered)
-                _IN_FLIGHT.pop(answered, None)
+                _IN_FLIGHT.remove([answered])
             except RayError:
                 if broken_other is None:
                     broken_other, broken_until = answered, time.monotonic() + GRACE_FOREIGN_S
@@ -121,8 +151,7 @@ class Call:
 
     def _end(self, slowest: float) -> None:
         self.ended = True
-        for answer in self.answers:
-            _IN_FLIGHT.pop(answer, None)
+        _IN_FLIGHT.remove(self.answers)
         self.group.add_seconds(self.method, slowest)
 
     def rank_of(self, answer: Any) -> int:
@@ -149,23 +178,23 @@ class Call:
 
 def forget(group: RayWorkerGroup) -> None:
     """Stop watching the calls of a group whose workers are ended."""
-    for answer in [answer for answer, call in list(_IN_FLIGHT.items()) if call.group.shares_workers(group)]:
-        _IN_FLIGHT.pop(answer, None)
+    calls = _IN_FLIGHT.snapshot()
+    _IN_FLIGHT.remove([answer for answer, call in calls.items() if call.group.shares_workers(group)])
 
 
 def check_in_flight(group: RayWorkerGroup) -> None:
-    """Raise the failure of a call on ``group`` whose future nobody holds any more; forget such calls that went well."""
-    dropped = [answer for answer, call in _IN_FLIGHT.items() if call.group.shares_workers(group) and call.is_dropped()]
+    """Raise the failure of a call on `group` whose future nobody holds any more; forget such calls that succeeded."""
+    calls = _IN_FLIGHT.snapshot()
+    dropped = [answer for answer, call in calls.items() if call.group.shares_workers(group) and call.is_dropped()]
     if not dropped:
         return
     done, _ = ray.wait(dropped, num_returns=len(dropped), timeout=0)
     for answer in done:
-        call = _IN_FLIGHT[answer]
         try:
             ray.get(answer)
         except RayError:
-            _fail([answer], [], call.owners())
-        _IN_FLIGHT.pop(answer, None)
+            _fail([answer], [], calls[answer].owners())
+    _IN_FLIGHT.remove(done)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -195,7 +224,7 @@ class _Failure:
 
 
 def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoReturn:
-    """Raise the cause behind failed answers. ``others`` are answers that may still bring it."""
+    """Raise the cause behind failed answers. `others` are answers that may still bring it."""
     for answer in failed:
         owners[answer].group.raise_if_ended()
     failures = [_judge(answer, owners) for answer in failed]
@@ -253,11 +282,11 @@ def _end_groups(error: WorkerError, *groups: RayWorkerGroup) -> None:
         group.end_with(error)
 
 
-# --- what a call gives back when the caller does not wait -----------------------------------------------------------
+# --- what a call returns when the caller does not wait ---------------------------------------------------------------
 
 
 class RayPendingOutputs(PendingOutputs):
-    """References to a call's results, in rank order; ``ray.get`` takes it as the list it is, ``get()`` also names
+    """References to a call's results, in rank order; `ray.get` takes it as the list it is, `get()` also names
     failures."""
 
     def __init__(self, call: Call, indices: Sequence[int] | None = None, single: bool = False) -> None:
@@ -286,7 +315,7 @@ class RayPendingOutputs(PendingOutputs):
 class RayDataProtoFuture(DataProtoFuture):
     """The concatenated output of a call that may still be running.
 
-    ``get()`` on the controller waits under the group's watch. Passed to another group's method, each of that group's
+    `get()` on the controller waits under the group's watch. Passed to another group's method, each of that group's
     ranks reads the rows of its shard straight from the workers that made them.
     """
 
@@ -300,13 +329,13 @@ class RayDataProtoFuture(DataProtoFuture):
 
         Raises:
             WorkerError: a rank failed.
-            WorkerTimeoutError: ``timeout`` seconds (by default the group's ``timeout_s``) passed.
+            WorkerTimeoutError: `timeout` seconds (by default the group's `timeout_s`) passed.
         """
         self.call.wait(timeout)
         return super().get()
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """One future shard for each of ``chunks`` consumers."""
+        """One future shard for each of `chunks` consumers."""
         return [RayShardFuture(self.collect_fn, self.futures, self.answers, index, chunks) for index in range(chunks)]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -314,7 +343,7 @@ class RayDataProtoFuture(DataProtoFuture):
 
 
 class RayShardFuture(DataProtoFuture):
-    """Shard ``index`` of ``chunks`` of a future batch: reads the answers for the parts' rows, then only the parts it
+    """Shard `index` of `chunks` of a future batch: reads the answers for the parts' rows, then only the parts it
     needs."""
 
     def __init__(

@@ -88,20 +88,24 @@ def _explain(pools: Mapping[str, RayResourcePool], wanted: list[tuple[str, RayRe
     kind = "GPU" if any(pool.use_gpu for _, pool, _ in wanted) else "CPU"
     available = int(sum(resources.get(kind, 0) for resources in totals.values()))
     if busy:
-        mend = "Other jobs or worker groups hold the rest: end them (`ray status` names them), or ask for fewer slots."
+        remedy = (
+            "Other jobs or worker groups hold the rest: end them (`ray status` names them), or ask for fewer slots."
+        )
     elif kind == "GPU" and available == 0:
-        mend = (
+        remedy = (
             "No node offers a GPU: use the CPU (use_gpu=False, trainer.device=cpu), or start Ray on machines with GPUs."
         )
     elif slots <= available:
-        mend = "There are enough slots, but not on one node: spread the pool over more nodes with fewer slots on each."
+        remedy = (
+            "There are enough slots, but not on one node: spread the pool over more nodes with fewer slots on each."
+        )
     else:
-        mend = (
+        remedy = (
             f"Ask for at most {available} slots (trainer.n_gpus_per_node x trainer.nnodes, or the pools of "
             "placement.pools), or "
             + ("add machines." if kind == "GPU" else "start Ray with more CPUs (`ray start --num-cpus=N`).")
         )
-    return "\n".join(["the placement does not fit:", *asked, "while", *offered, mend])
+    return "\n".join(["the placement does not fit:", *asked, "while", *offered, remedy])
 
 
 def _text(resources: Mapping[str, Any]) -> str:

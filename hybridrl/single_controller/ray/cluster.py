@@ -18,11 +18,10 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray.job_config import JobConfig
 
 from hybridrl.errors import PlacementError
+from hybridrl.notify import notify
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
-
-logger = logging.getLogger(__name__)
 
 _ANSWER_LIMIT_S = 10.0
 _TOO_SLOW = "timed out during startup"  # of Ray's message
@@ -42,15 +41,15 @@ def init_ray(
 ) -> bool:
     """Make Ray ready for a placement.
 
-    A cluster that is there is joined: the ``address`` in ``ray_init_kwargs``, the one in ``RAY_ADDRESS``, or one that
-    ``ray start`` began on this machine. Otherwise Ray is started here with as many CPUs as the placement has slots,
+    A cluster that is there is joined: the `address` in `ray_init_kwargs`, the one in `RAY_ADDRESS`, or one that
+    `ray start` began on this machine. Otherwise Ray is started here with as many CPUs as the placement has slots,
     however many cores there are: a slot without a GPU is a process, not a core.
 
     Args:
-        ray_init_kwargs: arguments of ``ray.init``; entries that are None count as not given.
+        ray_init_kwargs: arguments of `ray.init`; entries that are None count as not given.
         pools: slots on each node, by pool name, as `ResourcePoolManager` takes them.
         use_gpu: whether slots are GPUs; None asks Ray whether there are any.
-        extra_cpus: CPUs beyond the slots when Ray is started here, for Ray tasks of the user's own.
+        extra_cpus: CPUs beyond the slots when Ray is started here, for Ray tasks of the user.
 
     Returns:
         Whether slots are GPUs.
@@ -67,7 +66,7 @@ def init_ray(
         slots = sum(map(sum, pools.values()))
         options = _options(given, address, slots + extra_cpus)
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        # Started beside other work, in a thread, Ray cannot and need not handle SIGTERM: the program does.
+        # Started in a thread while other work goes on, Ray cannot and need not handle SIGTERM: the program does.
         logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
             _check_answers(options["address"])
@@ -89,7 +88,7 @@ def init_ray(
 
 
 def start_ray(**options: Any) -> None:
-    """``ray.init``, tried again where Ray, started here, is not up within the 30 s that it gives itself.
+    """`ray.init`, tried again where Ray, started here, is not up within the 30 s that it gives itself.
 
     A machine that is busy for half a minute is no reason to end a run.
 
@@ -115,7 +114,7 @@ def start_ray(**options: Any) -> None:
                     f"Ray's own processes fail; their logs are in {get_default_ray_temp_dir()}/session_latest/logs. "
                     "Join a cluster that runs (`ray start --head`), or try again later"
                 ) from error
-            logger.warning("Ray did not start within 30 s, the machine is busy: trying once more")
+            notify("Ray did not start within 30 s, the machine is busy: trying once more", "warning")
 
 
 def _rays_processes() -> set[psutil.Process]:
@@ -179,7 +178,7 @@ def _raylets() -> list[int]:
 
 
 def _check_answers(address: str) -> None:
-    """Find out within seconds that no cluster is at an address ``host:port``; Ray would try for a quarter of an hour.
+    """Find out within seconds that no cluster is at an address `host:port`; Ray would try for a quarter of an hour.
 
     Ray's GCS is a gRPC server: to the preface of HTTP/2 it answers with a SETTINGS frame.
 
@@ -202,7 +201,7 @@ def _check_answers(address: str) -> None:
 
 
 def _running_cluster() -> str | None:
-    """Address of a cluster that ``ray start`` began on this machine, if it still runs."""
+    """Address of a cluster that `ray start` began on this machine, if it still runs."""
     from ray._private import services, utils
 
     address = utils.read_ray_address()
@@ -212,7 +211,7 @@ def _running_cluster() -> str | None:
 
 
 def _own_import_path() -> list[str]:
-    """Entries of ``sys.path`` that a fresh interpreter would not have."""
+    """Entries of `sys.path` that a fresh interpreter would not have."""
     fixed = {
         os.path.realpath(path)
         for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages())

@@ -1,4 +1,4 @@
-"""Several roles in one process a slot: they share the device and take turns."""
+"""Several roles share one process per slot: they share the device and take turns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> 
     """One worker class that hosts several roles in each process.
 
     A group of it offers each role's registered methods with the role's name in front
-    (``group.actor_update_actor(batch)``); `RayWorkerGroup.spawn` makes a group for each role, where they have their
+    (`group.actor_update_actor(batch)`); `RayWorkerGroup.spawn` makes a group for each role, where they have their
     own names.
 
     Args:

@@ -30,14 +30,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Answer(NamedTuple):
-    """What comes back beside a method's result, small enough never to touch the object store."""
+    """What comes back with a method's result, small enough never to touch the object store."""
 
     seconds: float
     rows: int
 
 
 class WorkerInfo(NamedTuple):
-    """Where a rank lives; ``seconds`` is what its constructor took."""
+    """Where a rank lives; `seconds` is what its constructor took."""
 
     seconds: float
     rank: int
@@ -53,7 +53,7 @@ class PortInUseError(UserError):
 
 
 class WorkerHost:
-    """Mixed in before the user's class; see the module's docstring. Names start with ``_host`` to stay clear of the
+    """Mixed in before the user's class; see the module's docstring. Names start with `_host` to stay clear of the
     user's."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class WorkerHost:
         self._host_settings: WorkerSettings | None = None
 
     def _host_reserve(self, master_port: int = 0) -> tuple[str, int]:
-        """Reserve a port on rank 0's node, ``master_port`` or any."""
+        """Reserve a port on rank 0's node, `master_port` or any."""
         address = ray.util.get_node_ip_address()
         try:
             self._host_port: PortReservation | PortInUseError = PortReservation(master_port)
@@ -143,7 +143,7 @@ class WorkerHost:
 
 
 class AsyncWorkerHost(WorkerHost):
-    """The host of a class with ``async def`` methods: such calls overlap in one event loop."""
+    """The host of a class with `async def` methods: such calls overlap in one event loop."""
 
     async def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, Answer]:  # type: ignore[override]
         started = time.perf_counter()
@@ -157,13 +157,13 @@ class AsyncWorkerHost(WorkerHost):
 
 
 def hosted(cls: type, is_async: bool) -> type:
-    """The class to make Ray actors of: the user's ``cls`` under a host."""
+    """The class to make Ray actors of: the user's `cls` under a host."""
     host = AsyncWorkerHost if is_async else WorkerHost
     return type(cls.__name__, (host, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
 
 
 def has_async_methods(cls: type) -> bool:
-    """Whether any method of the class is ``async def``."""
+    """Whether any method of the class is `async def`."""
     return any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(cls, callable))
 
 

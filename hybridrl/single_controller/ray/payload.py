@@ -19,7 +19,7 @@ _MAX_ENTRIES = 64
 
 
 def put_shared(column: list[Any]) -> list[Any]:
-    """The values of one argument, one a rank, with every large value that several ranks share replaced by a reference.
+    """The values of one argument, one per rank; a large value that several ranks share becomes a reference.
 
     A value that only one rank reads stays: Ray stores it once by itself if it is large.
     """

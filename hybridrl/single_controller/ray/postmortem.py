@@ -26,7 +26,7 @@ _TAIL_LINES = 25
 _STACK_LIMIT_S, _STACK_POLL_S = 5.0, 0.3
 # Ray's words for a process that is gone without its doing.
 _RAY_SAYS_NOTHING = "connection error code 2"
-_LESS_MEMORY = "use fewer workers a node, smaller batches, or offloading"
+_LESS_MEMORY = "use fewer workers per node, smaller batches, or offloading"
 _CRASH_MARKS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "Fatal Python error")
 
 
@@ -75,7 +75,7 @@ def _likely_cause(ray_text: str, tail: str, oom_kills_before: int | None) -> str
         return f"Ray killed it because the node ran out of memory; {_LESS_MEMORY}"
     now = oom_kills()
     if oom_kills_before is not None and now is not None and now > oom_kills_before:
-        return f"the kernel killed it, or a process beside it, for lack of memory; {_LESS_MEMORY}"
+        return f"the kernel killed it, or another process, for lack of memory; {_LESS_MEMORY}"
     for mark in _CRASH_MARKS:
         if mark in tail:
             return f"it crashed ({mark}), most likely in native code; the stack is below"

@@ -1,7 +1,7 @@
 """Ends what Ray would leave behind for a minute when the controller is killed.
 
 Ray's processes end with the process that started them, but two helpers of each node first look for the dead cluster,
-for a minute. This script, run beside the controller, reads its raylet's id from its standard input. When that closes
+for a minute. This script, run next to the controller, reads its raylet's id from its standard input. When that closes
 without a farewell the controller is gone, and what that raylet started and is still there is ended. It imports
 nothing beyond the standard library, to start in milliseconds.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.errors import WorkerError
 from hybridrl.single_controller.base.decorator import PADDING_KEY, finish_output
-from hybridrl.single_controller.base.worker import WorkerSettings
+from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSettings
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem
 from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
@@ -25,13 +26,15 @@ DEFAULT_TIMEOUT_S = 7200.0
 # Detached workers are named here, where every driver finds them; other workers in their driver's own namespace.
 NAMESPACE = "hybridrl"
 _counter = itertools.count()
+# Calls from several threads must reach all ranks in the same order, or their collectives would wait for each other.
+_SUBMITTING = threading.Lock()
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class with the arguments of its constructor, and Ray's options for its actors.
 
     Args:
-        cls: a subclass of `Worker`, or what ``ray.remote`` made of one (its options are kept).
+        cls: a subclass of `Worker`, or what `ray.remote` made of one (its options are kept).
     """
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,11 +51,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.role_classes: dict[str, type] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Custom Ray resources that each actor takes beside its slot."""
+        """Custom Ray resources that each actor takes in addition to its slot."""
         self.additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """Ray actor options (``max_concurrency``, ``runtime_env``, ...) on top of those the group sets."""
+        """Ray actor options (`max_concurrency`, `runtime_env`, ...) on top of those the group sets."""
         self.options.update(options)
 
     def actor_class(self) -> Any:
@@ -61,7 +64,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         return ray.remote(hosted(self.cls, is_async))
 
     def actor_options(self, resources: dict[str, float]) -> dict[str, Any]:
-        """Options for one actor: ``resources`` (of Ray's ``num_cpus`` kind) below what the user asked for."""
+        """Options for one actor: `resources` (of Ray's `num_cpus` kind) below what the user asked for."""
         options = {**resources, **self.options}
         if self.additional_resource:
             options["resources"] = {**options.get("resources", {}), **self.additional_resource}
@@ -89,7 +92,10 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: seconds after which a call without an answer from all ranks fails.
         threads: threads for arithmetic in each worker; None shares each node's cores among its workers.
         master_port: port of the process group on rank 0's node; None takes a free one.
-        worker_env: further environment variables of the workers.
+        worker_env: further environment variables of the workers; not those of a rank, such as `RANK`.
+
+    Raises:
+        ValueError: no pool or class to start from, or `worker_env` sets a rank's variable.
     """
 
     def __init__(
@@ -119,6 +125,11 @@ class RayWorkerGroup(WorkerGroup):
         self.threads = threads
         self.master_port_wanted = master_port
         self.worker_env = dict(worker_env or {})
+        if reserved := [name for name in RANK_VARIABLES if name in self.worker_env]:
+            raise ValueError(
+                f"worker_env sets {', '.join(reserved)}, which differs from rank to rank and is set by the group; "
+                "leave it out (master_port= chooses the port of the process group)"
+            )
         self.role = role or (ray_cls_with_init.cls.__name__ if ray_cls_with_init is not None else self.name_prefix)
         #: seconds that the slowest rank spent in each method, added up over calls
         self.method_seconds: dict[str, float] = {}
@@ -196,7 +207,7 @@ class RayWorkerGroup(WorkerGroup):
 
         Raises:
             WorkerError: one failed.
-            WorkerTimeoutError: ``ray_wait_register_center_timeout`` passed.
+            WorkerTimeoutError: `ray_wait_register_center_timeout` passed.
         """
         shared = self._shared
         if shared.infos:
@@ -241,7 +252,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.spawn(prefix_set)
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group an attribute for each role: ``group.actor.update_actor(batch)``."""
+        """Give this group an attribute for each role: `group.actor.update_actor(batch)`."""
         for role, group in self.spawn(prefix_set).items():
             setattr(self, role, group)
 
@@ -281,10 +292,9 @@ class RayWorkerGroup(WorkerGroup):
         else:
             call = self._submit(method.name, range(self.world_size), *_per_worker(args, kwargs, self.world_size))
         if not method.blocking:
-            call.watch()
             output = calls.RayPendingOutputs(call, single=method.rank_zero)
             collected = finish_output(method.collect_fn(self, output), padding)
-            call.held_by(collected)
+            call.watch(collected)
             return collected
         call.wait()
         values = ray.get(call.results)
@@ -295,20 +305,21 @@ class RayWorkerGroup(WorkerGroup):
     def _submit(
         self, name: str, ranks: Sequence[int], columns: list[list[Any]], named: dict[str, list[Any]]
     ) -> calls.Call:
-        """Send one call; ``columns`` and ``named`` hold each argument's value for each of ``ranks``."""
+        """Send one call; `columns` and `named` hold each argument's value for each of `ranks`."""
         self._check_usable()
         columns = [put_shared(column) for column in columns]
         named = {key: put_shared(column) for key, column in named.items()}
         results, answers = [], []
-        for index, rank in enumerate(ranks):
-            result, answer = self._callers[rank].remote(
-                self._sub_role,
-                name,
-                *(column[index] for column in columns),
-                **{key: column[index] for key, column in named.items()},
-            )
-            results.append(result)
-            answers.append(answer)
+        with _SUBMITTING:
+            for index, rank in enumerate(ranks):
+                result, answer = self._callers[rank].remote(
+                    self._sub_role,
+                    name,
+                    *(column[index] for column in columns),
+                    **{key: column[index] for key, column in named.items()},
+                )
+                results.append(result)
+                answers.append(answer)
         return calls.Call(self, name, ranks, results, answers)
 
     def _check_usable(self) -> None:
@@ -341,13 +352,12 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> calls.RayPendingOutputs:
-        """`execute_all_sync` without waiting: a list of references with ``get()``."""
+        """`execute_all_sync` without waiting: a list of references with `get()`."""
         kwargs.pop(PADDING_KEY, None)
         count = self.world_size
         call = self._submit(method_name, range(count), *_per_worker(args, kwargs, count))
-        call.watch()
         outputs = calls.RayPendingOutputs(call)
-        call.held_by(outputs)
+        call.watch(outputs)
         return outputs
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> calls.RayPendingOutputs:
@@ -432,7 +442,7 @@ class RayWorkerGroup(WorkerGroup):
             raise self._shared.failure
 
     def end_with(self, error: WorkerError) -> None:
-        """End the group's processes; every later call raises ``error``."""
+        """End the group's processes; every later call raises `error`."""
         if self._shared.failure is None:
             self._shared.failure = error
         self.kill()
@@ -459,7 +469,7 @@ class _Shared:
 
 
 def _per_worker(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Each argument as a list with one entry a rank; see `RayWorkerGroup.execute_all_sync`."""
+    """Each argument as a list with one entry per rank; see `RayWorkerGroup.execute_all_sync`."""
     values = [*args, *kwargs.values()]
     if all(isinstance(value, list | tuple) and len(value) == count for value in values):
         return list(args), kwargs

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from hybridrl.notify import notify
 from hybridrl.observe.console import is_terminal
 from hybridrl.trainer.generation.output import Output, Response
 from hybridrl.utils.files import write_text
@@ -43,7 +44,7 @@ class Report:
 
     def __enter__(self) -> "Report":
         if self.done:
-            print(f"{self.output.folder}: {self.done} of {len(self.output)} parts are there, going on", flush=True)
+            notify(f"{self.output.folder}: {self.done} of {len(self.output)} parts are there, going on")
         if self._progress is not None:
             self._progress.start()
         return self

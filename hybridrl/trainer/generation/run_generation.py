@@ -11,6 +11,7 @@ from hybridrl.checkpoint.files import sha256
 from hybridrl.config import GenerationConfig, as_dict
 from hybridrl.models.info import checked_identity, tokenizer_of
 from hybridrl.models.loading import import_external_lib
+from hybridrl.notify import notify
 from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller.ray import ResourcePoolManager
 from hybridrl.trainer.generation.output import Output, parts_folder
@@ -78,7 +79,7 @@ def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, A
         path, responder.rows, data.batch_size, data.response_key, data.log_probs, settings, overwrite=data.overwrite
     )
     if output.is_complete:
-        print(f"{path} is there already, made with these settings: nothing to do")
+        notify(f"{path} is there already, made with these settings: nothing to do")
     return output
 
 

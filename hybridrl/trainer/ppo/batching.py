@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.fields import Widths, narrow, widen
 from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+from hybridrl.workers.update_plan import MiniBatch
 
 
 def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
@@ -24,22 +26,19 @@ def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
 
 
 def trim(batch: DataProto) -> DataProto:
-    """Cut the columns behind the longest response: engines return `rollout.response_length` columns in any case."""
-    prompt_width = batch.batch["prompts"].shape[1]
-    lengths = batch.batch["response_mask"].sum(dim=1)
-    longest = max(int(lengths.max()), 1)
-    width = batch.batch["responses"].shape[1]
-    if longest == width:
+    """Cut the response columns that no row uses: engines return `rollout.response_length` columns in any case.
+
+    What a row uses is its `attention_mask`. `response_mask` may have holes, as where a tool answered.
+    """
+    attention = batch.batch["attention_mask"]
+    if attention.is_nested:
         return batch
-    total = prompt_width + width
-    tensors: dict[str, torch.Tensor] = {}
-    for name in batch.batch.keys():
-        tensor = batch.batch[name]
-        if tensor.dim() >= 2 and tensor.shape[1] == width and name not in ("prompts",):
-            tensor = tensor[:, :longest]
-        elif tensor.dim() >= 2 and tensor.shape[1] == total:
-            tensor = tensor[:, : prompt_width + longest]
-        tensors[str(name)] = tensor
+    widths = _widths(batch)
+    used = attention[:, widths.prompt :].bool().any(dim=0).nonzero()
+    columns = int(used[-1]) + 1 if len(used) else 1
+    if columns == widths.response:
+        return batch
+    tensors = {name: narrow(name, tensor, widths, 0, columns) for name, tensor in _tensors(batch).items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=batch.non_tensor_batch, meta_info=batch.meta_info)
 
 
@@ -50,29 +49,30 @@ def join_generated(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
     """
     if len(parts) == 1:
         return parts[0]
-    prompt_width = max(part.batch["prompts"].shape[1] for part in parts)
-    width = max(part.batch["responses"].shape[1] for part in parts)
     columns = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
+    jagged = any(part.batch["attention_mask"].is_nested for part in parts)
+    widths = [] if jagged else [_widths(part) for part in parts]
     wide = []
-    for part in parts:
-        left = prompt_width - part.batch["prompts"].shape[1]
-        right = width - part.batch["responses"].shape[1]
-        total = part.batch["input_ids"].shape[1]
-        tensors: dict[str, torch.Tensor] = {}
-        for name in part.batch.keys():
-            tensor = part.batch[name]
-            fill = pad_token_id if name in ("prompts", "responses", "input_ids") else 0
-            if name == "prompts":
-                tensor = torch.nn.functional.pad(tensor, (left, 0), value=fill)
-            elif tensor.dim() >= 2 and tensor.shape[1] == total:
-                tensor = torch.nn.functional.pad(tensor, (left, right), value=fill)
-            elif tensor.dim() >= 2:
-                tensor = torch.nn.functional.pad(tensor, (0, right), value=fill)
-            tensors[str(name)] = tensor
+    for number, part in enumerate(parts):
+        tensors = _tensors(part)
+        if not jagged:
+            prompt, response = max(w.prompt for w in widths), max(w.response for w in widths)
+            tensors = {
+                name: widen(name, tensor, widths[number], prompt, response, pad_token_id)
+                for name, tensor in tensors.items()
+            }
         empty = np.full(len(part), None, dtype=object)
         objects = {name: part.non_tensor_batch.get(name, empty) for name in columns}
         wide.append(DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=part.meta_info))
     return DataProto.concat(wide)
+
+
+def _tensors(batch: DataProto) -> dict[str, torch.Tensor]:
+    return {str(name): batch.batch[name] for name in batch.batch.keys()}
+
+
+def _widths(batch: DataProto) -> Widths:
+    return Widths(batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1])
 
 
 def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
@@ -117,38 +117,46 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def spread_over_ranks(batch: DataProto, mini_batches: list[np.ndarray], ranks: int) -> DataProto:
-    """The batch of one update call: rank after rank, and on each rank mini-batch after mini-batch, work balanced.
+def spread_over_ranks(
+    batch: DataProto, mini_batches: Sequence[np.ndarray], dp_size: int, seeds: Sequence[int] | None = None
+) -> tuple[DataProto, tuple[MiniBatch, ...]]:
+    """Arrange a batch for one update call: shard after shard, and in each shard mini-batch after mini-batch.
 
-    A mini-batch that does not divide gets rows that repeat its first one with an empty `response_mask`: they add
-    nothing to any loss. Meta tells, an entry a mini-batch, `mini_batch_rows` (on each rank), `mini_batch_tokens` and
-    `mini_batch_sequences` (in all, those without a response token apart).
+    The work of every mini-batch is balanced over the shards. One that does not divide is filled up with copies of its
+    first row. The copies have an empty `response_mask`, so they add nothing to any loss.
+
+    Args:
+        mini_batches: the rows of each.
+        dp_size: number of shards, `WorkerGroup.dp_size`.
+        seeds: of each mini-batch; 0 where None.
+
+    Returns:
+        The arranged batch, and its mini-batches for an `UpdatePlan`.
     """
     lengths = batch.batch["attention_mask"].sum(dim=1)
     tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
     workload = calculate_workload(lengths).numpy()
-    shards: list[list[int]] = [[] for _ in range(ranks)]
-    is_padding: list[list[bool]] = [[] for _ in range(ranks)]
-    rows_on_rank, tokens, sequences = [], [], []
-    for rows in mini_batches:
-        missing = -len(rows) % ranks
+    shards: list[list[int]] = [[] for _ in range(dp_size)]
+    is_copy: list[list[bool]] = [[] for _ in range(dp_size)]
+    planned = []
+    for number, rows in enumerate(mini_batches):
+        missing = -len(rows) % dp_size
         padded = np.concatenate([rows, np.repeat(rows[:1], missing)])
-        parts = get_seqlen_balanced_partitions(workload[padded].tolist(), k_partitions=ranks, equal_size=True)
-        for rank, part in enumerate(parts):
-            shards[rank].extend(padded[part].tolist())
-            is_padding[rank].extend(index >= len(rows) for index in part)
-        rows_on_rank.append(len(padded) // ranks)
-        tokens.append(int(tokens_of[rows].sum()))
-        sequences.append(int((tokens_of[rows] > 0).sum()))
-    order = [row for shard in shards for row in shard]
-    spread = batch.select_idxs(np.asarray(order))
-    padding = torch.tensor([flag for flags in is_padding for flag in flags])
-    if bool(padding.any()):
+        parts = get_seqlen_balanced_partitions(workload[padded].tolist(), k_partitions=dp_size, equal_size=True)
+        for shard, part in enumerate(parts):
+            shards[shard].extend(padded[part].tolist())
+            is_copy[shard].extend(index >= len(rows) for index in part)
+        planned.append(
+            MiniBatch(
+                rows=len(padded) // dp_size,
+                tokens=int(tokens_of[rows].sum()),
+                sequences=int((tokens_of[rows] > 0).sum()),
+                seed=0 if seeds is None else seeds[number],
+            )
+        )
+    spread = batch.select_idxs(np.asarray([row for shard in shards for row in shard]))
+    copies = torch.tensor([flag for flags in is_copy for flag in flags])
+    if bool(copies.any()):
         mask = spread.batch["response_mask"]
-        spread.batch["response_mask"] = torch.where(padding[:, None], torch.zeros_like(mask), mask)
-    spread.meta_info = dict(batch.meta_info) | {
-        "mini_batch_rows": rows_on_rank,
-        "mini_batch_tokens": tokens,
-        "mini_batch_sequences": sequences,
-    }
-    return spread
+        spread.batch["response_mask"] = torch.where(copies[:, None], torch.zeros_like(mask), mask)
+    return spread, tuple(planned)

@@ -9,8 +9,9 @@ from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_rl_dataset
-from hybridrl.models.info import checked_identity, tokenizer_of
+from hybridrl.models.info import check_same_tokenizer, checked_identity, tokenizer_of
 from hybridrl.models.loading import check_weights, import_external_lib
+from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
@@ -40,6 +41,7 @@ def prepare(
     identity = checked_identity(model, tokenizer)
     if config.use_critic:
         check_weights(config.critic.model.path)
+        check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
@@ -56,7 +58,7 @@ def _check_rollout(config: PPOTrainerConfig) -> None:
     policy, placement = config.actor_rollout_ref, config.placement
     name = resolve_rollout(policy, USES_GPU[config.trainer.device])
     if name != policy.rollout.name:
-        print(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}", flush=True)
+        notify(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}")
     if name == IN_PLACE:
         return
     rollout = policy.rollout

@@ -12,7 +12,6 @@
 A check that has no value in a step (no critic, one sample a prompt) is left as it stands.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from hybridrl.algorithms import group_health, length_reward_correlation
 from hybridrl.config import HealthConfig
 from hybridrl.errors import UserError
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 
 USUAL_STEPS = 20  # steps that the usual length is a mean over, by their exponential weights
@@ -162,7 +162,7 @@ class HealthMonitor:
         for finding in findings:
             if finding.action == "stop":
                 raise HealthError(f"stopped at step {step} by {finding.text}")
-            print(f"step {step}: {finding.text}", file=sys.stderr, flush=True)
+            notify(f"step {step}: {finding.text}", "warning")
         watched = [name for name in CHECKS if self.settings[name].action == "rollback"]
         if watched and not any(self.streaks[name] for name in watched):
             self.good = self.saved

@@ -1,7 +1,8 @@
 """Device memory of each phase of a step: told before the first, with what to change where it is short."""
 
-import sys
 from typing import TYPE_CHECKING
+
+from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -59,14 +60,14 @@ class MemoryReport:
         pool = self._trainer.actor_rollout.resource_pool
         where = "device" if getattr(pool, "use_gpu", False) else "this machine's"
         points = ", ".join(f"{what} {used:.1f}" for what, used in self._points)
-        print(f"{where} memory in use, GiB of {self._total:.1f}: {points}")
+        notify(f"{where} memory in use, GiB of {self._total:.1f}: {points}")
 
     def check_released(self, before: float, awake: float, asleep: float) -> None:
         """Warn of an engine that keeps its memory although it was told to release it."""
         taken = awake - before
         if taken > 0 and asleep - before > _MAY_STAY * taken:
-            print(
-                f"warning: the rollout engine took {taken:.1f} GiB and gave only {awake - asleep:.1f} back when it was "
+            notify(
+                f"the rollout engine took {taken:.1f} GiB and gave only {awake - asleep:.1f} back when it was "
                 f"told to sleep; training has to do with less. See {_ROLLOUT}.free_cache_engine and engine_kwargs",
-                file=sys.stderr,
+                "warning",
             )

@@ -4,9 +4,9 @@ The controller owns the order of things and the small numbers; worker groups own
 function (`register_adv_est`, `register_policy_loss`) or replaces one of the methods that `fit` names.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ import torch
 from hybridrl.algorithms import check_group_sizes, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
-from hybridrl.data.loader import object_array
+from hybridrl.notify import notify
 from hybridrl.observe.metrics import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
     staleness_metrics,
 )
-from hybridrl.protocol import DataProto
+from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
@@ -56,6 +56,7 @@ from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
 from hybridrl.workers.loss_prepass import ROW_IDS
+from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 
@@ -288,7 +289,7 @@ class RayPPOTrainer:
 
     def balance(self, batch: DataProto) -> DataProto:
         """Order the rows so that every rank gets about the same work."""
-        ranks = self.actor_rollout.world_size
+        ranks = self.actor_rollout.dp_size("actor")
         if not self.config.trainer.balance_batch or ranks == 1 or len(batch) % ranks:
             return batch
         order = balanced_order(batch, ranks)
@@ -366,13 +367,13 @@ class RayPPOTrainer:
         pending: list[tuple[str, Any]] = []
         if self.critic is not None:
             fields = [*MODEL_INPUTS, "values", "returns"]
-            for shard in self._update_batches(batch, self.config.critic, self.critic.world_size, fields):
+            for shard in self._update_batches(batch, self.config.critic, self.critic.dp_size("critic"), fields):
                 pending.append(("update_critic", self.critic.update_critic(shard)))
         if self.run.step > self.config.trainer.critic_warmup:
             optional = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights")
             fields = [*MODEL_INPUTS, "advantages", *(name for name in optional if name in batch.batch.keys())]
             actor = self.config.actor_rollout_ref.actor
-            for shard in self._update_batches(batch, actor, self.actor_rollout.world_size, fields):
+            for shard in self._update_batches(batch, actor, self.actor_rollout.dp_size("actor"), fields):
                 pending.append(("update_actor", self.actor_rollout.update_actor(shard)))
         for phase, future in pending:
             with self.run.phase(phase), self.run.keeping_batch_on_error(batch):
@@ -392,7 +393,7 @@ class RayPPOTrainer:
         """Optimizer steps that a model takes in each training step."""
         return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
 
-    def _update_batches(self, batch: DataProto, settings: Any, ranks: int, fields: list[str]) -> Iterator[DataProto]:
+    def _update_batches(self, batch: DataProto, settings: Any, dp_size: int, fields: list[str]) -> Iterator[DataProto]:
         """One batch an epoch, arranged for `ModelWorker.update`."""
         objects = batch.non_tensor_batch
         epochs = list(
@@ -404,22 +405,23 @@ class RayPPOTrainer:
                 seed=settings.data_loader_seed + self.run.step,
             )
         )
-        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
+        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
         if TRAINED_MASK in batch.batch.keys():
             chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
         chosen.batch[ROW_IDS] = torch.from_numpy(objects["row"].astype(np.int64))
-        chosen.meta_info |= {
-            "updates": sum(len(mini_batches) for mini_batches in epochs),
-            "response_length": self.config.actor_rollout_ref.rollout.response_length,
-            "on_nonfinite": self.config.trainer.on_nonfinite,
-            "rollout_correction": self.config.algorithm.rollout_correction,
-        }
+        seed = partial(seed_of, settings.data_loader_seed, self.run.step)
         for epoch, mini_batches in enumerate(epochs):
-            spread = spread_over_ranks(chosen, mini_batches, ranks)
-            spread.meta_info["mini_batch_seeds"] = [
-                seed_of(settings.data_loader_seed, self.run.step, epoch, number) for number in range(len(mini_batches))
-            ]
-            yield spread
+            seeds = [seed(epoch, number) for number in range(len(mini_batches))]
+            spread, planned = spread_over_ranks(chosen, mini_batches, dp_size, seeds)
+            yield UpdatePlan(
+                mini_batches=planned,
+                dp_size=dp_size,
+                updates=sum(map(len, epochs)),
+                skip_nonfinite=self.config.trainer.on_nonfinite == "skip",
+                response_length=self.config.actor_rollout_ref.rollout.response_length,
+                temperature=self.config.actor_rollout_ref.rollout.temperature,
+                rollout_correction=self.config.algorithm.rollout_correction,
+            ).attach_to(spread)
 
     # ------------------------------------------------------------------ validation and run state
 
@@ -429,11 +431,10 @@ class RayPPOTrainer:
             return
         assert self.health.good is not None
         dropped = self.pool.drop()
-        print(
+        notify(
             f"step {self.run.step}: going on with the models of {self.health.good} and the next prompts; {dropped} "
             "prompts that were answered beforehand are dropped",
-            file=sys.stderr,
-            flush=True,
+            "warning",
         )
         self.run.go_back(self.health.good, self.load_models)
         self.reshard()

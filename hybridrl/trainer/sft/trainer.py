@@ -14,8 +14,10 @@ from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.ppo.batching import spread_over_ranks
 from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import merge_metrics, reduce_to_floats
+from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_FOLDER = "model"
+MESH = "model"  # the dispatch mesh of `SFTWorker`
 
 
 class SFTTrainer:
@@ -80,8 +82,10 @@ class SFTTrainer:
     def update(self, batch: DataProto) -> None:
         """One optimizer step on the whole batch."""
         batch = as_responses(batch)
-        batch.meta_info = {"updates": 1, "on_nonfinite": self.config.trainer.on_nonfinite}
-        shards = spread_over_ranks(batch, [np.arange(len(batch))], self.group.world_size)
+        dp_size = self.group.dp_size(MESH)
+        shards, mini_batches = spread_over_ranks(batch, [np.arange(len(batch))], dp_size)
+        skip = self.config.trainer.on_nonfinite == "skip"
+        UpdatePlan(mini_batches=mini_batches, dp_size=dp_size, updates=1, skip_nonfinite=skip).attach_to(shards)
         with self.run.phase("update_model"), self.run.keeping_batch_on_error(batch):
             updated = self.group.update_model(shards).get()
         of_ranks = updated.meta_info["metrics"]

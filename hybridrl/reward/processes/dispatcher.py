@@ -1,0 +1,368 @@
+"""The thread that sends samples to reward processes, in chunks sized by how long samples take, and enforces limits.
+
+A sample that exceeds the time limit is ended together with its process, and the rest of that process's work goes to
+another process.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+from hybridrl.errors import RewardError
+from hybridrl.notify import notify
+from hybridrl.reward.function import Form, RewardFunction
+from hybridrl.reward.processes.child import Result
+from hybridrl.reward.processes.handle import ChildProcess, Job
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_S = 0.01  # seconds of work sent to a process at a time
+_START_LIMIT_S = 120.0  # for starting a process and importing the user's file
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The score of one sample.
+
+    Attributes:
+        score: the number; 0 after a timeout.
+        extra: the whole dict, where the function returned one.
+        seconds: how long it took.
+        timed_out: it exceeded the time limit.
+    """
+
+    score: float
+    extra: dict[str, Any] | None
+    seconds: float
+    timed_out: bool = False
+
+
+class Dispatcher:
+    """Owns the processes of a pool. Its public methods may be called from any thread.
+
+    Args:
+        function: what the processes run.
+        num_workers: number of processes.
+        timeout_s: seconds that one call may take.
+    """
+
+    def __init__(self, function: RewardFunction, num_workers: int, timeout_s: float) -> None:
+        self.function = function
+        self.num_workers = num_workers
+        self.timeout_s = timeout_s
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
+        self._changed = threading.Condition()  # guards the next five
+        self._new: list[Job] = []
+        self._form: Form | None = None
+        self._load_errors: list[RewardError] = []
+        self._end_reason = RewardError("the reward pool was closed")
+        self._keep = False
+        self._stopping = False
+        # used by the thread only
+        self._children: list[ChildProcess] = []
+        self._pending: deque[Job] = deque()
+        self._mean_s: float | None = None  # running mean of a sample's seconds; None: none was answered yet
+        self._unanswered = 0  # samples that exceeded the time limit before the first was answered
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the thread ended by an error of its own."""
+        return self._wake_write < 0
+
+    def keep_processes(self) -> None:
+        """Start all processes now, and replace those that end, whether or not there is something to score."""
+        with self._changed:
+            self._keep = True
+            self._wake()
+
+    def wait_form(self) -> Form:
+        """Wait until a process has loaded the function; returns how it is called.
+
+        Raises:
+            RewardError: it cannot be loaded.
+        """
+        with self._changed:
+            seen = len(self._load_errors)
+            self._keep = True
+            self._wake()
+            while self._form is None:
+                if len(self._load_errors) > seen:
+                    raise self._load_errors[-1]
+                if self._stopping:
+                    raise self._end_reason
+                self._changed.wait()
+            return self._form
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Score these; jobs whose future is done are skipped."""
+        with self._changed:
+            waiting = [job for job in jobs if not job.future.done()]
+            if not self._stopping:
+                self._new += waiting
+                self._wake()
+                return
+        for job in waiting:
+            _finish(job, self._end_reason)
+
+    def give_up(self, jobs: Sequence[Job]) -> None:
+        """Forget these jobs; a process that works on nothing else is ended."""
+        with self._changed:
+            for job in jobs:
+                job.abandoned = True
+            self._wake()
+
+    def stop(self) -> None:
+        """End the thread and all processes; what is not scored yet fails."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        """Have the thread look at what changed. The lock is held."""
+        if self._wake_write >= 0:
+            with contextlib.suppress(BlockingIOError):  # a full pipe wakes it as well
+                os.write(self._wake_write, b".")
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._step()
+        except Exception as error:
+            logger.exception("the reward pool failed")
+            self._end_reason = RewardError(f"the reward pool failed: {error!r}")
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            self._pending.extend(self._new)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_write = -1
+        self._fail_all(self._end_reason)
+
+    def _step(self) -> None:
+        with self._changed:
+            self._pending.extend(self._new)
+            self._new = []
+            wanted = self._keep or bool(self._pending)
+        self._drop_abandoned()
+        try:
+            while wanted and len(self._children) < self.num_workers:
+                self._children.append(ChildProcess(self.function, self.timeout_s))
+            self._send()
+            if not self._receive(self._patience()):
+                self._check_starting()
+                self._end_hung()
+            self._check_dead()
+        except _LoadError as error:
+            self._could_not_load(error.reason)
+
+    def _could_not_load(self, error: RewardError) -> None:
+        with self._changed:
+            self._keep = False
+            self._load_errors.append(error)
+            self._changed.notify_all()
+        self._fail_all(error)
+
+    def _fail_all(self, error: RewardError) -> None:
+        """Every job fails, and every process is ended."""
+        for child in list(self._children):
+            self._pending.extend(self._end(child))
+        while self._pending:
+            _finish(self._pending.popleft(), error)
+
+    def _drop_abandoned(self) -> None:
+        self._pending = deque(job for job in self._pending if not (job.abandoned or job.future.cancelled()))
+        for child in list(self._children):
+            if child.working_on and all(job.abandoned for job in child.working_on.values()):
+                self._end(child)
+
+    def _send(self) -> None:
+        free = sorted((child for child in self._children if child.accepts), key=lambda child: len(child.working_on))
+        for number, child in enumerate(free):
+            if child.form == "batch":
+                self._refuse_single(child.label)
+            if self._pending:
+                child.send(self._next_chunk(child, len(free) - number))
+
+    def _refuse_single(self, label: str) -> None:
+        error = RewardError(
+            f"{label} takes a whole batch, so it cannot score single samples as they finish: give it the parameters of "
+            "a function of one sample, or score whole batches."
+        )
+        for job in [job for job in self._pending if job.count is None]:
+            self._pending.remove(job)
+            _finish(job, error)
+
+    def _next_chunk(self, child: ChildProcess, free: int) -> list[Job]:
+        """About `_CHUNK_S` of work, and never so much that other processes have nothing left to do.
+
+        Args:
+            free: processes that can be sent something now, this one included.
+        """
+        if child.form == "batch":
+            return [self._pending.popleft()]
+        if child.is_async:
+            size = math.ceil(len(self._pending) / free)
+        elif self._mean_s is None:
+            size = 1
+        else:
+            fair = math.ceil(len(self._pending) / (2 * len(self._children)))
+            size = min(fair, int(_CHUNK_S / max(self._mean_s, 1e-6)))
+        return [self._pending.popleft() for _ in range(min(len(self._pending), max(1, size)))]
+
+    def _receive(self, patience: float) -> bool:
+        """Take in what has arrived; False if no process sent anything within `patience` seconds."""
+        by_connection: dict[Any, ChildProcess] = {child.connection: child for child in self._children if not child.gone}
+        arrived = wait([*by_connection, self._wake_read], patience)
+        for connection in arrived:
+            if connection == self._wake_read:
+                os.read(self._wake_read, 65536)
+                continue
+            child = by_connection[connection]
+            message = child.receive()
+            if message is None:
+                continue
+            if message[0] == "failed":
+                raise _LoadError(RewardError(message[1]))
+            if message[0] == "ready":
+                self._loaded(child, message)
+                continue
+            for result in message[1]:
+                job = child.working_on.pop(result[0])
+                _finish(job, self._result_of(job, result, child.label))
+        return any(connection in by_connection for connection in arrived)
+
+    def _loaded(self, child: ChildProcess, message: tuple[Any, ...]) -> None:
+        _, child.form, child.is_async, child.label = message
+        child.ready = True
+        with self._changed:
+            self._form = child.form
+            self._changed.notify_all()
+
+    def _result_of(self, job: Job, result: Result, label: str) -> Any:
+        """An `Outcome`, a list of them, or the error."""
+        _, kind, payload, seconds = result
+        if kind == "timeout":
+            return self._timed_out(job, seconds)
+        if kind == "raised":
+            return RewardError(f"{label} raised an exception for {job.name}:\n{payload}")
+        if kind != "score":
+            return RewardError(f"{label} {payload}. It was called for {job.name}.")
+        if job.count is not None:
+            return [Outcome(score, extra, seconds / job.count) for score, extra in payload]
+        self._mean_s = seconds if self._mean_s is None else 0.9 * self._mean_s + 0.1 * seconds
+        return Outcome(payload[0], payload[1], seconds)
+
+    def _timed_out(self, job: Job, seconds: float) -> Outcome | RewardError:
+        if job.count is not None:
+            return RewardError(
+                f"{self.function.label} took more than reward.timeout_s={self.timeout_s:g} seconds for one call with "
+                f"{job.count} responses and was ended. Raise reward.timeout_s if it needs the time."
+            )
+        if self._mean_s is None:
+            self._unanswered += 1
+            if self._unanswered > 2 * self.num_workers:
+                return RewardError(
+                    f"{self.function.label} answered none of the first {self._unanswered} samples within "
+                    f"reward.timeout_s={self.timeout_s:g} seconds, the last of them {job.name}: it hangs. Fix it, or "
+                    "raise reward.timeout_s if it needs the time."
+                )
+        notify(
+            f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds: it scores 0. Raise the "
+            "limit if the function needs the time.",
+            "warning",
+        )
+        return Outcome(0.0, None, seconds, timed_out=True)
+
+    # ------------------------------------------------------------------ limits and ends
+
+    def _patience(self) -> float:
+        """Seconds until the next time limit can be exceeded."""
+        now = time.monotonic()
+        left = [child.deadline(self.timeout_s) - now for child in self._children if child.working_on]
+        return min(_POLL_S, max(0.005, min(left, default=_POLL_S)))
+
+    def _end_hung(self) -> None:
+        now = time.monotonic()
+        for child in [c for c in self._children if c.working_on and c.deadline(self.timeout_s) <= now]:
+            hung, since = child.current()
+            for job in hung:
+                del child.working_on[job.number]
+                _finish(job, self._timed_out(job, now - since))
+            self._put_back(self._end(child))
+
+    def _check_dead(self) -> None:
+        """A process that ended by itself: killed for memory, crashed in a C extension, `os._exit()` in the function."""
+        for child in [c for c in self._children if c.gone]:
+            if not child.ready:
+                raise self._never_started(child)
+            stopped, _ = child.current()
+            death = child.death()
+            for job in stopped:
+                del child.working_on[job.number]
+                name = job.name if job.count is None else f"{job.count} responses"
+                _finish(job, RewardError(f"{child.label}: its process {death} while it scored {name}."))
+            self._put_back(self._end(child))
+
+    def _put_back(self, jobs: Sequence[Job]) -> None:
+        self._pending.extendleft(sorted(jobs, key=lambda job: job.number, reverse=True))
+
+    def _check_starting(self) -> None:
+        for child in [c for c in self._children if not c.ready]:
+            if child.gone:
+                raise self._never_started(child)
+            if time.monotonic() - child.started > _START_LIMIT_S:
+                raise _LoadError(
+                    RewardError(
+                        f"{self.function.label}: not imported after {_START_LIMIT_S:g} seconds. What does the file do "
+                        "on import?"
+                    )
+                )
+
+    def _never_started(self, child: ChildProcess) -> "_LoadError":
+        self._end(child)
+        reason = f"{self.function.label}: its process {child.death()} while it loaded the function."
+        return _LoadError(RewardError(reason))
+
+    def _end(self, child: ChildProcess) -> list[Job]:
+        """End a process; returns what it had not answered."""
+        child.end()
+        self._children.remove(child)
+        left, child.working_on = list(child.working_on.values()), {}
+        return left
+
+
+class _LoadError(Exception):
+    """The function cannot be loaded."""
+
+    def __init__(self, reason: RewardError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _finish(job: Job, result: Any) -> None:
+    if job.future.done() or not job.future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, RewardError):
+        job.future.set_exception(result)
+    else:
+        job.future.set_result(result)

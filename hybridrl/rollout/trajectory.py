@@ -1,0 +1,78 @@
+"""What one session produced, as the unit between sampling and learning."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.request import Completion
+
+#: weight version of a token that no weights generated
+NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One prompt and everything that followed it.
+
+    A sample may be several trajectories, for example where an agent's context was rewritten. They share `uid`, `sample`
+    and `session`, and `turn` gives their order.
+
+    Attributes:
+        uid: the prompt's group.
+        sample: which of the prompt's samples this belongs to.
+        prompt_ids: tokens before the first generated one, without padding.
+        token_ids: every token after the prompt: generated ones, and those of tools and of later user turns.
+        mask: 1 for each generated token, 0 for the others.
+        log_probs: the sampler's log-probability of each token; not read where `mask` is 0.
+        versions: (weight version, number of tokens) in order, adding up to all tokens; `NO_VERSION` for tokens that
+            were not generated.
+        session: the session's id, unique within the prompt; "" where a sample is one trajectory.
+        turn: position among the trajectories of the session.
+        reward: the score of the trajectory where the session gave one; None leaves it to the reward function.
+        turn_rewards: rewards of single turns, in order.
+        extra: further fields by name; each becomes a non-tensor column.
+        multimodal: model inputs that are not token ids, by name.
+    """
+
+    uid: str
+    sample: int
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    mask: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[tuple[int, int]]
+    session: str = ""
+    turn: int = 0
+    reward: float | None = None
+    turn_rewards: Sequence[float] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    multimodal: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count = len(self.token_ids)
+        for name in ("mask", "log_probs"):
+            found = len(getattr(self, name))
+            if found != count:
+                raise RolloutError(
+                    f"{self.name}: {name} has {found} entries and token_ids has {count}; give one per token"
+                )
+        if any(tokens < 0 for _, tokens in self.versions) or sum(tokens for _, tokens in self.versions) != count:
+            raise RolloutError(
+                f"{self.name}: versions={list(self.versions)} must be (version, tokens) pairs whose tokens add up to "
+                f"the {count} entries of token_ids"
+            )
+        if any(value not in (0, 1) for value in self.mask):
+            raise RolloutError(f"{self.name}: mask must hold 0 and 1 only")
+
+    @property
+    def name(self) -> str:
+        """How messages refer to it."""
+        session = f", session {self.session!r}, turn {self.turn}" if self.session else ""
+        return f"trajectory of uid {self.uid!r}, sample {self.sample}{session}"
+
+    @classmethod
+    def single_turn(cls, prompt_ids: Sequence[int], completion: Completion, uid: str, sample: int) -> "Trajectory":
+        """The trajectory of one request: all of its tokens are generated."""
+        tokens = completion.token_ids
+        return cls(uid, sample, prompt_ids, tokens, [1] * len(tokens), completion.log_probs, completion.versions)

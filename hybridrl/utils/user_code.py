@@ -1,0 +1,128 @@
+"""Code that a user names in the configuration, loaded the same way everywhere.
+
+A path is one of
+
+- `path/to/file.py`: a Python file. Its folder is put on `sys.path`, so that it can import the files next to it.
+- `package.module` or `pkg://package.module`: a module that can be imported.
+
+Where an object is wanted, `:name` may follow either. Processes that score rewards import this module: it stays light.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybridrl.errors import UserError
+
+
+def load_module(path: str, key: str, error: type[UserError] = UserError) -> ModuleType:
+    """Load a file or import a module. A file that was loaded before, and has not changed, is not run again.
+
+    Args:
+        path: as described above, without `:name`.
+        key: the setting that holds `path`, for messages.
+        error: the class of the errors that are raised.
+
+    Raises:
+        UserError: there is no such file or module, or it raises while it is imported.
+    """
+    name = path.removeprefix("pkg://")
+    file = Path(path).expanduser().absolute()
+    is_file = name == path and (file.suffix == ".py" or file.exists() or "/" in path)
+    if is_file and not file.is_file():
+        raise error(f"{key}={path}: no such file (looked for {file}).")
+    if is_file and file.suffix != ".py":
+        raise error(f"{key}={path}: not a Python file; its name must end in .py.")
+    try:
+        return _load_file(file.resolve()) if is_file else importlib.import_module(name)
+    except Exception as cause:  # the user's code raises whatever is wrong with it
+        reason = f"fails to import: {type(cause).__name__}: {cause}{_place(cause)}"
+        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
+            reason = f"neither a Python file (looked for {file}) nor a module that can be imported ({cause})."
+        raise error(f"{key}={path}: {reason}") from cause
+
+
+def load_object(path: str, name: str | None, key: str, name_key: str, error: type[UserError] = UserError) -> Any:
+    """An object out of the user's code: `name` in the module at `path`, or `path:name` in one word.
+
+    Args:
+        path: as described above.
+        name: the object's name; None where `path` ends in `:name`.
+        key: the setting that holds `path`.
+        name_key: the setting that holds `name`.
+        error: the class of the errors that are raised.
+
+    Raises:
+        UserError: as `load_module`, or the module has no such object.
+    """
+    if name is None and ":" in path.removeprefix("pkg://"):
+        path, _, name = path.rpartition(":")
+        name_key = key
+    if not name:
+        raise error(f"{key}={path} is set but {name_key} is not. Set {name_key} to a name defined in it.")
+    module = load_module(path, key, error)
+    if not hasattr(module, name):
+        raise error(
+            f"{name_key}={name}: {path} defines no {name}. It defines {', '.join(defined_in(module)) or 'nothing'}."
+        )
+    return getattr(module, name)
+
+
+def load_class(
+    path: str, name: str | None, key: str, name_key: str, base: type = object, error: type[UserError] = UserError
+) -> Any:
+    """`load_object` for a class derived from `base`."""
+    found = load_object(path, name, key, name_key, error)
+    if not inspect.isclass(found) or not issubclass(found, base):
+        needed = "" if base is object else f" derived from {base.__module__}.{base.__qualname__}"
+        raise error(f"{name_key}={name}: it is no class{needed} in {path}, but {found!r}.")
+    return found
+
+
+def defined_in(module: ModuleType, kind: Callable[[Any], bool] = callable) -> list[str]:
+    """Public names of what a module defines itself, of one kind."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if kind(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def _load_file(file: Path) -> ModuleType:
+    stamp = zlib.crc32(file.read_bytes(), zlib.crc32(bytes(file)))
+    name = f"hybridrl_user_{file.stem}_{stamp:08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # a .py file always has both
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    if (ray := sys.modules.get("ray")) is not None:  # no other process can import a module of this name
+        ray.cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _place(error: Exception) -> str:
+    """The last line of the user's module that ran, as ` (FILE, line N)`."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}, line {error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
+    inside = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({inside[-1].filename}, line {inside[-1].lineno})" if inside else ""

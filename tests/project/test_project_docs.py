@@ -1,0 +1,200 @@
+"""What the pages name exists: links, anchors, files, modules, names and settings. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridrl.config.verl.keys import KeyBook
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted(
+    str(page.relative_to(REPOSITORY))
+    for pattern in ("*.md", "docs/**/*.md", "recipes/**/*.md", "tests/*.md", "examples/*.md")
+    for page in REPOSITORY.glob(pattern)
+)
+CURRENT = [page for page in PAGES if page != "CHANGELOG.md"]  # the changelog speaks of what was, too
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+ROOTS = ("ppo_trainer", "sft_trainer", "generation", "evaluation")
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchor(heading: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it."""
+    words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading.strip()).lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+@lru_cache
+def anchors(page: Path) -> frozenset[str]:
+    return frozenset(anchor(line.lstrip("#")) for line in FENCED.sub("", text_of(page)).splitlines() if line[:1] == "#")
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target in LINK.findall(FENCED.sub("", text_of(page))):
+        if re.match(r"[a-z]+:", target):
+            continue  # the network
+        name, _, fragment = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.is_file() or not file.is_relative_to(REPOSITORY):
+            yield f"{target}: no such file"
+        elif fragment and fragment not in anchors(file):
+            yield f"{target}: no such heading"
+
+
+def faults(find: Callable[[Path], Iterable[str]], pages: Iterable[str] = PAGES) -> dict[str, list[str]]:
+    """Page -> what is wrong in it, for the pages where something is."""
+    found = {page: sorted(set(find(REPOSITORY / page))) for page in pages}
+    return {page: wrong for page, wrong in found.items() if wrong}
+
+
+def test_links_lead_somewhere() -> None:
+    assert not faults(broken_links)
+
+
+def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "REPOSITORY", tmp_path)
+    (tmp_path / "there.md").write_text("# Off-policy correction: `algorithm.rollout_correction`\n")
+    page = tmp_path / "page.md"
+    good = "[a](there.md#off-policy-correction-algorithmrollout_correction) [b](there.md) [c](https://arxiv.org/x)"
+    page.write_text(f"# A\n{good} [d](#a)\n```text\n[no](link)\n```\n")
+    assert not list(broken_links(page))
+    page.write_text("# A\n[a](there.md#off) ![b](gone.png) [c](#b) [d](../outside.md)\n")
+    assert len(list(broken_links(page))) == 4
+
+
+def mentions(page: Path) -> Iterator[str]:
+    """What a page quotes as code: between backticks, word by word, and in its snippets."""
+    text = text_of(page)
+    for quoted in re.findall(r"`([^`\n]+)`", FENCED.sub("", text)):
+        yield from re.split(r"[\s,;()]+", quoted)
+    for block in FENCED.findall(text):
+        yield from re.split(r"[\s,;()'\"]+", block)
+
+
+FOLDERS = "benchmarks|configs|constraints|docker|docs|examples|hybridrl|recipes|scripts|tests"
+PATHS = re.compile(rf"(?:{FOLDERS})/(?!sort$)[\w/.-]*\w/?")  # hybridrl/sort is a data source
+
+
+def missing_files(page: Path) -> Iterator[str]:
+    return (word for word in mentions(page) if PATHS.fullmatch(word) and not (REPOSITORY / word).exists())
+
+
+def test_files_that_a_page_names_exist() -> None:
+    assert not faults(missing_files, CURRENT)
+
+
+def defined(module: Path) -> set[str]:
+    """The names that a module defines or imports at its top level, and its lazy ones (strings of its tables)."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text_of(module))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name) for alias in node.names)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names
+
+
+def exists_in_the_package(dotted: str) -> bool:
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        place = REPOSITORY.joinpath(*parts[:end])
+        module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if module.is_file():
+            return end == len(parts) or parts[end] in defined(module)
+    return False
+
+
+def missing_names(page: Path) -> Iterator[str]:
+    dotted = (word.rstrip(".:") for word in mentions(page) if re.fullmatch(r"hybridrl(\.\w+)+[.:]?", word))
+    return (name for name in dotted if not exists_in_the_package(name))
+
+
+def test_modules_and_names_that_a_page_gives_exist() -> None:
+    assert not faults(missing_names, CURRENT)
+    assert exists_in_the_package("hybridrl.protocol.DataProto")
+    assert not exists_in_the_package("hybridrl.protocol.DataProtocol")
+
+
+@lru_cache
+def settings() -> tuple[frozenset[str], frozenset[str]]:
+    """Every key of every program, and the groups and free mappings that keys stand in."""
+    keys = frozenset(key for root in ROOTS for key in KeyBook(root).fields)
+    parents = frozenset(".".join(key.split(".")[:end]) for key in keys for end in range(1, key.count(".") + 1))
+    return keys, parents
+
+
+def is_setting(name: str) -> bool:
+    keys, parents = settings()
+    return name in keys | parents or any(name.startswith(key + ".") for key in keys)
+
+
+KEY = re.compile(
+    r"(?<![\w./-])(?:actor_rollout_ref|algorithm|critic|data|placement|reward|trainer)(?:\.[a-z_0-9]+)+(?![\w(./])"
+)
+FILES = (".json", ".jsonl", ".parquet", ".pt", ".py", ".yaml")
+
+
+def missing_settings(page: Path) -> Iterator[str]:
+    text = text_of(page)
+    quoted = re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+    blocks = [block for block in FENCED.findall(text) if not block.startswith("```python")]
+    strings = [words for block in FENCED.findall(text) for words in re.findall(r'"([^"\n]+)"', block)]
+    for name in KEY.findall("\n".join([*quoted, *blocks, *strings])):
+        if not name.endswith(FILES) and not is_setting(name):
+            yield name
+
+
+def test_settings_that_a_page_names_exist() -> None:
+    # The page of defaults also names verl's spelling.
+    assert not faults(missing_settings, [page for page in CURRENT if page != "docs/defaults.md"])
+    assert is_setting("actor_rollout_ref.actor.optim.override_optimizer_config.momentum")
+    assert not is_setting("actor_rollout_ref.actor.optim.momentum")
+
+
+def navigation() -> list[str]:
+    """The pages in mkdocs.yml, whose custom tags are of no interest here."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    found: list[str] = []
+
+    def walk(node: object) -> None:
+        if isinstance(node, str):
+            found.append(node)
+        elif isinstance(node, dict | list):
+            for child in node.values() if isinstance(node, dict) else node:
+                walk(child)
+
+    walk(yaml.load(text_of(REPOSITORY / "mkdocs.yml"), Loader)["nav"])
+    return found
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(navigation()) == [page for page in PAGES if not page.startswith("tests/")]
+
+
+def test_every_package_has_a_page_in_the_api_reference() -> None:
+    packages = {path.stem for path in (REPOSITORY / "hybridrl").iterdir() if path.stem.strip("_") == path.stem}
+    packages -= {"py", "_configs"}
+    for package in packages:
+        page = REPOSITORY / "docs" / "api" / f"{package}.md"
+        assert page.is_file(), f"docs/api/{package}.md with '::: hybridrl.{package}' and a line in mkdocs.yml"
+        assert f"::: hybridrl.{package}\n" in text_of(page)
