@@ -8,12 +8,12 @@ that use Ray need a few. Everything else about a worker stays Ray's: command lin
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import importlib
 import json
 import os
-import runpy
 import selectors
 import signal
 import socket
@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
 
 ADDRESS = "HYBRIDRL_TEST_FORK_SERVER"
 CLIENT = Path(__file__).with_name("fork_client.py")
@@ -74,6 +76,16 @@ def running(folder: Path) -> Iterator[None]:
 
 
 @dataclass
+class Request:
+    """The process that Ray asks for."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    streams: list[int]
+
+
+@dataclass
 class Child:
     """A worker, and the client that stands for it."""
 
@@ -82,8 +94,12 @@ class Child:
     client: socket.socket
 
 
-def serve(listener: socket.socket) -> None:
-    """Fork for every client, until the standard input is closed."""
+def serve(listener: socket.socket) -> Request | None:
+    """Fork for every client, until the standard input is closed.
+
+    Returns:
+        In a forked process what it is to become; None in the server.
+    """
     for name in PRELOADED:
         importlib.import_module(name)
     selector = selectors.DefaultSelector()
@@ -95,35 +111,38 @@ def serve(listener: socket.socket) -> None:
             if key.fileobj is sys.stdin:
                 for child in children.values():
                     os.kill(child.pid, signal.SIGKILL)
-                return
+                return None
             if key.fileobj is listener:
                 client, _ = listener.accept()
                 request = _received(client)
+                if request is None:
+                    continue
                 _finish_imports(request)
-                child = _fork(client, request, [listener, *(other.client for other in children.values())])
-                children[child.pid] = child
+                pid = os.fork()
+                if pid == 0:
+                    return request
+                for stream in request.streams:
+                    os.close(stream)
+                child = Child(pid, os.pidfd_open(pid), client)
+                children[pid] = child
                 selector.register(child.handle, selectors.EVENT_READ, child)
                 selector.register(client, selectors.EVENT_READ, child)
+            elif key.data.pid not in children:
+                continue  # it ended in the same moment as its client
             elif key.fileobj is key.data.client:  # the client was killed, and so is its worker
                 selector.unregister(key.data.client)
                 os.kill(key.data.pid, signal.SIGKILL)
-            elif key.data.pid in children:
+            else:
                 _ended(children.pop(key.data.pid), selector)
 
 
-@dataclass
-class Request:
-    """The process that Ray asks for."""
-
-    words: list[str]
-    environment: dict[str, str]
-    folder: str
-    streams: list[int]
-
-
-def _received(client: socket.socket) -> Request:
+def _received(client: socket.socket) -> Request | None:
+    """What the client asks for; None where it has gone already."""
     size, streams, _, _ = socket.recv_fds(client, 8, 3)
-    return Request(**json.loads(client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)), streams=streams)
+    text = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+    if len(size) < 8 or len(text) < int.from_bytes(size, "big"):
+        return None
+    return Request(**json.loads(text), streams=streams)
 
 
 def _finish_imports(request: Request) -> None:
@@ -138,74 +157,51 @@ def _finish_imports(request: Request) -> None:
     gc.freeze()
 
 
-def _fork(client: socket.socket, request: Request, others: list[socket.socket]) -> Child:
-    pid = os.fork()
-    if pid == 0:
-        os.setpgid(0, 0)  # as Ray does: with a worker it ends the worker's process group
-        for file in (client, *others):
-            file.close()
-        for number, stream in enumerate(request.streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        _become_worker(request)
-    for stream in request.streams:
-        os.close(stream)
-    return Child(pid, os.pidfd_open(pid), client)
-
-
 def _ended(child: Child, selector: selectors.BaseSelector) -> None:
     _, status = os.waitpid(child.pid, 0)
     with contextlib.suppress(OSError):
         child.client.sendall(status.to_bytes(8, "big"))
     for file in (child.handle, child.client):
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(KeyError):
             selector.unregister(file)
     os.close(child.handle)
     child.client.close()
 
 
-def _become_worker(request: Request) -> None:
-    """Do what Ray's `setup_worker.py` does, except that a Python of its own is not started."""
-    import argparse
+def become(request: Request) -> tuple[CodeType, dict[str, Any]]:
+    """Do in a forked process what Ray's `setup_worker.py` does, except that no other Python is started.
 
+    Returns:
+        The worker's program and its module's names. The caller runs it, so that stacks are as deep as a worker's own.
+    """
     from ray._private.runtime_env.context import RuntimeEnvContext
     from ray._private.utils import update_envs
 
+    os.setpgid(0, 0)  # as Ray does: with a worker it ends the worker's process group
+    for number, stream in enumerate(request.streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request.folder)
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")
-    own, rest = parser.parse_known_args(request.words)
+    own, sys.argv = parser.parse_known_args(request.words)
     context = RuntimeEnvContext.deserialize(own.serialized_runtime_env_context or "{}")
-    os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
     other_python = context.py_executable != sys.executable or "PYTHONPATH" in context.env_vars
     if context.command_prefix or other_python or context.override_worker_entrypoint:
         raise NotImplementedError(f"such a runtime environment needs a process of its own: {context.__dict__}")
     update_envs(context.env_vars)
-    sys.argv = rest
-    sys.path[0] = os.path.dirname(rest[0])
-    try:
-        runpy.run_path(rest[0], run_name="__main__")
-    except SystemExit as end:
-        _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        _exit(1)
-    _exit(0)
-
-
-def _exit(status: int) -> None:
-    import atexit
-
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
+    program = sys.argv[0]
+    sys.path[0] = os.path.dirname(program)
+    module = ModuleType("__main__")
+    module.__file__ = program
+    sys.modules["__main__"] = module
+    return compile(Path(program).read_text(), program, "exec"), module.__dict__
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    if asked is not None:
+        exec(*become(asked))
