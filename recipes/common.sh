@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What the recipes share: data, model and size of a run. Called by recipes/NAME/run.sh.
+# Data, model and size of a run, shared by the recipes. Called by recipes/NAME/run.sh.
 #
 #   bash recipes/common.sh NAME [--smoke] [KEY=VALUE ...]
 #
-# HYBRIDRL_PYTHON names the interpreter, MODEL the model, OUT the folder of everything that is written.
+# HYBRIDRL_PYTHON sets the interpreter, MODEL the model, and OUT the output folder.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,4 +1,4 @@
-"""A reward that differs between responses of any model, so that two steps of a random one exercise every recipe."""
+"""A reward that varies between responses of any model, so two steps of a random model exercise every recipe."""
 
 from typing import Any
 

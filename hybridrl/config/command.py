@@ -6,6 +6,7 @@ It writes no `outputs/` folder and does not change the working directory, as `@h
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from hybridrl.config.checks.run import validate
 from hybridrl.config.compose import Composed, compose_config, configs_folder, print_notices
 from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
+from hybridrl.config.torchrun import leave_torchrun
 from hybridrl.errors import ConfigError, UserError, WorkerError
 
 _EXAMPLES = {
@@ -54,14 +56,21 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
     - 1 for a worker that failed or died: the message holds the worker's own traceback, where there is one;
     - 130 for Ctrl-C.
 
-    Everything else is raised as it is.
+    Everything else is raised as it is. Under torchrun, rank 0 runs the program and every other rank returns at once.
     """
+    launch = leave_torchrun(os.environ)
+    if launch is not None and launch.rank > 0:
+        print_notices([said] if (said := launch.farewell()) else [])
+        return
     words = _parser(name).parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
     try:
         for option, reason in _REFUSED.items():
             if getattr(words, option):
                 raise ConfigError(f"--{option.replace('_', '-')}: {reason}")
-        composed = compose_config(name, words.overrides, words.config_path, words.config_name)
+        launched = launch.settings() if launch is not None else {}
+        composed = compose_config(name, words.overrides, words.config_path, words.config_name, launched)
+        if launch is not None:
+            composed.notices.append(launch.notice(_EXAMPLES[name][0], "trainer" in composed.tree))
         print_notices(composed.notices)
         if words.cfg is not None:
             print(_shown(composed, words.package, words.resolve), end="")

@@ -144,6 +144,11 @@ def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Pat
     return [f"{word}: {name} is a config group without the option {value}; it has {', '.join(options)}"]
 
 
+def _found(tree: Any, name: str) -> Any:
+    """The value of a dotted key that is there."""
+    return functools.reduce(lambda inner, part: inner[part], name.split("."), tree)
+
+
 def _reset(tree: dict[str, Any], defaults: dict[str, Any], name: str) -> None:
     """Take a dotted key back to its default; an entry of a free-form mapping that has none goes."""
     *parents, last = name.split(".")
@@ -224,8 +229,13 @@ def compose_config(
     overrides: Sequence[str] = (),
     config_dir: str | os.PathLike[str] | None = None,
     config_name: str | None = None,
+    launched: Mapping[str, int] | None = None,
 ) -> Composed:
-    """Compose, check and convert; nothing is printed. Arguments and errors are those of `load_config`."""
+    """Compose, check and convert; nothing is printed. Arguments and errors are those of `load_config`.
+
+    `launched` holds what torchrun was asked for, by key. It takes the place of defaults; a file or a word that sets
+    such a key to something else is a fault.
+    """
     if root not in ROOTS:
         raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
     book, user = KeyBook(root), None
@@ -252,11 +262,22 @@ def compose_config(
             _reset(tree, defaults, item.key)
         else:
             put(tree, item.key, item.value)
+    asked = {key: value for key, value in (launched or {}).items() if key in book.fields}
+    taken_back = {item.key for item in set_by_words.assignments if item.delete}
+    for key, value in asked.items():
+        if (key not in origins or key in taken_back) and _found(tree, key) == _found(defaults, key):
+            put(tree, key, value)
 
     everything = Outcome(renamed=given.notices, faults=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
     config = _typed(root, tree, everything.faults, origins)
+    for key, value in asked.items():
+        if (found := functools.reduce(getattr, key.split("."), config)) != value:
+            everything.faults.append(
+                f"{key}={found}{origins.get(key, '')}: torchrun was asked for {value}; give both the same number, or "
+                f"leave out {key}"
+            )
     if everything.faults:
         raise ConfigError(list(dict.fromkeys(everything.faults)))
     return Composed(config, tree, everything.notices())

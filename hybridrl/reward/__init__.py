@@ -1,7 +1,7 @@
-"""Reward: scorers by data source, the user's own functions, managers, and the pool of processes that runs them.
+"""Reward: scorers by data source, custom functions, managers, and the pool of processes that runs them.
 
-The names below are looked up on first use: the pool's processes import this package and must start in milliseconds, so
-nothing here imports torch, and numpy only where tensors are.
+The names below are imported on first use: the pool's processes import this package and must start in milliseconds, so
+nothing here imports torch.
 """
 
 from __future__ import annotations

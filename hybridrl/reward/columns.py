@@ -1,6 +1,4 @@
-"""What a reward function returns beside the scores, as columns: in training, validation and evaluation alike."""
-
-from __future__ import annotations
+"""Columns made of what a reward function returns besides the scores, for training, validation and evaluation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,21 +8,21 @@ from hybridrl.reward.processes.pool import Outcome
 
 
 def extra_of(outcome: Outcome) -> dict[str, Any]:
-    """A sample's extra information: the function's dict, or ``acc``, the score itself, where it returned a number."""
+    """A sample's extra information: the function's dict, or `acc`, the score itself, where it returned a number."""
     return dict(outcome.extra) if outcome.extra is not None else {"acc": outcome.score}
 
 
 def extra_columns(
     extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], reported: set[str]
 ) -> dict[str, list[Any]]:
-    """Name -> one value a sample, None where a sample's dict lacks it.
+    """Name -> one value per sample, None where a sample's dict lacks it.
 
-    A sample that exceeded the time limit returned nothing; what says how well it did (``score``, ``acc``) is 0 there.
+    A sample that exceeded the time limit returned nothing; its `score` and `acc` are 0.
 
     Args:
-        extras: one a sample, see ``extra_of``.
-        outcomes: one a sample.
-        reported: names that some samples lack are added to it, and warned of unless they were in it.
+        extras: one per sample, see `extra_of`.
+        outcomes: one per sample.
+        reported: names that some samples lack are added to it; names that it does not hold yet are warned of.
     """
     names = dict.fromkeys(name for extra in extras for name in extra)
     for extra, outcome in zip(extras, outcomes, strict=True):

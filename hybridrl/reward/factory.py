@@ -1,4 +1,4 @@
-"""From the configuration to a reward manager, and what can be refused before a model is loaded."""
+"""Reward managers made from the configuration, and checks that run before a model is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reward_function(config: PPOTrainerConfig, manager: type[RewardManager] | Non
 def check_reward(config: PPOTrainerConfig) -> None:
     """Refuse a reward function or manager that cannot work.
 
-    The user's file is imported in a process of its own, just as the pool will do it.
+    The user's file is imported in a process of its own, as the pool will do it.
 
     Raises:
         RewardError: no such file, function or manager, an import that fails, parameters that do not fit.
@@ -45,13 +45,12 @@ def check_reward(config: PPOTrainerConfig) -> None:
 
 
 def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
-    """Refuse data that the built-in scorers cannot score, by file and row. A function of the user's own may need
-    anything.
+    """Refuse data that the built-in scorers cannot score, by file and row. A custom function may need anything.
 
     Args:
         config: the run's configuration.
-        dataset: with ``column(name)`` and ``locate(item)``, as ``hybridrl.data.RLHFDataset``; of another the first
-            batch tells.
+        dataset: with `column(name)` and `locate(item)`, as `hybridrl.data.RLHFDataset`; others are checked with
+            their first batch.
 
     Raises:
         RewardError: an unknown data source, or a row without ground truth.
@@ -89,7 +88,7 @@ def create_reward_manager(config: PPOTrainerConfig, tokenizer: PreTrainedTokeniz
 
 
 def manager_class(config: PPOTrainerConfig) -> type[RewardManager]:
-    """The class of ``reward.reward_manager``: registered, or out of the user's file.
+    """The class of `reward.reward_manager`: registered, or from the user's file.
 
     Raises:
         RewardError: there is no such class.

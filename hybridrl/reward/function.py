@@ -1,9 +1,7 @@
-"""A reward function: found in a file, its signature understood, its result checked.
+"""A reward function: loaded from a file, called by its signature, its result checked.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
-
-from __future__ import annotations
 
 import inspect
 import math
@@ -31,13 +29,13 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """Which function scores: what a worker process needs to load it.
+    """Which function scores: everything that a process needs to load it.
 
     Attributes:
-        path: the user's Python file (or ``pkg://package.module``); None: the built-in scorers.
-        name: the function in it; None: ``compute_score``, else ``compute_reward``, else the only public function.
+        path: the user's Python file (or `pkg://package.module`); None: the built-in scorers.
+        name: the function in it; None: `compute_score`, else `compute_reward`, else the only public function.
         kwargs: further arguments.
-        form: how a function is called whose parameter names do not tell: for one sample or for a batch.
+        form: how to call a function whose parameter names do not show it: for one sample or for a batch.
     """
 
     path: str | None = None
@@ -47,7 +45,7 @@ class RewardFunction:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """How messages refer to it."""
         return f"{self.name or 'the reward function'} in {self.path}" if self.path else "the built-in scorers"
 
 
@@ -62,14 +60,14 @@ class Sample:
 
 
 class BadScore(Exception):
-    """A function returned what is no score; the message completes "the function ..."."""
+    """A function returned something that is not a score; the message completes "the function ..."."""
 
 
 class LoadedFunction:
     """A function that can be called.
 
     Attributes:
-        form: ``sample`` or ``batch``.
+        form: `sample` or `batch`.
         is_async: a call returns an awaitable.
         label: its name and file, for messages.
     """
@@ -110,7 +108,7 @@ class LoadedFunction:
 
 
 def load(function: RewardFunction) -> LoadedFunction:
-    """Import the function and work out how it is to be called.
+    """Import the function and determine how to call it.
 
     Raises:
         RewardError: no such file or function, it fails to import, or its parameters do not fit.
@@ -140,9 +138,8 @@ def _choose(module: Any, function: RewardFunction) -> tuple[str, Callable[..., A
         if callable(getattr(module, name, None)):
             return name, getattr(module, name)
     raise RewardError(
-        f"{PATH_KEY}={function.path}: which function scores is not clear; none is called compute_score or "
-        "compute_reward. "
-        f"Functions found there: {listed}. Set {NAME_KEY} to one of them."
+        f"{PATH_KEY}={function.path}: it is not clear which function scores, because none is called compute_score "
+        f"or compute_reward. Functions found there: {listed}. Set {NAME_KEY} to one of them."
     )
 
 
@@ -178,7 +175,7 @@ def _understand(call: Callable[..., Any], name: str, function: RewardFunction) -
 
 
 def _positional(parameters: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
-    """Parameters without a default that can be given by place."""
+    """Parameters without a default that can be given by position."""
     return [
         p
         for p in parameters.values()
@@ -189,7 +186,7 @@ def _positional(parameters: Mapping[str, inspect.Parameter]) -> list[inspect.Par
 def _by_position(
     parameters: Mapping[str, inspect.Parameter], name: str, function: RewardFunction
 ) -> tuple[Form, tuple[str, ...], bool]:
-    """A function with parameter names of its own: their number and the manager tell what it takes."""
+    """A function with other parameter names: their number and the manager decide how to call it."""
     count = len([p for p in _positional(parameters) if p.name not in function.kwargs])
     if name == "compute_reward" and count == 2:
         return "batch", _SHORT_BATCH_NAMES, False
@@ -197,7 +194,7 @@ def _by_position(
         names = _BATCH_NAMES if function.form == "batch" else _SAMPLE_NAMES
         return function.form, names[:count], False
     given = ", ".join(parameters) or "nothing"
-    raise RewardError(f"{PATH_KEY}={function.path}: {name} takes ({given}), which is not understood. {_EXPECTED}.")
+    raise RewardError(f"{PATH_KEY}={function.path}: {name} takes ({given}), which is not a known form. {_EXPECTED}.")
 
 
 def _check_call(
@@ -220,8 +217,7 @@ def _check_call(
     except TypeError as error:
         raise RewardError(
             f"{PATH_KEY}={function.path}: {label} cannot be called with ({', '.join((*chosen, *function.kwargs))}): "
-            f"{error}. "
-            f"{_EXPECTED}; give further arguments with {KWARGS_KEY}."
+            f"{error}. {_EXPECTED}; pass further arguments with {KWARGS_KEY}."
         ) from error
 
 
@@ -229,7 +225,7 @@ def check_score(value: Any) -> tuple[float, dict[str, Any] | None]:
     """A function's result as a score and, from a dict, everything in it.
 
     Raises:
-        BadScore: not a number or a dict with a number ``score``, or not finite.
+        BadScore: not a number or a dict with a number `score`, or not finite.
     """
     if isinstance(value, Mapping):
         if "score" not in value:
@@ -241,10 +237,10 @@ def check_score(value: Any) -> tuple[float, dict[str, Any] | None]:
 
 
 def check_scores(values: Any, count: int) -> list[tuple[float, dict[str, Any] | None]]:
-    """The result of a batched function: one score a sample.
+    """The result of a batched function: one score per sample.
 
     Raises:
-        BadScore: not a sequence, of another length, or a bad score in it (named by its place).
+        BadScore: not a sequence, of another length, or a bad score in it (named by its position).
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str):
@@ -265,7 +261,7 @@ def _number(value: Any) -> float:
         try:
             value = value.item()  # a scalar of numpy or torch
         except Exception as error:
-            raise BadScore(f"returned {type(value).__name__} that is no single number ({error})") from None
+            raise BadScore(f"returned {type(value).__name__} that is not a single number ({error})") from None
     if not isinstance(value, (bool, int, float)):
         shown = repr(value)
         raise BadScore(
@@ -278,7 +274,7 @@ def _number(value: Any) -> float:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Numbers, text, lists and dicts; what else there is cannot be written to a dump."""
+    """The value as numbers, text, lists and dicts, which can be written to a dump."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reward managers: from a batch of responses to a reward for each token."""
+"""Reward managers: from responses to a reward for each token."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ if TYPE_CHECKING:
     from hybridrl.config import PPOTrainerConfig
     from hybridrl.protocol import DataProto
 
-RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # columns that a score's dict must not replace
+RESERVED = (
+    "uid",
+    "index",
+    "raw_prompt",
+    "reward_model",
+    "extra_info",
+)  # columns that a function's dict must not replace
 REGISTRY: dict[str, type[RewardManager]] = {}
 
 
 def register(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
-    """Class decorator: make a manager known as ``reward.reward_manager.name=NAME``.
+    """Class decorator: make a manager known as `reward.reward_manager.name=NAME`.
 
     Raises:
         RewardError: another class has that name.
@@ -48,13 +54,12 @@ def get_reward_manager_cls(name: str) -> type[RewardManager]:
     """The manager class registered under a name.
 
     Raises:
-        RewardError: there is none; lists those there are.
+        RewardError: there is none; lists the known ones.
     """
     if name not in REGISTRY:
         raise RewardError(
-            f"reward.reward_manager.name={name}: no such manager. Known: {', '.join(sorted(REGISTRY))}. For one of "
-            "your own set "
-            "reward.reward_manager.source=importlib, .module.path=FILE.py and .module.name=CLASS."
+            f"reward.reward_manager.name={name}: no such manager. Known: {', '.join(sorted(REGISTRY))}. For a custom "
+            "one set reward.reward_manager.source=importlib, .module.path=FILE.py and .module.name=CLASS."
         )
     return REGISTRY[name]
 
@@ -76,9 +81,9 @@ class Scored:
 
 @register("naive")
 class RewardManager:
-    """Scores each response with the reward function; the score stands on the response's last token.
+    """Scores each response with the reward function; the score is placed on the last generated token.
 
-    Derive from it for a manager of your own: ``adjust`` changes one sample's score, ``score_batch`` all of them.
+    Derive custom managers from it: `adjust` changes one sample's score, `score_batch` all of them.
 
     Args:
         config: the run's configuration.
@@ -86,7 +91,7 @@ class RewardManager:
         pool: runs the reward function.
 
     Raises:
-        RewardError: ``reward.reward_kwargs`` holds a key that this manager does not have.
+        RewardError: `reward.reward_kwargs` holds a key that this manager does not have.
     """
 
     form: ClassVar[Form] = "sample"
@@ -102,10 +107,8 @@ class RewardManager:
             if name not in self.kwargs_allowed:
                 raise RewardError(
                     f"reward.reward_kwargs.{name}: the manager {config.reward.reward_manager.name!r} has no such "
-                    "setting "
-                    f"(it has: {', '.join(self.kwargs_allowed) or 'none'}). Arguments of the reward function itself "
-                    "belong into "
-                    "reward.custom_reward_function.reward_kwargs."
+                    f"setting (it has: {', '.join(self.kwargs_allowed) or 'none'}). Arguments of the reward function "
+                    "belong in reward.custom_reward_function.reward_kwargs."
                 )
 
     def start(self) -> None:
@@ -115,10 +118,10 @@ class RewardManager:
     def check(self, *datasets: Any) -> None:
         """Wait until a process has loaded the reward function, and refuse data that it cannot score.
 
-        To be called before a model is loaded.
+        Call it before a model is loaded.
 
         Args:
-            datasets: see ``hybridrl.reward.check_dataset``; None is passed over.
+            datasets: see `hybridrl.reward.check_dataset`; None is skipped.
 
         Raises:
             RewardError: the function cannot be loaded, or a row has an unknown data source or no ground truth.
@@ -147,20 +150,20 @@ class RewardManager:
         """Score a batch.
 
         Args:
-            batch: ``responses`` ``[B, T]``, ``attention_mask`` ``[B, P + T]`` (or ``response_mask`` ``[B, T]``);
-                non-tensors ``reward_model``, ``extra_info``, and the column ``data.reward_fn_key``, each if there is
+            batch: `responses` `[B, T]`, `attention_mask` `[B, P + T]` (or `response_mask` `[B, T]`);
+                non-tensors `reward_model`, `extra_info`, and the column `data.reward_fn_key`, each if there is
                 one.
             return_dict: return more than the tensor.
 
         Returns:
-            The reward tensor, float32 ``[B, T]``: each score on its response's last token, 0 elsewhere. With
-            ``return_dict`` ``{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float}}``. The
-            extra information is that of the function's dicts (None where a sample's dict lacks a name), or ``acc``, the
-            score itself, where it returned numbers. Metrics: ``reward/timeouts`` and the seconds a sample
-            takes, ``timing_s/reward_sample/mean`` and ``/max``.
+            The reward tensor, float32 `[B, T]`: each score on its response's last generated token, 0 elsewhere. With
+            `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float}}`. The
+            extra information comes from the function's dicts (None where a sample's dict lacks a name), or is `acc`,
+            the score itself, where it returned numbers. Metrics: `reward/timeouts` and the seconds per sample,
+            `timing_s/reward_sample/mean` and `/max`.
 
         Raises:
-            RewardError: see ``RewardPool.run``; the sample is named by data source, uid and prompt.
+            RewardError: see `RewardPool.run`; the sample is named by data source, uid and prompt.
         """
         lengths = response_lengths(batch)
         samples = self.samples(batch, lengths)
@@ -255,26 +258,25 @@ class RewardManager:
         return self.pool.run(samples, name)
 
     def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
-        """A sample's final score and extra information; ``length`` is its response's in tokens."""
+        """A sample's final score and extra information; `length` is its response's in tokens."""
         return score, extra
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
         found = extra_columns(extras, outcomes, self._reported)
         for name in {*RESERVED, self.config.data.reward_fn_key} & found.keys():
             raise RewardError(
-                f"the reward function ({self.pool.function.label}) returned a dict with the key {name!r}, which is a "
-                "column of the "
-                "batch already. Use another name for it."
+                f"the reward function ({self.pool.function.label}) returned a dict with the key {name!r}, which is "
+                "already a column of the batch. Rename the key."
             )
         return found
 
 
 @register("batch")
 class BatchRewardManager(RewardManager):
-    """Like ``naive``, for a function that takes the whole batch.
+    """Like `naive`, for a function that takes the whole batch.
 
-    Any manager calls a function of parameters ``(responses, ground_truths)`` or ``(data_sources, solution_strs,
-    ground_truths, extra_infos)`` once with lists; this one also a function whose parameter names do not tell.
+    Any manager calls a function with parameters `(responses, ground_truths)` or `(data_sources, solution_strs,
+    ground_truths, extra_infos)` once with lists. This one does so for other parameter names, too.
     """
 
     form = "batch"
@@ -284,11 +286,11 @@ class BatchRewardManager(RewardManager):
 class DAPORewardManager(RewardManager):
     """DAPO's soft penalty on long responses (arXiv 2503.14476, eq. 13), added to the score.
 
-    With L the response's length, ``max_resp_len`` M and ``overlong_buffer_cfg.len`` b:
-    ``penalty = min(0, -(L - (M - b)) / b * penalty_factor)``.
+    With L the response's length, `max_resp_len` M and `overlong_buffer_cfg.len` b:
+    `penalty = min(0, -(L - (M - b)) / b * penalty_factor)`.
 
-    Settings (``reward.reward_kwargs``): ``max_resp_len`` (default ``data.max_response_length``),
-    ``overlong_buffer_cfg.{enable, len, penalty_factor, log}``; ``log`` adds ``overlong_reward`` and ``overlong`` to the
+    Settings (`reward.reward_kwargs`): `max_resp_len` (default `data.max_response_length`),
+    `overlong_buffer_cfg.{enable, len, penalty_factor, log}`; `log` adds `overlong_reward` and `overlong` to the
     extra information.
     """
 
@@ -301,7 +303,7 @@ class DAPORewardManager(RewardManager):
         key = "reward.reward_kwargs.overlong_buffer_cfg"
         for name in buffer:
             if name not in ("enable", "len", "penalty_factor", "log"):
-                raise RewardError(f"{key}.{name}: no such setting; there are enable, len, penalty_factor and log.")
+                raise RewardError(f"{key}.{name}: no such setting; known are enable, len, penalty_factor and log.")
         self.max_length = int(settings.get("max_resp_len") or config.data.max_response_length)
         self.enabled = bool(buffer.get("enable", False))
         self.log = bool(buffer.get("log", False))
@@ -312,8 +314,8 @@ class DAPORewardManager(RewardManager):
             if not isinstance(length, int) or not 0 < length <= self.max_length:
                 raise RewardError(
                     f"{key}.len={length}: with enable=True it must be a whole number of tokens from 1 to the longest "
-                    "response "
-                    f"({self.max_length}, from reward.reward_kwargs.max_resp_len or data.max_response_length)."
+                    f"response ({self.max_length}, from reward.reward_kwargs.max_resp_len or "
+                    "data.max_response_length)."
                 )
             self.buffer = length
 
@@ -334,12 +336,12 @@ def tensors_of(batch: DataProto) -> TensorDict:
         RewardError: there are no responses among them.
     """
     if batch.batch is None or batch.batch.get("responses", None) is None:
-        raise RewardError("the batch to score has no tensor 'responses'; rewards are given to generated batches.")
+        raise RewardError("the batch to score has no tensor 'responses': score generated batches.")
     return batch.batch
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
-    """Tokens of each response up to its end, int64 ``[B]``."""
+    """Tokens of each response up to its end, int64 `[B]`."""
     tensors = tensors_of(batch)
     width = tensors["responses"].shape[-1]
     mask = tensors.get("attention_mask", None)
@@ -389,7 +391,7 @@ def missing_ground_truth(data_source: Any) -> str:
     """The message for a row that has no reference answer."""
     return (
         f"no ground truth for data source {data_source!r}: the column 'reward_model' must hold "
-        '{"style": "rule", "ground_truth": ANSWER}. Add it, or score with a function of your own that needs none '
+        '{"style": "rule", "ground_truth": ANSWER}. Add it, or score with a custom function that needs none '
         "(reward.custom_reward_function.path)."
     )
 

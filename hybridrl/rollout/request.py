@@ -8,23 +8,27 @@ from hybridrl.rollout.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 #: what of an engine's memory can be released and resumed
 MEMORY_TAGS = ("weights", "kv_cache")
+#: training comes before the clients of the HTTP server
+TRAINING_PRIORITY, GUEST_PRIORITY = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response that is wanted.
+    """A request for one response.
 
     Attributes:
         id: unique among the requests of a run.
         prompt_ids: the prompt's tokens, without padding.
         sampling: `max_new_tokens` is of this request; what does not fit the engine's length ends with "length".
         session: requests of one session share a prefix and go to the same replica.
+        priority: requests that wait are served in this order, the lowest first.
     """
 
     id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     session: str = ""
+    priority: int = TRAINING_PRIORITY
 
 
 @dataclass(slots=True)

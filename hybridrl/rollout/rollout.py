@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridrl.config import RolloutConfig
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.batch import batch_of, names_of, requests_of
+from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.trajectory import Trajectory
 
+_MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
 
@@ -36,7 +39,8 @@ class Rollout(ABC):
 
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
-                prompt) and, where a prompt has several rows, `sample` (which of them); meta `global_steps`, `validate`,
+                prompt) and, where a prompt has several rows, `sample` (which of them), and whatever else the prompts
+                carry (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`,
                 `seeded` (every request draws from a seed of its own, so that what else is generated does not matter),
                 and any field of `SamplingParams` to override.
 
@@ -76,7 +80,14 @@ class Rollout(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End what is in flight: `generate` returns the tokens there are."""
+        """End what is in flight: `generate` returns the tokens generated so far."""
+
+    @abstractmethod
+    def client(self) -> GenerationClient:
+        """Single requests, with token ids in and out; many sessions may ask at the same time.
+
+        Requests wait while training changes the weights, and go on after the next `update_weights`.
+        """
 
     @abstractmethod
     def health(self) -> list[str]:
@@ -95,31 +106,67 @@ class InPlaceRollout(Rollout):
 
     Args:
         policy: a worker group with `generate_sequences`.
+        config: `actor_rollout_ref.rollout`.
     """
 
     in_place = True
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, config: RolloutConfig) -> None:
         self._policy = policy
+        self._config = config
+        self._client: TurnClient | None = None
+        self._trains = self._paused = False
 
     def generate(self, prompts: DataProto) -> DataProto:
-        prompts = prompts.select(meta_info_keys=list(prompts.meta_info))  # the caller's meta is not changed
-        prompts.meta_info["weights_version"] = self.version
-        batch: DataProto = self._policy.generate_sequences(prompts)
+        known = [name for name in ("uid", "sample") if name in prompts.non_tensor_batch]
+        inputs = prompts.select(_MODEL_INPUTS, known)  # all that travels to the workers
+        inputs.meta_info["weights_version"] = self.version
+        batch: DataProto = self._policy.generate_sequences(inputs)
         return batch
 
     def update_weights(self, version: int) -> dict[str, float]:
         self.version = version
+        self._trains = False
+        self._open_or_hold()
         return {}
 
+    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Training begins: no turn of the client is served until `update_weights`."""
+        self._trains = True
+        self._open_or_hold()
+
     def pause(self) -> None:
-        """A call to the workers cannot be interrupted: what they are asked for, they finish."""
+        """Begin no further turn of the client. A call to the workers cannot be interrupted: they finish it."""
+        self._paused = True
+        self._open_or_hold()
 
     def unpause(self) -> None:
-        """See `pause`."""
+        self._paused = False
+        self._open_or_hold()
 
     def abort(self) -> None:
-        """See `pause`."""
+        """End the requests that wait for a turn."""
+        if self._client is not None:
+            self._client.abort_waiting()
+
+    def client(self) -> TurnClient:
+        """Requests are served turn by turn: those that wait become one batch."""
+        if self._client is None:
+            self._client = TurnClient(self.generate, self._config, int(self._policy.world_size))
+            self._open_or_hold()
+        return self._client
+
+    def _open_or_hold(self) -> None:
+        if self._client is None:
+            return
+        if self.version < 0 or self._trains or self._paused:
+            self._client.hold()
+        else:
+            self._client.open()
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
 
     def health(self) -> list[str]:
         return ["ready"] * int(self._policy.world_size)
@@ -190,6 +237,9 @@ class ReplicatedRollout(Rollout):
 
     def abort(self) -> None:
         self.pool.abort()
+
+    def client(self) -> PoolClient:
+        return PoolClient(self.pool)
 
     def health(self) -> list[str]:
         return self.pool.health()

@@ -60,7 +60,7 @@ def start_rollout(
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
     if name == IN_PLACE:
-        return InPlaceRollout(policy)
+        return InPlaceRollout(policy, config.rollout)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     places = replica_places(pool, devices_per_replica(config), shared=own_pool is None)
 
@@ -82,11 +82,10 @@ def start_rollout(
 
 def _make_server(config: ActorRolloutRefConfig, rollout: ReplicatedRollout) -> tuple["OpenAIServer", "Access"]:
     """A router over the replicas, behind a port that is taken and not yet answered."""
-    from hybridrl.rollout.server import Router, make_server
+    from hybridrl.rollout.server import make_server
 
-    router = Router(rollout.pool)
     seeded = InferenceEngines.get(rollout.pool.settings.engine_name).heeds_seeds(config.rollout)
-    server, access = make_server(config.rollout, config.model, router, router.stats, router.health, heeds_seeds=seeded)
+    server, access = make_server(config.rollout, config.model, rollout.client(), heeds_seeds=seeded)
     rollout.on_close.append(server.stop_thread)
     return server, access
 

@@ -179,3 +179,86 @@ def test_the_working_directory_stays(ready, monkeypatch):
     seen = []
     cli("ppo_trainer", lambda config: seen.append(os.getcwd()), ["-cp", "conf", "-cn", "grpo_math"])
     assert seen == [str(ready)]
+
+
+TORCHRUN = {
+    **{"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_NAME": "default"},
+    **{"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": "4"},
+    **{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"},
+    **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"},
+}
+PRINTS_PLACE = """
+import os
+from hybridrl.config import cli
+NAMES = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+def run(config):
+    left = [name for name in os.environ if name.startswith(NAMES)]
+    print(config.trainer.n_gpus_per_node, config.trainer.nnodes, config.placement.pools, left)
+cli("ppo_trainer", run)
+"""
+
+
+@pytest.fixture
+def under_torchrun(ready, monkeypatch):
+    """Starts the program as one process of torchrun on one node with four, `changes` in its variables."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        for name, value in (TORCHRUN | changes).items():
+            monkeypatch.setenv(name, value)
+        return start(ready, "-cp", "conf", "-cn", "grpo_math", *words, program=PRINTS_PLACE)
+
+    return run
+
+
+@pytest.mark.parametrize("words", [[], ["trainer.n_gpus_per_node=4"], ["trainer.nnodes=1", "~trainer.n_gpus_per_node"]])
+def test_rank_0_of_torchrun_takes_the_number_of_processes_and_none_of_the_variables(under_torchrun, words):
+    done = under_torchrun(*words)
+    assert (done.returncode, done.stdout) == (0, "4 1 {'global': [4]} []\n"), done.stderr
+    (notice,) = [line for line in done.stderr.splitlines() if line.startswith("notice: torchrun")]
+    assert "main_ppo trainer.n_gpus_per_node=4 trainer.nnodes=1" in notice
+
+
+def test_two_nodes_of_torchrun_are_two_nodes(under_torchrun):
+    done = under_torchrun(WORLD_SIZE="8", GROUP_WORLD_SIZE="2")
+    assert (done.returncode, done.stdout) == (0, "4 2 {'global': [4, 4]} []\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "notices"),
+    [
+        ({"RANK": "3", "LOCAL_RANK": "3"}, 0),
+        ({"RANK": "4", "GROUP_RANK": "1"}, 1),
+        ({"RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1"}, 0),
+    ],
+)
+def test_other_ranks_of_torchrun_end_at_once(under_torchrun, place, notices):
+    """Whatever the words are: rank 0 checks them, and says once what is wrong."""
+    done = under_torchrun("no.such.key=1", WORLD_SIZE="8", GROUP_WORLD_SIZE="2", **place)
+    assert (done.returncode, done.stdout, done.stderr.count("notice:")) == (0, "", notices)
+    assert len(done.stderr.splitlines()) == notices
+
+
+@pytest.mark.parametrize("word", ["trainer.n_gpus_per_node=2", "trainer.nnodes=2"])
+def test_numbers_that_contradict_torchrun_are_refused(under_torchrun, ready, word):
+    done = under_torchrun(word)
+    assert done.returncode == 2
+    assert word in done.stderr and "torchrun was asked for" in done.stderr
+    (ready / "conf" / "grpo_math.yaml").write_text(f"trainer: {{{word.removeprefix('trainer.').replace('=', ': ')}}}\n")
+    done = under_torchrun()
+    assert done.returncode == 2 and f"{word} (" in done.stderr and "grpo_math.yaml, line 1" in done.stderr
+
+
+def test_unequal_nodes_of_torchrun_are_refused(under_torchrun):
+    done = under_torchrun(WORLD_SIZE="6", GROUP_WORLD_SIZE="2")
+    assert done.returncode == 2 and "6 processes on 2 nodes" in done.stderr
+
+
+def test_a_program_without_workers_runs_on_rank_0_of_torchrun(tmp_path, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "answers.parquet").touch()
+    program = 'from hybridrl.config import cli\ncli("evaluation", lambda config: print(*config.data.path))'
+    done = start(tmp_path, "data.path=answers.parquet", program=program)
+    assert (done.returncode, done.stdout) == (0, "answers.parquet\n"), done.stderr
+    assert "n_gpus_per_node" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,3 +88,44 @@ def test_a_fault_of_the_user_is_one_message(
     assert len(errors) == 1
     assert message in job.output
     assert "Traceback" not in job.output
+
+
+def torchrun(start: Start, *words: str, nodes: int = 1, node: int = 0, port: int = 0) -> Job:
+    """`torchrun --nproc_per_node=2 -m hybridrl.trainer.main_sft` with these settings, on one of its nodes."""
+    where = ["--standalone"] if nodes == 1 else ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    options = [*where, f"--nnodes={nodes}", f"--node_rank={node}", "--nproc_per_node=2", "-m", MODULE]
+    return start(*options, *words, module="torch.distributed.run")
+
+
+def test_torchrun_leaves_the_work_to_its_rank_0(start: Start, sft_run: list[str], tmp_path: Path) -> None:
+    """As verl's commands start it. The other rank ends at once, and workers form a process group of their own."""
+    words = [word for word in sft_run if not word.startswith("trainer.n_gpus_per_node")]
+    words = [*words, "trainer.total_training_steps=2"]
+    plain, launched = tmp_path / "plain", tmp_path / "launched"
+    job = start(*words, f"trainer.default_local_dir={plain}", "trainer.n_gpus_per_node=2", module=MODULE)
+    assert job.wait() == 0, job.output[-4000:]
+    job = torchrun(start, *words, f"trainer.default_local_dir={launched}")
+    assert job.wait() == 0, job.output[-4000:]
+    assert job.output.count("notice: torchrun started this program") == 1
+    assert "2 per node (trainer.n_gpus_per_node) on 1 node (trainer.nnodes)" in job.output
+    assert weights(launched / "global_step_2") == weights(plain / "global_step_2")
+    assert "n_gpus_per_node: 2" in (launched / "config.yaml").read_text()
+    found = [without_timing(record) for record in records(launched)]
+    assert found == [without_timing(record) for record in records(plain)]
+
+
+def test_torchrun_on_two_nodes_has_one_controller(start: Start, sft_run: list[str], tmp_path: Path) -> None:
+    """Both agents of torchrun are on this machine, whose CPUs Ray takes for one node with room for all workers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [word for word in sft_run if not word.startswith("trainer.n_gpus_per_node")]
+    words += ["trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    jobs = [torchrun(start, *words, nodes=2, node=node, port=port) for node in (0, 1)]
+    assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.output[-4000:] for job in jobs)
+    controller, other = (job.output for job in jobs)
+    assert "2 per node (trainer.n_gpus_per_node) on 2 nodes (trainer.nnodes)" in controller
+    assert controller.count("notice: torchrun") == other.count("notice: torchrun") == 1
+    assert "rank 0 on another node" in other and "step 1/1" not in other
+    assert {record["step"] for record in records(tmp_path / "run")} == {1}
+    assert "nnodes: 2" in (tmp_path / "run" / "config.yaml").read_text()

@@ -39,6 +39,25 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not alive(pid)
 
 
+def test_exit_codes_of_programs_arrive_where_the_run_ignores_them(user_file):
+    """A parent that ignores SIGCHLD, as Ray's processes do, hands that on to every program that it starts."""
+    path = user_file(
+        """
+        import subprocess, time
+        def f(solution_str, ground_truth, extra_info):
+            if extra_info["i"] == 2:
+                time.sleep(1000)
+            return 10 * subprocess.run(["false"]).returncode + subprocess.run(["sh", "-c", "exit 7"]).returncode
+        """
+    )
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pool(path, timeout_s=5.0) as p:
+            assert [outcome.score for outcome in p.run(samples(5))] == [17, 17, 0, 17, 17]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("count", [0, 1, 2, 300])
 def test_every_sample_gets_its_own_score(user_file, workers, count):

@@ -34,7 +34,7 @@ class Stage:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.do(self.engine.start())
         served = Served("tiny", self.engine.tokenizer, LIMIT, len(self.engine.tokenizer))
-        self.server = OpenAIServer(create_app(self, served, TOKEN, self.stats, self.health), "127.0.0.1")
+        self.server = OpenAIServer(create_app(self, served, TOKEN), "127.0.0.1")
         self.do(self.server.start())
         self.client = openai.OpenAI(base_url=self.server.url, api_key=TOKEN, max_retries=0)
         self.root = self.server.url.removesuffix("/v1")

@@ -24,12 +24,13 @@ from ray.exceptions import OutOfMemoryError
 
 from hybridrl.config import load_config
 from hybridrl.errors import RolloutError
+from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.balancer import Balancer
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
-from hybridrl.rollout.request import Request
+from hybridrl.rollout.request import GUEST_PRIORITY, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.server import Router, make_server
+from hybridrl.rollout.server import make_server
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayResourcePool
 from hybridrl.weight_sync.send import SharedMemoryLane, stream
@@ -425,7 +426,7 @@ def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
         pool.generate(requests(1, "g", first=DEADLY))
     with pytest.raises(RolloutError, match="failed 2 times"):
         pool.generate(requests(1, "h"))
-    assert "failed 2 times" in asyncio.run(Router(pool).health())
+    assert "failed 2 times" in asyncio.run(PoolClient(pool).health())
 
 
 def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_pool) -> None:
@@ -496,6 +497,21 @@ def test_a_session_stays_where_it_was_and_new_ones_go_where_least_is_in_flight()
     assert list(balancer.take({0: 3, 1: 1})) == [1]
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
+def test_the_queue_is_in_the_order_of_priority_then_of_arrival(entries) -> None:
+    balancer = Balancer(window=2)
+    expected: list[tuple[int, float, str]] = []
+    for number, (priority, lost) in enumerate(entries):
+        request = Request(str(number), [1], SAMPLED, priority=priority)
+        balancer.add([request], first=lost)
+        expected.append((priority, -number if lost else number + 0.5, request.id))
+    order = [name for _, _, name in sorted(expected)]
+    assert len(balancer) == len(order)
+    taken = [request.id for request in balancer.take({0: 0}).get(0, [])]
+    rest = [request.id for request in balancer.clear()]
+    assert taken + rest == order and len(taken) == min(2, len(order)) and not len(balancer)
+
+
 def test_a_lost_replicas_requests_come_before_those_that_waited() -> None:
     balancer = Balancer(window=10)
     balancer.add(requests(2, "late"))
@@ -503,10 +519,101 @@ def test_a_lost_replicas_requests_come_before_those_that_waited() -> None:
     assert [request.id for request in balancer.take({0: 0})[0]] == ["lost0", "lost1", "late0", "late1"]
 
 
+def test_many_sessions_of_several_turns_survive_a_lost_replica(pool, model, monkeypatch) -> None:
+    """Each turn's prompt is all tokens before and a tool's answer; a session stays at its replica."""
+    client, homes = pool_client_and_homes(pool, monkeypatch)
+    victim, restarts = pool._members[0].info.pid, pool.restarts
+    turns: list[tuple[Request, list[int], list[float]]] = []
+
+    async def session(number: int) -> None:
+        ids = [SLOW, 7 + number, 8]
+        for turn in range(3):
+            request = Request(f"session{number}-{turn}", ids, SAMPLED, session=f"session{number}")
+            answer = await client.generate(request)
+            assert answer.finish_reason == "length" and answer.versions == [(pool.version, 12)]
+            turns.append((request, answer.token_ids, answer.log_probs))
+            ids = [*ids, *answer.token_ids, 20 + turn]
+
+    async def everything(kill: bool) -> None:
+        running = [asyncio.ensure_future(session(number + 16 * kill)) for number in range(16)]
+        if kill:
+            while len(turns) < 48 + 8:
+                await asyncio.sleep(0.01)
+            os.kill(victim, signal.SIGKILL)
+        await asyncio.gather(*running)
+
+    asyncio.run(everything(kill=False))
+    assert {name for name, found in homes.items() if len(found) > 1} == set()  # two replicas, each its sessions
+    assert len(set.union(*homes.values())) == 2
+    asyncio.run(everything(kill=True))
+    until_ready(pool)
+    assert pool.restarts == restarts + 1 and len(turns) == 2 * 16 * 3
+    for request, tokens, log_probs in turns:
+        torch.testing.assert_close(torch.tensor(log_probs), log_probs_of(model, request, tokens), atol=1e-5, rtol=0)
+
+
+def pool_client_and_homes(pool, monkeypatch) -> tuple[PoolClient, dict[str, set[int]]]:
+    """A client, and the replicas that each session's requests go to from now on."""
+    homes: dict[str, set[int]] = {}
+    take = pool._balancer.take
+
+    def noting(loads):
+        given = take(loads)
+        for index, found in given.items():
+            for request in found:
+                homes.setdefault(request.session, set()).add(index)
+        return given
+
+    monkeypatch.setattr(pool._balancer, "take", noting)
+    return PoolClient(pool), homes
+
+
+def test_a_client_aborts_single_requests_and_gives_up_calls(pool) -> None:
+    long = SamplingParams(True, 1.0, 1.0, -1, 100, ignore_eos=True)
+    client = PoolClient(pool)
+
+    async def run() -> None:
+        asked = requests(4, "client-abort", first=SLOW, sampling=long)
+        tasks = [asyncio.ensure_future(client.generate(request)) for request in asked]
+        while sum(replica["running"] for replica in (await client.stats()).values() if "running" in replica) < 4:
+            await asyncio.sleep(0.02)
+        await client.abort([asked[1].id, "unknown"])
+        ended = await tasks[1]
+        assert ended.finish_reason == "abort" and len(ended.token_ids) < 100
+        tasks[2].cancel()  # the caller's own affair: the pool goes on
+        for task in (tasks[0], tasks[3]):
+            assert (await task).finish_reason == "length"
+        assert await client.health() is None
+
+    asyncio.run(run())
+    assert len(pool.generate(requests(2, "after-abort"))) == 2
+
+
+def test_training_comes_before_guests(make_pool, monkeypatch) -> None:
+    pool = make_pool(replicas=1)
+    order: list[str] = []
+    take = pool._balancer.take
+
+    def noting(loads):
+        given = take(loads)
+        order.extend(request.id for found in given.values() for request in found)
+        return given
+
+    monkeypatch.setattr(pool._balancer, "take", noting)
+    pool.pause()
+    guests = [replace(request, priority=GUEST_PRIORITY) for request in requests(200, "guest")]
+    futures = pool.submit(guests) + pool.submit(requests(30, "training"))
+    window = len(order)  # at the replica already; nobody is sent away
+    assert 0 < window < 200
+    pool.unpause()
+    assert all(len(future.result(timeout=300).token_ids) == 12 for future in futures)
+    assert order[window : window + 30] == [f"training{number}" for number in range(30)] and len(order) == 230
+
+
 def test_a_router_serves_the_pool_and_waits_while_its_memory_is_lent(pool) -> None:
     """The trainer's order: release, resume weights, new weights, resume the cache; requests keep their tokens."""
-    router, spec, restarts = Router(pool), pool.settings.spec, pool.restarts
-    server, access = make_server(spec.config, spec.model, router, router.stats, router.health)
+    spec, restarts = pool.settings.spec, pool.restarts
+    server, access = make_server(spec.config, spec.model, PoolClient(pool))
     server.start_thread()
     root = access.url.removesuffix("/v1")
     client = openai.OpenAI(base_url=access.url, api_key=access.token, max_retries=0)

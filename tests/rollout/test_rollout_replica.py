@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,16 @@ def completion_of(model: Path, parts: list[list[int]], **sampling: Any) -> Compl
         return await replica.generate(Request("a", [6, 7], replace(SAMPLED, **sampling)))
 
     return asyncio.run(run())
+
+
+def test_a_replica_sees_how_the_programs_end_that_it_starts(tiny_model: Path) -> None:
+    """Ray may have set its process to ignore SIGCHLD, which makes every exit code 0."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        Replica("plain", PlainEngine.of(tiny_model).spec, {})
+        assert subprocess.run(["sh", "-c", "exit 3"]).returncode == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_silence_is_counted_from_the_oldest_call_that_has_not_ended(tiny_model: Path) -> None:

@@ -213,6 +213,69 @@ def test_ray_that_is_not_up_in_time_is_started_once_more(
     assert done.stderr.count("trying once more") == 1
 
 
+EXIT_CODES = """
+import json, os, signal, subprocess
+import psutil
+from hybridrl.single_controller import (
+    Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, init_ray, register, shutdown_ray
+)
+
+ORPHAN = ["sh", "-c", "sleep 1000 >/dev/null & echo $!"]
+
+def codes():
+    return subprocess.run(["false"]).returncode, subprocess.Popen(["sh", "-c", "kill -9 $$"]).wait()
+
+class Runs(Worker):
+    def __init__(self):
+        super().__init__()
+        self.at_first = codes()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def codes(self):
+        return self.at_first, codes()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def leave_behind(self):
+        script = "sleep 1000 >/dev/null & echo $!; exec sleep 1000"
+        child = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+        return os.getpid(), child.pid, int(child.stdout.readline()), int(subprocess.check_output(ORPHAN))
+
+def main():
+    init_ray({}, {"pool": [1]}, use_gpu=False)
+    seen = {"driver": codes()}
+    orphan = psutil.Process(int(subprocess.check_output(ORPHAN)))
+    seen["adopted"] = orphan.ppid() == os.getpid()
+    orphan.kill()
+    group = RayWorkerGroup(RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Runs), role="actor")
+    ((seen["constructor"], seen["method"]),) = group.codes()
+    (pids,) = group.leave_behind()
+    processes = [psutil.Process(pid) for pid in pids]
+    processes[0].kill()
+    seen["left"] = [process.cmdline() for process in psutil.wait_procs(processes, timeout=100)[1]]
+    shutdown_ray()
+    print(json.dumps(seen))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("subreaper", ["false", "true"])
+def test_exit_codes_of_child_processes_arrive_and_none_outlives_its_worker(
+    user_folder: Path, finish: Callable[..., Any], subreaper: str
+) -> None:
+    """Also where the user asks for Ray's subreaper, with which Ray discards exit codes in the driver and in workers."""
+    (user_folder / "driver.py").write_text(EXIT_CODES)
+    environment = environment_of(user_folder)
+    environment["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = subreaper
+    done = finish([sys.executable, "driver.py"], cwd=user_folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    codes = [1, -signal.SIGKILL]
+    # As a subreaper the driver would have to wait for whatever a reward process leaves behind.
+    expected = {"driver": codes, "adopted": False, "constructor": codes, "method": codes, "left": []}
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
 CLUSTER = """
 import json, os, subprocess, sys
 from ray.cluster_utils import Cluster
@@ -282,3 +345,11 @@ def test_placement_is_refused_before_ray_starts_or_waits(ray_session: None) -> N
     with pytest.raises(PlacementError, match=r"pool 'global' is \[0\]; give the slots on each node"):
         init_ray({}, {"global": [0]}, use_gpu=False)
     assert init_ray({}, {"global": [2]}) is False
+
+
+def test_a_program_of_torchrun_is_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its ranks would be one, and their workers would wait for a store of torchrun's."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlacementError, match=r"torchrun .* rank 1 of 2"):
+        init_ray({}, {"global": [2]}, use_gpu=False)

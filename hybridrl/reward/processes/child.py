@@ -46,6 +46,8 @@ def main(connection_fd: int, life_fd: int, cell_fd: int) -> None:
         # Ctrl-C goes to every process of the terminal, but the run saves its state first. A handler, not SIG_IGN:
         # programs that the reward function starts would inherit that.
         signal.signal(number, lambda *_: None)
+    # Inherited as ignored from some programs, it would hide how the programs end that the reward function starts.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection = Connection(connection_fd)
     cell = Cell(mmap.mmap(cell_fd, CELL.size))
     function: RewardFunction = pickle.loads(connection.recv_bytes())

@@ -1,16 +1,14 @@
-"""Built-in scorers, chosen by a sample's ``data_source``.
+"""Built-in scorers, chosen by a sample's `data_source`.
 
-Each scorer is a module with ``compute_score(solution_str, ground_truth, ...)``, imported when first needed.
+Each scorer is a module with `compute_score(solution_str, ground_truth, ...)`, imported when first needed.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import Any
 
 from hybridrl.errors import RewardError
 
-# data source -> module of this package. A name that ends in * stands for every source that begins so.
+# data source -> module of this package. A name that ends in * matches every source with that beginning.
 SCORERS: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "hybridrl/sort": "exact",
@@ -30,7 +28,7 @@ SCORERS: dict[str, str] = {
     "hiyouga/geometry3k": "geo3k",
 }
 
-# data source -> what it would need. The table of what is known and not supported yet.
+# data source -> what it would need: known and not supported yet.
 NOT_YET: dict[str, str] = {
     "codecontests": "running the answer's program in a sandbox",
     "apps": "running the answer's program in a sandbox",
@@ -55,15 +53,15 @@ def check_data_source(data_source: Any, column: str = "data_source") -> None:
 
     Args:
         data_source: the value in the data.
-        column: the column that holds it (``data.reward_fn_key``).
+        column: the column that holds it (`data.reward_fn_key`).
 
     Raises:
-        RewardError: lists the known ones and says how to bring one's own.
+        RewardError: lists the known ones and says how to use a custom function.
     """
     if isinstance(data_source, str) and find(SCORERS, data_source) is not None:
         return
     own = (
-        "To score with a function of your own, set reward.custom_reward_function.path=FILE.py, where FILE.py defines "
+        "To score with a custom function, set reward.custom_reward_function.path=FILE.py, where FILE.py defines "
         "compute_score(data_source, solution_str, ground_truth, extra_info) and returns a number."
     )
     needs = find(NOT_YET, data_source) if isinstance(data_source, str) else None
@@ -86,17 +84,17 @@ def default_compute_score(
     """Score one response by its data source.
 
     Args:
-        data_source: chooses the scorer; see ``SCORERS``.
+        data_source: chooses the scorer; see `SCORERS`.
         solution_str: the response as text.
         ground_truth: the reference answer.
-        extra_info: the row's further information; the built-in scorers need none.
+        extra_info: further information of the row; the built-in scorers do not use it.
         sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: settings of a code sandbox, which no scorer here
             uses; must be None.
-        kwargs: further arguments of the scorer, such as ``method="flexible"`` of gsm8k
-            (``reward.custom_reward_function.reward_kwargs``).
+        kwargs: further arguments of the scorer, such as `method="flexible"` of gsm8k
+            (`reward.custom_reward_function.reward_kwargs`).
 
     Returns:
-        A number, or a dict with ``score`` and what else the scorer found out (``acc``, ``pred``).
+        A number, or a dict with `score` and further results of the scorer (`acc`, `pred`).
 
     Raises:
         RewardError: the data source is unknown or not supported yet.

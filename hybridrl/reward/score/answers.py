@@ -1,6 +1,4 @@
-"""Whether two mathematical answers are the same, and where in a text the answer stands."""
-
-from __future__ import annotations
+"""Comparison of mathematical answers, and their extraction from text."""
 
 import functools
 import logging
@@ -15,8 +13,7 @@ _HUGE_POWER = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}`` (or ``\fbox``) with its braces balanced, or of ``\boxed x``; else
-    None."""
+    r"""The content of the last `\boxed{...}` (or `\fbox`) with balanced braces, or of `\boxed x`; else None."""
     starts = list(re.finditer(r"\\(?:boxed|fbox)\s*(\{| )", text))
     if not starts:
         return None
@@ -36,7 +33,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize(answer: str) -> str:
-    r"""An answer without what carries no meaning: spaces, ``$``, ``\left``, units, thousands commas, ``x =``."""
+    r"""An answer without parts that carry no meaning: spaces, `$`, `\left`, units, thousands commas, `x =`."""
     text = answer.strip().strip("$").strip()
     text = re.sub(r"^[A-Za-z]\s*=\s*(?=.)", "", text)
     text = text.replace("\\left", "").replace("\\right", "").replace("\\!", "").replace("\\,", "").replace("\\;", "")
@@ -64,11 +61,11 @@ def normalize(answer: str) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Whether an answer equals the reference: as text after ``normalize``, or else as mathematics by math-verify.
+    """Whether an answer equals the reference: as text after `normalize`, or else as mathematics by math-verify.
 
-    Whatever cannot be parsed, takes more than seconds, or would compute an astronomic number is not equal. The limits
-    work by a signal in a main thread, which a process of the reward pool always scores in; in another thread of a
-    program only the length and size limits hold.
+    An answer that cannot be parsed, takes several seconds, or would compute an astronomic number is not equal. The time
+    limits use a signal, which needs the main thread; processes of the reward pool always score there. In other threads
+    only the length and size limits hold.
     """
     ours, theirs = normalize(answer), normalize(reference)
     if not ours or not theirs:
@@ -84,9 +81,8 @@ def same_answer(answer: str, reference: str) -> bool:
 def _verify(answer: str, reference: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel(
-        logging.CRITICAL
-    )  # an answer that does not parse is a wrong one, no event
+    # An answer that does not parse is wrong, which is not worth a warning.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     limit = _LIMIT_S if threading.current_thread() is threading.main_thread() else None
     configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     gold = parse(f"\\boxed{{{reference}}}", configs, parsing_timeout=limit)

@@ -1,6 +1,4 @@
-r"""Geometry problems: thoughts in ``<think>``, the answer in ``\boxed{}``."""
-
-from __future__ import annotations
+r"""Geometry problems: reasoning in `<think>`, the answer in `\boxed{}`."""
 
 import re
 from typing import Any
@@ -11,7 +9,7 @@ _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def format_reward(predict_str: str) -> float:
-    """1 if the whole response is thoughts followed by a boxed answer, else 0."""
+    """1 if the whole response is reasoning followed by a boxed answer, else 0."""
     return float(_FORMAT.fullmatch(predict_str.strip()) is not None)
 
 
@@ -22,6 +20,6 @@ def acc_reward(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> f
 
 
 def compute_score(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    """``(1 - format_score) * accuracy + format_score * format``."""
+    """`(1 - format_score) * accuracy + format_score * format`."""
     accuracy = acc_reward(predict_str, ground_truth, use_boxed)
     return (1.0 - format_score) * accuracy + format_score * format_reward(predict_str)

@@ -1,14 +1,12 @@
 """Grade-school mathematics (GSM8K): the answer is a number."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hybridrl.errors import RewardError
 
-_TAIL = 300  # characters at the end of a response in which the answer is looked for: long texts are slow to search
+_TAIL = 300  # the answer is searched in so many characters at the end of a response: long texts are slow to search
 _NUMBER = r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+"
 _MARKED = re.compile(rf"####\s*\$?\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
@@ -19,11 +17,10 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 
     Args:
         solution_str: the response.
-        method: ``strict``: the last number that follows ``####``. ``flexible``: the last number of the text.
+        method: `strict`: the last number that follows `####`. `flexible`: the last number of the text.
 
     Returns:
-        The number as it is written, without ``$``, thousands separators and a full stop after it; None if there is
-        none.
+        The number as written, without `$`, thousands separators and a trailing full stop; None if there is none.
 
     Raises:
         RewardError: another method.
@@ -37,9 +34,9 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 def compute_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """``score`` for the right number, ``format_score`` for another one, 0 where no number is found.
+    """`score` for the right number, `format_score` for another one, 0 where no number is found.
 
-    Numbers are compared by value: ``18``, ``18.0`` and ``$18.`` are one answer.
+    Numbers are compared by value: `18`, `18.0` and `$18.` are one answer.
     """
     answer = extract_solution(solution_str, method)
     if answer is None:

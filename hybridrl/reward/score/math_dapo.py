@@ -1,13 +1,11 @@
-r"""Competition mathematics as DAPO scores it: ``Answer: ...`` on the last line, 1 or -1 points."""
-
-from __future__ import annotations
+r"""Competition mathematics as DAPO scores it: `Answer: ...` on the last line, 1 or -1 points."""
 
 import re
 from typing import Any
 
 from hybridrl.reward.score.answers import last_boxed, same_answer
 
-_TAIL = 300  # characters at the end of a response in which the answer is looked for
+_TAIL = 300  # the answer is searched in so many characters at the end of a response
 _BOXED_TAIL = 100  # the same with strict_box_verify
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
@@ -23,13 +21,13 @@ def compute_score(
     Args:
         solution_str: the response.
         ground_truth: the reference answer.
-        strict_box_verify: only a ``\boxed{}`` counts, and it must equal the reference letter by letter; otherwise the
-            text after the last ``Answer:`` counts, or a ``\boxed{}`` in it, compared mathematically.
-        pause_tokens_index: four positions of pause tokens; with ``strict_box_verify`` the answer is looked for from 100
+        strict_box_verify: only a `\boxed{}` counts, and it must equal the reference exactly; otherwise the
+            text after the last `Answer:` counts, or a `\boxed{}` in it, compared mathematically.
+        pause_tokens_index: four positions of pause tokens; with `strict_box_verify` the search starts 100
             characters before the last one.
 
     Returns:
-        ``{"score": 1.0 | -1.0, "acc": bool, "pred": str}``; pred is ``[INVALID]`` where no answer is found.
+        `{"score": 1.0 | -1.0, "acc": bool, "pred": str}`; pred is `[INVALID]` where no answer is found.
     """
     reference = str(ground_truth)
     if strict_box_verify:

@@ -1,6 +1,4 @@
-r"""The NuminaMath sources: the last ``\boxed{}``, or else the end of the text, compared mathematically."""
-
-from __future__ import annotations
+r"""The NuminaMath sources: the last `\boxed{}`, or else the end of the text, compared mathematically."""
 
 import re
 from typing import Any
@@ -11,7 +9,7 @@ _PHRASE = re.compile(r"(?i)(?:final answer|answer)\s*(?:is|:)\s*:?\s*([^\n]+)")
 
 
 def compute_score(model_output: str, ground_truth: Any) -> dict[str, Any]:
-    """Score one response: ``{"score": 1.0 | 0.0, "acc": bool, "pred": str}``."""
+    """Score one response: `{"score": 1.0 | 0.0, "acc": bool, "pred": str}`."""
     answer = last_boxed(model_output)
     if answer is None:
         phrases = _PHRASE.findall(model_output[-300:])

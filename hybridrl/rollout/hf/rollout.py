@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hybridrl.config import RolloutConfig
-from hybridrl.engine.train_engine import Engine
+from hybridrl.engine.capabilities import GeneratesInPlace
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
@@ -43,7 +43,7 @@ class HFRollout:
     def __init__(
         self,
         config: RolloutConfig,
-        engine: Engine,
+        engine: GeneratesInPlace,
         eos_token_ids: Sequence[int],
         pad_token_id: int,
         tokenizer: Any = None,
@@ -55,7 +55,10 @@ class HFRollout:
         self.pad_token_id = pad_token_id
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """One response per row, as `Rollout.generate` says; `weights_version` of the meta is its weights' version."""
+        """One response per row, as `Rollout.generate` says; `weights_version` of the meta is its weights' version.
+
+        With `finish_reasons` in the meta the batch has a column `finish_reason`: "stop" or "length".
+        """
         meta = prompts.meta_info
         params = SamplingParams.from_meta(self.config, meta)
         eos = _as_ids(meta.get("eos_token_id", self.eos_token_ids))
@@ -74,6 +77,7 @@ class HFRollout:
         responses = torch.full((rows, params.max_new_tokens), pad, dtype=torch.int64, device=device)
         log_probs = torch.zeros((rows, params.max_new_tokens), dtype=torch.float32, device=device)
         lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=device)
         with self.engine.whole_weights() as module, torch.no_grad():
             for start in range(0, rows, self.config.max_num_seqs):
                 part = slice(start, min(start + self.config.max_num_seqs, rows))
@@ -83,21 +87,26 @@ class HFRollout:
                     params,
                     torch.tensor(eos, dtype=torch.int64, device=device),
                     noise[part].to(device),
-                    _Output(responses[part], log_probs[part], lengths[part]),
+                    _Output(responses[part], log_probs[part], lengths[part], ended[part]),
                     StopStrings(self.tokenizer, params.stop),
                 )
         version = int(meta.get("weights_version", NO_VERSION))
+        reasons = ["stop" if done else "length" for done in ended.tolist()]
+        extras = [{"finish_reason": reason} if meta.get("finish_reasons", False) else {} for reason in reasons]
         rows_of = zip(
             prompt_ids_of(prompts),
             responses.tolist(),
             log_probs.tolist(),
             lengths.tolist(),
             *names_of(prompts),
+            extras,
             strict=True,
         )
         trajectories = [
-            Trajectory(uid, sample, prompt, tokens[:count], [1] * count, scores[:count], [(version, count)])
-            for prompt, tokens, scores, count, uid, sample in rows_of
+            Trajectory(
+                uid, sample, prompt, tokens[:count], [1] * count, scores[:count], [(version, count)], extra=extra
+            )
+            for prompt, tokens, scores, count, uid, sample, extra in rows_of
         ]
         return batch_of(trajectories, pad, prompt_width=ids.shape[1], response_width=params.max_new_tokens)
 
@@ -136,10 +145,12 @@ class _Prompts:
 
 
 class _Output:
-    """Where a part of the batch writes its result: views [B, T], [B, T], [B]."""
+    """Where a part of the batch writes its result: views [B, T], [B, T], [B], [B]."""
 
-    def __init__(self, responses: torch.Tensor, log_probs: torch.Tensor, lengths: torch.Tensor) -> None:
-        self.responses, self.log_probs, self.lengths = responses, log_probs, lengths
+    def __init__(
+        self, responses: torch.Tensor, log_probs: torch.Tensor, lengths: torch.Tensor, ended: torch.Tensor
+    ) -> None:
+        self.responses, self.log_probs, self.lengths, self.ended = responses, log_probs, lengths, ended
 
 
 def _decode(
@@ -180,6 +191,7 @@ def _decode(
         if params.stop:
             texts = [out.responses[row, : step + 1].tolist() for row in rows.tolist()]
             ended = ended | torch.tensor([stop.ends(text) for text in texts], device=ended.device)
+        out.ended[rows] = ended
         going = (~ended).nonzero().squeeze(-1)
         if going.numel() == 0 or step + 1 == params.max_new_tokens:
             return

@@ -20,6 +20,7 @@ from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, Infer
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.stop_strings import StopStrings
+from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.weight_sync.messages import Bucket
 
 #: completions travel together, for a call of Ray's costs milliseconds: as many as this part of the requests in flight,
@@ -71,6 +72,7 @@ class Replica:
         self, engine_name: str, spec: EngineSpec, environment: dict[str, str], log_file: str | None = None
     ) -> None:
         os.environ.update(environment)
+        keep_exit_codes()
         self._log_file = None if log_file is None else Path(log_file)
         if self._log_file is not None:
             _write_output_to(self._log_file)
@@ -214,13 +216,11 @@ class Replica:
         """
         from hybridrl.rollout.server import make_server
 
-        direct = _Direct(self)
         spec = self.spec
         server, _ = make_server(
             spec.config,
             spec.model,
-            direct,
-            direct.stats,
+            _ReplicaClient(self),
             token=token,
             host=spec.config.server.host if spec.config.server.host in _ANY_NODES_HOSTS else None,
             port=port,
@@ -333,8 +333,8 @@ class Replica:
             await self._engine.close()
 
 
-class _Direct:
-    """A replica as its own HTTP server sees it."""
+class _ReplicaClient:
+    """A `GenerationClient` for the replica's own HTTP server."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
@@ -350,6 +350,9 @@ class _Direct:
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._replica.abort(ids)
+
+    async def health(self) -> str | None:
+        return None  # the process ends when its engine fails
 
     async def stats(self) -> dict[str, dict[str, float]]:
         own = {"weights_version": float(self._replica.version)}

@@ -9,51 +9,54 @@ _REMEMBERED_SESSIONS = 100_000
 
 
 class Balancer:
-    """A queue of requests, given out session by session: where the session was before, else where least is in flight.
+    """A queue of requests: each goes to its session's replica, else to the one with the fewest requests in flight.
 
-    A replica gets at most `window` requests at once. What waits here goes to whichever replica has room next, so that
-    long generations on one do not hold up what another could do.
+    The queue is in the order of `Request.priority`, and of arrival within one. A replica gets at most `window` requests
+    at once. The others wait here for whichever replica has room next, so that long generations on one replica do not
+    hold up work that another could do.
 
     Args:
-        window: requests in flight a replica.
+        window: most requests in flight per replica.
     """
 
     def __init__(self, window: int) -> None:
         self.window = window
-        self._queue: deque[Request] = deque()
+        self._queues: dict[int, deque[Request]] = {}
         self._home: OrderedDict[str, int] = OrderedDict()
 
     def add(self, requests: Iterable[Request], first: bool = False) -> None:
-        """Queue requests, behind the others or (those of a lost replica) before them."""
-        if first:
-            self._queue.extendleft(reversed(list(requests)))
-        else:
-            self._queue.extend(requests)
+        """Queue requests after the others of their priority, or (those of a lost replica) before them."""
+        for request in reversed(list(requests)) if first else requests:
+            queue = self._queues.setdefault(request.priority, deque())
+            queue.appendleft(request) if first else queue.append(request)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return sum(map(len, self._queues.values()))
 
     def clear(self) -> list[Request]:
-        """Take everything that waits."""
-        waiting = list(self._queue)
-        self._queue.clear()
+        """Remove all requests that wait; returns them in order."""
+        waiting = [request for _, queue in sorted(self._queues.items()) for request in queue]
+        self._queues.clear()
         return waiting
 
     def forget(self, replica: int) -> None:
-        """Sessions of this replica may go anywhere: what it had cached is lost."""
+        """Sessions of this replica may go to any other: its cache is lost."""
         for session in [name for name, home in self._home.items() if home == replica]:
             del self._home[session]
 
     def take(self, in_flight: Mapping[int, int]) -> dict[int, list[Request]]:
-        """What each replica is to get now.
+        """Remove the requests that replicas have room for.
 
         Args:
-            in_flight: requests at each replica that can take some.
+            in_flight: number of requests at each replica that accepts some.
+
+        Returns:
+            Replica -> its new requests.
         """
         loads = dict(in_flight)
         given: dict[int, list[Request]] = {}
-        while self._queue and any(load < self.window for load in loads.values()):
-            request = self._queue.popleft()
+        while self._queues and any(load < self.window for load in loads.values()):
+            request = self._next()
             home = self._home.get(request.session, -1)
             if loads.get(home, self.window) >= self.window:
                 # A cached prefix saves less than an idle replica costs.
@@ -63,6 +66,13 @@ class Balancer:
             loads[home] += 1
             given.setdefault(home, []).append(request)
         return given
+
+    def _next(self) -> Request:
+        priority = min(self._queues)
+        request = self._queues[priority].popleft()
+        if not self._queues[priority]:
+            del self._queues[priority]
+        return request
 
     def _remember(self, session: str, replica: int) -> None:
         self._home[session] = replica

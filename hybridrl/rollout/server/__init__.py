@@ -1,7 +1,6 @@
-"""The OpenAI chat and completion API over anything that generates: a replica's engine, or a pool of replicas.
+"""The OpenAI chat and completion API over a `GenerationClient`: one replica's, or one over all replicas.
 
-The names below are looked up on first use: they need the packages of the extra `server`, which a run without a server
-does not have to have.
+The names below are imported on first use, because they need the packages of the extra `server`.
 """
 
 import importlib
@@ -11,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import RolloutError
 
 if TYPE_CHECKING:
-    from hybridrl.rollout.server.app import Generates, Served, create_app
+    from hybridrl.rollout.server.app import Served, create_app
     from hybridrl.rollout.server.http import OpenAIServer, new_token, node_address
     from hybridrl.rollout.server.prometheus import metrics_text, write_scrape_config
-    from hybridrl.rollout.server.router import Router
     from hybridrl.rollout.server.start import Access, make_server
 
 _HOMES = {
     "Access": "start",
-    "Generates": "app",
     "OpenAIServer": "http",
-    "Router": "router",
     "Served": "app",
     "create_app": "app",
     "metrics_text": "prometheus",
@@ -34,9 +30,7 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 __all__ = [
     "Access",
-    "Generates",
     "OpenAIServer",
-    "Router",
     "Served",
     "check_installed",
     "create_app",

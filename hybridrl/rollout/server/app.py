@@ -1,10 +1,10 @@
-"""The ASGI application: OpenAI's endpoints, health and metrics over one `Generates`."""
+"""The ASGI application: OpenAI's endpoints, health and metrics over one `GenerationClient`."""
 
 import hmac
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from starlette.requests import Request as HttpRequest
 
 from hybridrl.errors import UserError
 from hybridrl.models.chat import clean_messages, encode, fault_in_messages
-from hybridrl.rollout.request import Completion, Request
-from hybridrl.rollout.server.pending import ClientGone, Flight, Generates
+from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
+from hybridrl.rollout.server.pending import ClientGone, PendingRequests
 from hybridrl.rollout.server.prometheus import CONTENT_TYPE, metrics_text
 from hybridrl.rollout.server.responses import Answer
 from hybridrl.rollout.server.schema import ApiError, ChatRequest, CompletionRequest
@@ -25,9 +26,6 @@ from hybridrl.rollout.server.schema import ApiError, ChatRequest, CompletionRequ
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 15.0  # proxies end a stream that is silent for longer than a minute
-
-Stats = Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]]
-Health = Callable[[], Awaitable[str | None]]
 
 
 @dataclass(frozen=True)
@@ -49,33 +47,16 @@ class Served:
     heeds_seeds: bool = True
 
 
-async def _no_stats() -> Mapping[str, Mapping[str, float]]:
-    return {}
-
-
-async def always_healthy() -> str | None:
-    """For an engine whose process ends when it fails."""
-    return None
-
-
-def create_app(
-    engine: Generates,
-    served: Served,
-    token: str | None,
-    stats: Stats = _no_stats,
-    health: Health = always_healthy,
-) -> FastAPI:
-    """The application; a router over several replicas is the same with a pool as `engine`.
+def create_app(client: GenerationClient, served: Served, token: str | None) -> FastAPI:
+    """The application, over one replica or over all of them.
 
     Args:
-        engine: generates, and aborts requests whose client is gone.
+        client: generates; requests of a client that disconnects are aborted.
         served: the model behind it.
-        token: what `/v1/*` wants as bearer token; None serves everybody.
-        stats: replica -> name -> value, see `hybridrl.rollout.server.prometheus`.
-        health: what is wrong, or None.
+        token: the bearer token that `/v1/*` requires; None serves everybody.
     """
     app = FastAPI(title="hybridrl", docs_url=None, redoc_url=None, openapi_url=None)
-    api = _Api(engine, served)
+    api = _Api(client, served)
     _add_error_answers(app)
 
     async def authorised(http: HttpRequest) -> None:
@@ -104,12 +85,12 @@ def create_app(
 
     @app.get("/health")
     async def is_healthy() -> Response:
-        fault = await health()
+        fault = await client.health()
         return JSONResponse({"status": "ok"}) if fault is None else JSONResponse({"status": fault}, 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(metrics_text(await stats()), media_type=CONTENT_TYPE)
+        return PlainTextResponse(metrics_text(await client.stats()), media_type=CONTENT_TYPE)
 
     return app
 
@@ -117,8 +98,8 @@ def create_app(
 class _Api:
     """From a body to token ids to an answer."""
 
-    def __init__(self, engine: Generates, served: Served) -> None:
-        self.engine = engine
+    def __init__(self, client: GenerationClient, served: Served) -> None:
+        self.client = client
         self.served = served
 
     def chat_prompt(self, body: ChatRequest) -> list[int]:
@@ -179,20 +160,26 @@ class _Api:
         session = http.headers.get("x-session-id") or body.session_id or ""
         try:
             requests = [
-                Request(f"{id}-{number}-{sample}", prompt, body.sampling(sample, self._room(body, prompt)), session)
+                Request(
+                    f"{id}-{number}-{sample}",
+                    prompt,
+                    body.sampling(sample, self._room(body, prompt)),
+                    session,
+                    GUEST_PRIORITY,
+                )
                 for number, prompt in enumerate(prompts)
                 for sample in range(body.n)
             ]
         except UserError as error:
             raise ApiError(400, str(error)) from error
         answer = Answer(id, name, self.served.tokenizer, body, prompts)
-        flight = Flight(self.engine, requests, http)
+        pending = PendingRequests(self.client, requests, http)
         if body.stream:
-            return StreamingResponse(_events(flight, answer), media_type="text/event-stream")
+            return StreamingResponse(_events(pending, answer), media_type="text/event-stream")
         completions: dict[int, Completion] = {}
-        async with flight:
-            while flight.in_the_air:
-                for index, completion in await _landed(flight):
+        async with pending:
+            while pending.pending:
+                for index, completion in await _completed(pending):
                     completions[index] = completion
         return JSONResponse(answer.whole([completions[index] for index in range(len(requests))]))
 
@@ -218,38 +205,38 @@ class _Api:
         return wanted
 
 
-async def _landed(flight: Flight, timeout_s: float | None = None) -> list[tuple[int, Completion]]:
-    """`flight.landed`, with what went wrong in the engine as an answer.
+async def _completed(pending: PendingRequests, timeout_s: float | None = None) -> list[tuple[int, Completion]]:
+    """`pending.completed`, with the engine's errors as HTTP answers.
 
     Raises:
         ApiError: the engine refused the request, or it failed.
-        ClientGone: nobody waits.
+        ClientGone: the client has disconnected.
     """
     try:
-        landed = await flight.landed(timeout_s)
+        completed = await pending.completed(timeout_s)
     except ClientGone:
         raise
     except Exception as error:
         logger.exception("a request failed")
         raise ApiError(500, f"the engine failed: {type(error).__name__}: {error}", code="engine_error") from error
-    for _, completion in landed:
+    for _, completion in completed:
         if completion.finish_reason == "error":
             raise ApiError(400, completion.error or "the engine refused the request", code="engine_refused")
-    return landed
+    return completed
 
 
-async def _events(flight: Flight, answer: Answer) -> AsyncIterator[str]:
+async def _events(pending: PendingRequests, answer: Answer) -> AsyncIterator[str]:
     """Server-sent events: each choice whole, as soon as it has ended."""
     completions: dict[int, Completion] = {}
     try:
-        async with flight:
+        async with pending:
             for chunk in answer.opening():
                 yield _event(chunk)
-            while flight.in_the_air:
-                landed = await _landed(flight, _KEEP_ALIVE_S)
-                if not landed:
+            while pending.pending:
+                completed = await _completed(pending, _KEEP_ALIVE_S)
+                if not completed:
                     yield ": generating\n\n"
-                for index, completion in landed:
+                for index, completion in completed:
                     completions[index] = completion
                     yield _event(answer.chunk(index, completion))
         if answer.request.stream_options.get("include_usage"):

@@ -1,49 +1,41 @@
-"""The requests of one HTTP call: started together, and ended together when the client is gone."""
+"""The requests of one HTTP call: started together, and aborted together when the client disconnects."""
 
 import asyncio
 import logging
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol
 
 from starlette.requests import Request as HttpRequest
 
+from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import Completion, Request
 
 logger = logging.getLogger(__name__)
 
 
-class Generates(Protocol):
-    """What can be served: an `InferenceEngine`, or a pool of replicas that spreads requests over them."""
-
-    async def generate(self, request: Request) -> Completion: ...
-
-    async def abort(self, ids: Sequence[str]) -> None: ...
-
-
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
-class Flight:
-    """Async context manager; what has not ended when it is left is aborted, without being waited for.
+class PendingRequests:
+    """Async context manager; requests that are pending when it is left are aborted in the background.
 
     Args:
-        engine: generates.
-        requests: one a choice.
-        connection: where the call came from; watched for its end.
+        client: generates.
+        requests: one per choice.
+        connection: of the HTTP client; watched for its end.
     """
 
     _aborting: set["asyncio.Task[None]"] = set()  # noqa: RUF012 (kept alive until they are done, whoever started them)
 
-    def __init__(self, engine: Generates, requests: Sequence[Request], connection: HttpRequest) -> None:
-        self.engine = engine
+    def __init__(self, client: GenerationClient, requests: Sequence[Request], connection: HttpRequest) -> None:
+        self.client = client
         self.requests = requests
         self.connection = connection
 
-    async def __aenter__(self) -> "Flight":
+    async def __aenter__(self) -> "PendingRequests":
         self._index: dict[asyncio.Task[Completion], int] = {
-            asyncio.ensure_future(self.engine.generate(request)): index for index, request in enumerate(self.requests)
+            asyncio.ensure_future(self.client.generate(request)): index for index, request in enumerate(self.requests)
         }
         self._waiting = set(self._index)
         self._gone = asyncio.ensure_future(self._until_gone())
@@ -59,8 +51,8 @@ class Flight:
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 
-    async def landed(self, timeout_s: float | None = None) -> list[tuple[int, Completion]]:
-        """The next that have ended, with their numbers; none where `timeout_s` passed before.
+    async def completed(self, timeout_s: float | None = None) -> list[tuple[int, Completion]]:
+        """The next completions, with the requests' numbers; none where `timeout_s` passed before.
 
         Raises:
             ClientGone: the connection has ended.
@@ -75,7 +67,8 @@ class Flight:
         return [(self._index[task], task.result()) for task in ended]
 
     @property
-    def in_the_air(self) -> bool:
+    def pending(self) -> bool:
+        """Whether some have not completed."""
         return bool(self._waiting)
 
     async def _until_gone(self) -> None:
@@ -84,9 +77,9 @@ class Flight:
 
     async def _abort(self, tasks: "set[asyncio.Task[Completion]]") -> None:
         try:
-            await self.engine.abort([self.requests[self._index[task]].id for task in tasks])
+            await self.client.abort([self.requests[self._index[task]].id for task in tasks])
         except Exception:
-            logger.exception("requests of a client that is gone could not be aborted")
+            logger.exception("requests of a disconnected client could not be aborted")
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.info import config_of, tokenizer_of
-from hybridrl.rollout.server.app import Generates, Health, Served, Stats, always_healthy, create_app
+from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.server.app import Served, create_app
 from hybridrl.rollout.server.http import OpenAIServer, new_token
 
 ACCESS_FILE = "server.json"
@@ -49,9 +50,7 @@ def served_model(rollout: RolloutConfig, model: ModelConfig, heeds_seeds: bool =
 def make_server(
     rollout: RolloutConfig,
     model: ModelConfig,
-    engine: Generates,
-    stats: Stats,
-    health: Health = always_healthy,
+    client: GenerationClient,
     *,
     token: str | None = None,
     host: str | None = "",
@@ -61,8 +60,7 @@ def make_server(
     """A server that listens already and answers once it is started (`start`, or `start_thread`).
 
     Args:
-        engine: a pool of replicas, or the engine of one.
-        stats, health: see `create_app`.
+        client: over all replicas, or of one.
         token: the run's; None: by `rollout.server.api_key_env`.
         host: None: the node's address; "": `rollout.server.host`.
         port: None: `rollout.server.port`.
@@ -73,7 +71,7 @@ def make_server(
     """
     served = served_model(rollout, model, heeds_seeds)
     token = token or new_token(rollout.server.api_key_env)
-    app = create_app(engine, served, token, stats, health)
+    app = create_app(client, served, token)
     server = OpenAIServer(
         app, rollout.server.host if host == "" else host, rollout.server.port if port is None else port
     )

@@ -124,7 +124,6 @@ class WorkerGroup:
 
     def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
         self.resource_pool = resource_pool
-        self._is_init_with_detached_workers = resource_pool is None
         self._workers: list[Any] = []
         self._mesh_info: dict[str, tuple[list[int], list[int]]] = {}
         self._checker: threading.Thread | None = None

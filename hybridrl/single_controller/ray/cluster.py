@@ -22,6 +22,7 @@ from hybridrl.notify import notify
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
+from hybridrl.utils.child_processes import keep_exit_codes
 
 _ANSWER_LIMIT_S = 10.0
 _TOO_SLOW = "timed out during startup"  # of Ray's message
@@ -55,9 +56,16 @@ def init_ray(
         Whether slots are GPUs.
 
     Raises:
-        PlacementError: the placement does not fit on the nodes; found before Ray would wait for it.
+        PlacementError: the placement does not fit on the nodes; found before Ray would wait for it. Or torchrun started
+            this program.
     """
     global _started_here, _reaper
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the command lines of this package have removed it
+        raise PlacementError(
+            f"torchrun started this program, as rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}: every "
+            "rank would be a controller with workers of its own. Start it with `python`; trainer.n_gpus_per_node and "
+            "trainer.nnodes, or the pools, say how many workers there are"
+        )
     pools = dict(pools or {})
     check_mapping(pools, {})
     if not ray.is_initialized():
@@ -73,13 +81,13 @@ def init_ray(
             start_ray(**options)
         except ConnectionError as error:
             raise PlacementError(
-                f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or "
-                "ray_kwargs.ray_init.address) to start Ray "
-                "on this machine, or start the cluster with `ray start --head`"
+                f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or ray_kwargs.ray_init.address) "
+                "to start Ray on this machine, or start the cluster with `ray start --head`"
             ) from error
         _started_here = True
         if options["address"] == "local":
             _reaper = Reaper(_raylets())
+    keep_exit_codes(adopt_orphans=False)
     wants_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
     check_placement(
         {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
@@ -159,17 +167,11 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Failures are raised from the call that saw them, once; Ray would print each failed rank again.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    system = {
-        # what a worker started (an inference server, a data loader) ends with it
-        "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
-        **options.pop("_system_config", {}),
-    }
     return {
         "include_dashboard": False,
         "num_cpus": max(1, num_cpus),
         **options,
         "address": "local",
-        "_system_config": system,
     }
 
 

@@ -2,7 +2,7 @@
 
 The actor class of a group is made at run time as a subclass of the user's class (`hosted`). So the actor has the
 user's methods, and a group can start all its processes at once: the constructor does nothing, rank 0 then reserves a
-port, and the user's constructor runs when every rank has been told that address. No process beyond the workers takes
+port, and the user's constructor runs when every rank knows that address. No process beyond the workers takes
 part, and the controller waits for none of it.
 """
 
@@ -24,6 +24,7 @@ from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.base.failures import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
+from hybridrl.utils.child_processes import keep_exit_codes
 
 # Positional and keyword arguments of the user's constructor.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -85,6 +86,7 @@ class WorkerHost:
             with contextlib.suppress(PermissionError):  # leads a session, and so a group, already
                 os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything the worker starts
             set_up_process(settings, *master)
+            keep_exit_codes()
             _keep_stacks_readable()
             super().__init__(*args, **kwargs)
         except (Exception, SystemExit) as error:

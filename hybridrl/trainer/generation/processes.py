@@ -62,7 +62,7 @@ def start_processes(
 
     def load() -> Rollout:
         group.init_model()
-        return InPlaceRollout(group)
+        return InPlaceRollout(group, policy.rollout)
 
     return load
 
