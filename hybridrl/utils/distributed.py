@@ -82,6 +82,15 @@ def all_reduce_max(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(tensor.item())
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Every rank's tensor, in the order of the group's ranks. All have the same shape, and lie in main memory."""
+    if not is_distributed() or dist.get_world_size(group) == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """Every rank's object, in rank order."""
     if get_world_size() == 1:
