@@ -119,7 +119,7 @@ GROUPS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=
 @given(st.lists(GROUPS, min_size=1, max_size=5), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
 def test_groups_of_any_size_in_any_order(batches, prompts, enable, random) -> None:
     """Against dicts of lists: every differing group is taken once, whole, in the order in which groups appear."""
-    steps = pool(prompts, enable=enable)
+    steps = PromptPool(FilterGroupsConfig(enable=enable), prompts, 2, prompts_in_data=10**6, pad_token_id=PAD)
     expected: dict[str, list[tuple[int, float]]] = {}
     number, taken = 0, []
     for index, groups in enumerate(batches):

@@ -84,7 +84,7 @@ def test_a_run_trains_and_generates_with_what_it_trained(base, tmp_path, layout,
         assert step["training/rollout_probs_diff_max"] < 1e-4
         assert step["rollout/tokens_per_s"] > 0 and step["rollout/restarts"] == 0
         assert step["rollout/update_weights_gb_per_s"] > 0 and step["timing_s/update_weights"] > 0
-    told = capfd.readouterr().out
+    told = capfd.readouterr().err
     assert told.count("memory in use") == 1 and "while they sleep" in told and "with new weights" in told
     assert list((tmp_path / "logs").glob("replica_0-*.log"))
 

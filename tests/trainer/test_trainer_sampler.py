@@ -1,6 +1,7 @@
 """The sampler with rollouts and rewards of the test's own: what it hands out, asks for and refuses."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,9 @@ class OwnRollout(Rollout):
             zeros = [0.0] * len(tokens)
             trajectories.append(Trajectory(uid, sample, ids, tokens, [1] * len(tokens), zeros, [(0, len(tokens))]))
         return self.change(batch_of(trajectories, PAD, response_width=WIDTH), prompts)
+
+    def client(self) -> Any:
+        raise NotImplementedError("no test asks for single requests")
 
     def update_weights(self, version: int) -> dict[str, float]:
         return {}
