@@ -1,14 +1,15 @@
-"""What the RL mathematics costs on the controller: estimators against one pass over the data, and growth with rows.
+"""Cost of the RL mathematics on the controller: estimators compared with one pass over the data, and growth with
+rows.
 
     python benchmarks/algorithms.py [--rows 8192] [--width 1024] [--rounds 7] [--json FILE]
 
-One pass is `rewards * mask`, float32 by int64 as they come: both read once, one float32 array written. Groups of 8,
-uids as strings, response lengths uniform in [1, width], rewards on the last token. One thread, CPU seconds of this
-process (other work on the machine does not count), the best of the rounds, which take turns. The allocator is told to
-keep freed memory, because the page faults of fresh memory cost more than the arithmetic and come and go.
+One pass is `rewards * mask`, float32 by int64: both are read once, and one float32 array is written. Groups of 8,
+uids as strings, response lengths uniform in [1, width], rewards on the last token. One thread; CPU seconds of this
+process, so other work on the machine does not count; the best of the rounds, which alternate. The allocator is told
+to keep freed memory, because the page faults of fresh memory cost more than the arithmetic and vary.
 
-The figures to hold at 8192 x 1024: grpo and rloo within 5 passes, gae within 20, and time per row that does not grow.
-A second table gives the softmax statistics that the engine computes, against torch's own cross-entropy.
+Limits at 8192 x 1024: grpo and rloo within 5 passes, gae within 20, and time per row that does not grow. A second
+table compares the softmax statistics that the engine computes with torch's own cross-entropy.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How fast the configuration is: `--cfg job` against `python -c 'import hydra'`, and importing `hybridrl.config`.
+"""Speed of the configuration: `--cfg job` compared with `python -c 'import hydra'`, and importing `hybridrl.config`.
 
     python benchmarks/config.py [--rounds 7] [--json FILE]
 
-Each command is a fresh process on a warm disk cache; rounds take turns. The figures to hold: `--cfg job` in at most 6
-times the time of `import hydra` (medians), without torch or ray; the import in under 0.3 s (the best round, because
-an absolute time says nothing where other work takes the cores).
+Each command is a new process on a warm disk cache; rounds alternate. Limits: `--cfg job` takes at most 6 times as
+long as `import hydra` (medians), without torch or ray; the import takes less than 0.3 s (the best round, because an
+absolute time means nothing while other work uses the cores).
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""PPO's critic where it can help: each digit is paid when it is written, and an error ends the pay.
+"""PPO's critic on a task where it can help: each digit is rewarded when it is written, and nothing after an error
+is.
 
     python benchmarks/recipes_learn.py --critic [--seeds 0 1 2] [--steps 60]
 
-Lists of 3 to 9 digits to sort, rewards by examples/token_rewards.py: what a token can still earn depends on the prompt,
-on its place and on whether an error lies behind it. The recipe `ppo`, with the critic alone trained in the first 10
-steps. From the last quarter of the steps: how much of the returns' variance the critic explains, and the variance of
-the advantages with the critic, with a constant baseline and with the best baseline that knows the place alone. Exits
-with 1 if a seed's critic explains half of the returns or less, or leaves the advantages more variance than a constant.
+Lists of 3 to 9 digits to sort, with rewards by examples/token_rewards.py: the remaining reward of a token depends on
+the prompt, on the position and on whether there was an error before it. The recipe is `ppo`; only the critic is
+trained in the first 10 steps. Measured over the last quarter of the steps: the share of the returns' variance that
+the critic explains, and the variance of the advantages with the critic, with a constant baseline and with the best
+baseline that knows only the position. Exits with 1 if a seed's critic explains half of the returns or less, or if
+the advantages have more variance than with a constant baseline.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""How fast batches travel: scatter to two Ray workers, echo, collect and concatenate, against bare Ray with NumPy.
+"""Speed of batches: scatter to two Ray workers, echo, collect and concatenate, compared with plain Ray and NumPy.
 
     python benchmarks/dataproto.py [--megabytes 256] [--rounds 15] [--json FILE]
 
-Four ways of doing the same, in turns within one run, medians over the rounds:
+Four ways of doing the same, alternating within one run; medians over the rounds:
 
-    bare Ray          np.split, ray.put a half, actor echo, ray.get, np.concatenate
-    DataProto         chunk, ray.put a shard, actor echo, ray.get, DataProto.concat
+    bare Ray          np.split, ray.put of each half, actor echo, ray.get, np.concatenate
+    DataProto         chunk, ray.put of each shard, actor echo, ray.get, DataProto.concat
     worker group      one call of a method registered with DP_COMPUTE_PROTO
-    through a future  the same method called without blocking, its future echoed by the group again (two echoes)
+    through a future  the same method called without blocking, and its future echoed by the group again (two echoes)
 
-The figure to hold is (worker group) / (bare Ray) at 256 MB: at most 1.3. A second table gives the time of each
-operation on a batch as small as the quickstart's (256 rows, 10 tensors, 6 columns of Python objects).
+Limit: (worker group) / (bare Ray) at 256 MB is at most 1.3. A second table has the time of each operation on a batch
+as small as the quickstart's (256 rows, 10 tensors, 6 columns of Python objects).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Does a run learn the same whoever generates? GRPO on the sorting task with each engine and layout.
+"""Does a run learn the same with every engine? GRPO on the sorting task with each engine and layout.
 
     python benchmarks/engines_learn.py [--only hf vllm_1x1 ...] [--seeds 0 1 2] [--steps 40] [--out FOLDER] [--again]
 
-A run is `python -m hybridrl.trainer.main_ppo` with `recipes/grpo`'s YAML, 256 samples a step, from one model that 60
-supervised steps warm-started; only the settings of the rollout differ. SGLang's runs take the interpreter of its own
-environment: `.venv-sglang/bin/python benchmarks/engines_learn.py --only sglang_1x1`, with the same `--out`. A run that
-has a result is not run again. The table goes into docs/rollout.md and the curves beside it. Exits with 1 if the sampled
-reward of a layout ends further from that of hf than the noise allows.
+Each run is `python -m hybridrl.trainer.main_ppo` with the YAML of `recipes/grpo`, 256 samples per step, from one
+model that was warm-started with 60 supervised steps; only the settings of the rollout differ. Run SGLang with the
+interpreter of its own environment: `.venv-sglang/bin/python benchmarks/engines_learn.py --only sglang_1x1`, with the
+same `--out`. Runs that already have a result are skipped. The table is written to docs/rollout.md, and the curves
+next to it. Exits with 1 if the sampled reward of a layout ends further from that of hf than the noise allows.
 """
 
 import argparse

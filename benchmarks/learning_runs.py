@@ -1,4 +1,6 @@
-"""What the learning benchmarks share: a warm-started model, runs that are not repeated, and the page that tells."""
+"""Shared by the learning benchmarks: a warm-started model, runs that are not repeated, and the page with the
+results.
+"""
 
 import json
 import re

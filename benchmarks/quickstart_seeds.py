@@ -1,11 +1,11 @@
-"""Does the quickstart learn, whatever the seed, and how long does it take?
+"""Does the quickstart learn with every seed, and how long does it take?
 
     python benchmarks/quickstart_seeds.py [--seeds 0 1 2] [--out outputs/quickstart_seeds] [--python PATH]
 
-Runs scripts/quickstart.sh once a seed, one after the other, and prints a table: greedy validation accuracy at the start
-and the end of GRPO, the first step at which it is at least 0.9, the sampled reward (mean of the first and last ten
-steps), and wall seconds from the command to the report, installation apart. Exits with 1 if a seed stays below 0.9 or
-takes over four minutes.
+Runs scripts/quickstart.sh once per seed, one after the other, and prints a table: greedy validation accuracy at the
+start and the end of GRPO, the first step at which it is at least 0.9, the sampled reward (mean of the first and last
+ten steps), and wall-clock seconds from the command to the report, without the installation. Exits with 1 if a seed
+stays below 0.9 or takes more than four minutes.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Do the recipes learn? Each is run on the sorting task, and the page that tells is written.
+"""Do the recipes learn? Runs each on the sorting task and writes the page with the results.
 
     python benchmarks/recipes_learn.py [--only grpo ppo] [--seeds 0 1 2] [--steps 40] [--out FOLDER] [--again]
     python benchmarks/recipes_learn.py --critic     # PPO's critic instead: benchmarks/critic_at_work.py
 
-A run is `python -m hybridrl.trainer.main_ppo -cp recipes/NAME -cn NAME` with the recipe's own YAML, 256 samples a step,
-on one thread, from one model that 60 supervised steps warm-started. A run that has a result is not run again, unless
-with `--again`. The table is printed; docs/recipes_learn.md and its picture are written when every recipe has a result,
-or into the folder that `--page` names from whatever results there are. Exits with 1 if the sampled reward of a
-recipe did not rise.
+Each run is `python -m hybridrl.trainer.main_ppo -cp recipes/NAME -cn NAME` with the recipe's own YAML, 256 samples
+per step, on one thread, from one model that was warm-started with 60 supervised steps. Runs that already have a
+result are skipped, unless `--again` is given. The table is printed. docs/recipes_learn.md and its figure are written
+when every recipe has a result, or into the folder that `--page` names from the results there are. Exits with 1 if
+the sampled reward of a recipe did not rise.
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""Tokens a second of vLLM through our replica, against vLLM's own offline `LLM.generate` on the same requests.
+"""Tokens per second of vLLM through our replica, compared with vLLM's own offline `LLM.generate` on the same
+requests.
 
     python benchmarks/rollout.py                # 0.36 M parameters, 256 requests of 8 to 64 tokens
     python benchmarks/rollout.py --hidden 512 --layers 8 --requests 64
 
 Both sides have the same engine settings, threads, prompts, lengths, sampling and priority (Ray runs its workers at a
-lower one), and return token ids with their log-probabilities. They take turns, round after round, each in processes of
-its own; the other's are idle. Ours goes the way of a training step: a batch of padded prompts in, through the pool, Ray
-and the replica, a batch of padded responses out. The last line is the ratio of the medians of all rounds, ours over
-vLLM's: at least 0.9.
+lower one), and return token ids with their log-probabilities. They alternate, round after round, each in its own
+processes, while the other's are idle. Ours takes the path of a training step: a batch of padded prompts in, through
+the pool, Ray and the replica, a batch of padded responses out. The last line is the ratio of the medians of all
+rounds, ours over vLLM's: at least 0.9.
 """
 
 import argparse

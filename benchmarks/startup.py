@@ -1,11 +1,11 @@
-"""Seconds from the command to the first training step, against what any program on Ray and transformers has to wait
+"""Seconds from the command to the first training step, compared with what any program on Ray and transformers waits
 for.
 
     python benchmarks/startup.py [--rounds 3]
 
-The peer is a Python process that calls `ray.init` and waits for one actor that imports torch and transformers. Ours is
-`python -m hybridrl.trainer.main_ppo` with the sorting task (8,000 prompts are read and measured, a model is loaded),
-until its first training step begins. Rounds alternate; the last line is the ratio of the medians.
+The peer is a Python process that calls `ray.init` and waits for one actor that imports torch and transformers. Ours
+is `python -m hybridrl.trainer.main_ppo` with the sorting task (8,000 prompts are read and measured, a model is
+loaded), until its first training step begins. Rounds alternate; the last line is the ratio of the medians.
 """
 
 import argparse

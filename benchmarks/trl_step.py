@@ -1,17 +1,16 @@
-"""Seconds a GRPO step, of `main_ppo` through Ray against TRL's GRPOTrainer, in one run on the same work.
+"""Seconds per GRPO step of `main_ppo` through Ray, compared with TRL's GRPOTrainer, in one run on the same work.
 
     python benchmarks/trl_step.py                 # the quickstart's model: 0.33 M parameters, prompts of 19, 8 new
-    tokens python benchmarks/trl_step.py --case long     # 10 M parameters, prompts of 64, response lengths of mean 64,
-    limit 256
+    python benchmarks/trl_step.py --case long     # 10 M parameters, prompts of 64, responses of mean 64, limit 256
 
-Both sides take the same model, prompts, samples a prompt, learning rate, one update a batch, no reference model and no
-pass for old log-probabilities, on the same number of threads. A step is the wall time from one optimizer step to the
-next, all of it: data, generation, reward, update, metrics, Ray. In the long case the vocabulary has 64 tokens and the
-weights are random, so that every token ends a response with a probability of about 1/64; the tokens that each side
-generated are printed.
+Both sides have the same model, prompts, samples per prompt, learning rate and number of threads, one update per
+batch, no reference model and no pass for old log-probabilities. A step is the wall-clock time from one optimizer
+step to the next, with everything in it: data, generation, reward, update, metrics, Ray. In the long case the
+vocabulary has 64 tokens and the weights are random, so every token ends a response with a probability of about 1/64;
+the number of tokens that each side generated is printed.
 
-The last lines are the ratio, ours over TRL's, and what the controller and Ray cost of our step:
-(wall - slowest rank inside worker methods - reward) / wall.
+The last lines are the ratio, ours over TRL's, and the share of the controller and Ray in our step: (wall - slowest
+rank inside worker methods - reward) / wall.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Seconds to put new weights into a running vLLM engine, against the engine loading tensors that it holds already.
+"""Seconds to put new weights into a running vLLM engine, compared with the engine loading tensors that it already
+holds.
 
     python benchmarks/weight_update.py            # 1 GB in float32
 
-Ours: a process that holds the weights sends them as a trainer does (`hybridrl.weight_sync.send`: buckets in
-shared memory on a CPU, CUDA IPC on a GPU) to the engine's process. The other side: the same tensors lie in the engine's
-process already and are loaded by the same calls of vLLM's, so that what is left is the way between the processes. Both
-have the same threads and take turns. Beside them stands the time of one memcpy of the same bytes. The last line is the
-ratio of the best rounds, ours over resident: at most 1.5.
+Ours: a process that holds the weights sends them as a trainer does (`hybridrl.weight_sync.send`: buckets in shared
+memory on a CPU, CUDA IPC on a GPU) to the engine's process. The other side: the same tensors are already in the
+engine's process and are loaded by the same calls of vLLM, so the difference is the transfer between the processes.
+Both have the same threads and alternate. The time of one memcpy of the same bytes is printed too. The last line is
+the ratio of the best rounds, ours over resident: at most 1.5.
 """
 
 import argparse

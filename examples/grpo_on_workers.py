@@ -2,9 +2,10 @@
 
     python examples/grpo_on_workers.py --model MODEL --data train.parquet [--workers 2] [--steps 20]
 
-The controller below never sees a rank. It calls methods of a group; how a batch is split over the ranks and put
-together again stands at each method, in its `register` line. `hybridrl.trainer.ppo` is the same thing with everything
-else that a long run needs (checkpoints, validation, a critic); start from here when your algorithm has another shape.
+The controller below never handles ranks. It calls methods of a group; the `register` line of each method defines how
+a batch is split over the ranks and how the results are combined. `hybridrl.trainer.ppo` does the same with
+everything else that a long run needs (checkpoints, validation, a critic). Start from this file if your algorithm has
+a different structure.
 """
 
 import argparse
@@ -39,7 +40,7 @@ class GRPOWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=OVER_RANKS)
     def update_with_grpo(self, batch: DataProto) -> DataProto:
-        """One optimizer step; each rank gets its rows, and the engine adds the gradients of all ranks up."""
+        """One optimizer step: each rank gets its rows, and the engine sums the gradients of all ranks."""
         actor = self.config.actor
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
@@ -50,7 +51,7 @@ class GRPOWorker(ActorRolloutRefWorker):
 
 
 def grpo_loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The share of one micro-batch. It divides by the tokens of the whole batch, so that shares add up."""
+    """The share of one micro-batch, normalised by the tokens of the whole batch, so that shares add up."""
     tokens = batch.meta_info["tokens"]
     settings = SimpleNamespace(
         clip_ratio=0.2,
@@ -60,7 +61,7 @@ def grpo_loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch
         global_batch_info={"dp_size": 1, "batch_num_tokens": tokens},
     )
     loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob=outputs["log_probs"].detach(),  # one update a batch: the policy is still the one that sampled
+        old_log_prob=outputs["log_probs"].detach(),  # one update per batch: the policy is still the one that sampled
         log_prob=outputs["log_probs"],
         advantages=batch.batch["advantages"],
         response_mask=batch.batch["response_mask"],
@@ -71,7 +72,7 @@ def grpo_loss(outputs: dict[str, torch.Tensor], batch: DataProto) -> tuple[torch
 
 
 def score(batch: DataProto, tokenizer) -> torch.Tensor:
-    """The rule-based reward of each response on its last token, [B, T]."""
+    """The rule-based reward of each response, on its last token, [B, T]."""
     mask = batch.batch["response_mask"]
     rewards = torch.zeros(mask.shape)
     for row in range(len(batch)):
@@ -109,7 +110,7 @@ def train(group: RayWorkerGroup, loader, tokenizer, samples: int, steps: int) ->
 
 
 def settings(arguments: argparse.Namespace) -> ActorRolloutRefConfig:
-    """The same configuration as `main_ppo` takes; every key of `actor_rollout_ref` and `data` works here, too."""
+    """The configuration of `main_ppo`; every key of `actor_rollout_ref` and `data` works here too."""
     return load_config(
         "ppo_trainer",
         [
@@ -127,9 +128,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="model directory, or a name on the hub")
     parser.add_argument("--data", required=True, help="parquet file with prompts")
-    parser.add_argument("--workers", type=int, default=1, help="processes: one a GPU, or so many on a CPU")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts a step")
-    parser.add_argument("--samples", type=int, default=8, help="responses a prompt")
+    parser.add_argument("--workers", type=int, default=1, help="processes: one per GPU, or any number on a CPU")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per step")
+    parser.add_argument("--samples", type=int, default=8, help="responses per prompt")
     parser.add_argument("--response-length", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--steps", type=int, default=20)

@@ -1,10 +1,10 @@
-"""Rewards token by token: a manager that pays each digit of a sorted list when it is written.
+"""Rewards on every token: a manager that rewards each digit of a sorted list when it is written.
 
-    python -m hybridrl.trainer.main_ppo reward.reward_manager.source=importlib \
+    python -m hybridrl.trainer.main_ppo reward.reward_manager.source=importlib \\
         reward.reward_manager.module.path=examples/token_rewards.py reward.reward_manager.module.name=PrefixRewards ...
 
-Any manager may return rewards on any response token; the estimators that look at time (`gae`, `reinforce_plus_plus`,
-`remax`, `optimal_token_baseline`) give each token the credit of what comes after it, the others add the rewards up.
+A manager may return rewards on any response token. The estimators that depend on time (`gae`, `reinforce_plus_plus`,
+`remax`, `optimal_token_baseline`) credit each token with the rewards after it; the others sum the rewards.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ MARK = "####"
 
 
 def prefix_rewards(tokens: Sequence[str], truth: str) -> list[float]:
-    """1 / len(truth) for each right digit behind the mark while all before it are right; one number a token."""
+    """One number per token: 1 / len(truth) for each correct digit after the mark, until the first error."""
     rewards, text, right = [0.0] * len(tokens), "", ""
     for place, token in enumerate(tokens):
         digits = token.strip() if MARK in text else ""
         text += token
         if not truth.startswith(right + digits):
-            break  # what follows an error is worth nothing
+            break  # nothing after an error is rewarded
         rewards[place] = len(digits) / len(truth)
         right += digits
     return rewards
 
 
 class PrefixRewards(RewardManager):
-    """The reward function's extra information (`acc`: all digits right), with the reward spread over the digits."""
+    """The reward function's extra information (`acc`: all digits correct), and the reward spread over the digits."""
 
     def __call__(self, batch: DataProto, return_dict: bool = False) -> Any:
         result = super().__call__(batch, return_dict=True)

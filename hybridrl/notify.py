@@ -13,9 +13,10 @@ def notify(text: str, level: Literal["notice", "warning", "error"] = "notice", *
         text: the message; it names the setting and what to change, where there is one.
         level: `notice` for what the user may want to know, `warning` for what may spoil the run, `error` for what
             failed while the run goes on.
-        once: leave the message out where this process has written the same one before.
+        once: leave the message out where this process has already written the same one with `once`.
     """
-    if once and text in _told:
-        return
-    _told.add(text)
+    if once:
+        if text in _told:
+            return
+        _told.add(text)
     print(f"{level}: {text}", file=sys.stderr, flush=True)

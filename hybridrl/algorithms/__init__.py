@@ -21,7 +21,6 @@ from hybridrl.algorithms.functional import (
     sum_pi_squared_from_logits,
     token_statistics,
 )
-from hybridrl.algorithms.groups import check_group_sizes
 from hybridrl.algorithms.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
@@ -68,7 +67,6 @@ __all__ = [
     "KLController",
     "agg_loss",
     "check_adv_inputs",
-    "check_group_sizes",
     "compute_entropy_loss",
     "compute_pf_ppo_reweight_data",
     "compute_rewards",

@@ -118,19 +118,3 @@ def spread(scores: Tensor, like: Tensor, response_mask: Tensor) -> Tensor:
     for block in row_blocks(out):
         out[block] = torch.where(response_mask[block].bool(), column[block], 0.0)
     return out
-
-
-def check_group_sizes(index: np.ndarray | Sequence[object], size: int) -> None:
-    """Refuse a batch in which a group is not whole.
-
-    Raises:
-        AlgorithmError: names groups that do not have ``size`` samples: the batch was cut within a prompt.
-    """
-    keys, counts = np.unique(np.asarray(index, dtype=str), return_counts=True)
-    wrong = {str(k): int(c) for k, c in zip(keys[counts != size], counts[counts != size], strict=True)}
-    if wrong:
-        shown = dict(list(wrong.items())[:5])
-        raise AlgorithmError(
-            f"{len(wrong)} groups do not have rollout.n={size} samples, for example {shown}: the samples of a prompt "
-            "were split over batches. Cut batches at multiples of rollout.n."
-        )

@@ -23,7 +23,7 @@ class Manifest:
     Attributes:
         format: version of this layout.
         step: the training step after which the state was taken.
-        sequence: number of the save in its run folder, counted up; tells the newest of two without a clock.
+        sequence: number of the save in its run folder, counted up; shows which of two is newer without a clock.
         files: path relative to the checkpoint -> {"size": bytes, "sha256": hex digest}.
         hybridrl: version of the package that wrote it.
         created: UTC time, ISO 8601.
@@ -53,32 +53,22 @@ def write_manifest(
     step: int,
     sequence: int,
     *,
-    hashes: Mapping[str, str],
     identity: Mapping[str, Any],
     world: Mapping[str, Any],
     config_digest: str | None,
 ) -> Manifest:
     """Make every file of `folder` durable, hash it, and write `manifest.json` last.
 
-    Args:
-        hashes: relative path -> sha256 of files that were hashed as they were written; the others are read back.
-
     Raises:
-        CheckpointError: `hashes` names a file that is not there, or there is no file at all.
+        CheckpointError: there is no file at all.
     """
     files, folders = walk(folder)
     names = [path.relative_to(folder).as_posix() for path in files]
-    unknown = sorted(set(hashes) - set(names))
-    if unknown:
-        raise CheckpointError(
-            f"step {step}: a hash was handed in for {unknown[0]!r}, but {folder / unknown[0]} is missing"
-        )
     if not files:
         raise CheckpointError(f"step {step}: nothing was written into {folder}; a checkpoint needs files")
 
     def finish(path: Path) -> dict[str, Any]:
-        known = hashes.get(path.relative_to(folder).as_posix())
-        entry = {"size": path.stat().st_size, "sha256": known or sha256(path)}
+        entry = {"size": path.stat().st_size, "sha256": sha256(path)}
         sync_file(path)
         return entry
 
@@ -162,7 +152,7 @@ def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, both sides compared, unless every entry of `identity` stands in the manifest alike."""
+    """Raise CheckpointError, which shows both sides, unless the manifest agrees with every entry of `identity`."""
     # As JSON would bring it back: a tuple equals the list it was saved as.
     identity = json.loads(json.dumps(dict(identity)))
     differences = [

@@ -42,7 +42,7 @@ class RunStore:
         notice: called with each message for the user; by default it is printed to stderr.
 
     Attributes:
-        spared: a checkpoint that is kept besides the newest `keep`, or None.
+        protected: a checkpoint that is kept besides the newest `keep`, or None.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class RunStore:
         self.world: dict[str, Any] = json.loads(json.dumps(dict(world or {})))
         self.config_digest = config_digest
         self._notice = notice
-        self.spared: Path | None = None
+        self.protected: Path | None = None
         self._in_use: Path | None = None
-        self._hashes: dict[str, str] | None = None
+        self._is_writing = False
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step stands or would stand."""
@@ -92,11 +92,11 @@ class RunStore:
             CheckpointError: the disk failed or is full. Whatever else the block raises passes through, with a note. In
                 every case the unfinished folder is removed and the checkpoints that were there are untouched.
         """
-        if self._hashes is not None:
+        if self._is_writing:
             raise RuntimeError("a checkpoint is being written already; writing() does not nest")
         final = self.folder(step)
         temporary = final.with_name(final.name + ".tmp")
-        self._hashes = {}
+        self._is_writing = True
         try:
             self.claim()
             temporary.mkdir()
@@ -105,7 +105,6 @@ class RunStore:
                 temporary,
                 step,
                 self._next_sequence(),
-                hashes=self._hashes,
                 identity=self.identity,
                 world=self.world,
                 config_digest=self.config_digest,
@@ -117,17 +116,11 @@ class RunStore:
             self._explain(exc, step)
             raise
         finally:
-            self._hashes = None
+            self._is_writing = False
         try:
             self._prune(final)
         except OSError as exc:
             raise CheckpointError(f"{final} is saved, but an older checkpoint could not be removed: {exc}") from exc
-
-    def hand_in(self, hashes: Mapping[str, str]) -> None:
-        """Give sha256 digests of files just written (paths relative to the folder), to save reading them back."""
-        if self._hashes is None:
-            raise RuntimeError("hand_in() belongs inside `with store.writing(step)`")
-        self._hashes.update(hashes)
 
     def claim(self) -> None:
         """Make the folder, take it for this process, and clean up after a killed run; `find` and `writing` do it too.
@@ -135,7 +128,7 @@ class RunStore:
         To be called before anything else is written into the run's folder.
 
         Raises:
-            CheckpointError: another living process writes there, or a file stands in the folder's place.
+            CheckpointError: another living process writes there, or a file has the folder's name.
         """
         if self.root.exists() and not self.root.is_dir():
             raise CheckpointError(f"{self.root} is a file; trainer.default_local_dir has to be a folder")
@@ -229,12 +222,12 @@ class RunStore:
             return
         for step in self._ranked()[self.keep :]:
             folder = self.folder(step)
-            if folder not in (written, self._in_use, self.spared):
+            if folder not in (written, self._in_use, self.protected):
                 doomed = folder.with_name(folder.name + ".del")
                 folder.rename(doomed)
                 sync_folder(self.root)
                 shutil.rmtree(doomed)
-        # The state that the run came from is spared once: from here on the run stands on its own checkpoint.
+        # The state that the run came from is protected once: from here on the run stands on its own checkpoint.
         self._in_use = None
 
     # ------------------------------------------------------------------ finding

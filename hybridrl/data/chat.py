@@ -21,10 +21,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot be "
-            "turned into a prompt. "
-            "Use an instruction-tuned model, or give a Jinja template with "
-            "actor_rollout_ref.model.custom_chat_template='...' "
-            "(for main_sft: model.custom_chat_template)."
+            "turned into a prompt. Use an instruction-tuned model, or give a Jinja template with "
+            "actor_rollout_ref.model.custom_chat_template='...' (for main_sft: model.custom_chat_template)."
         )
 
 
@@ -43,7 +41,7 @@ def render(
         conversations: lists of messages.
         locate: the address of the i-th conversation, for messages.
         add_generation_prompt: end with the opening of an assistant turn.
-        template_kwargs: more variables of the template (``data.apply_chat_template_kwargs``).
+        template_kwargs: more variables of the template (`data.apply_chat_template_kwargs`).
 
     Raises:
         DataError: the template refuses a conversation; names its file and row.
@@ -57,18 +55,17 @@ def render(
             # A template is a program of its author: it may fail in any way, and the row that it fails on is what helps.
             raise DataError(
                 f"{locate(index)}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses this "
-                "conversation: "
-                f"{type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs or "
-                "model.custom_chat_template."
+                f"conversation: {type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs "
+                "or model.custom_chat_template."
             ) from error
     return texts
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """Cut a sequence to ``limit`` tokens.
+    """Cut a sequence to `limit` tokens.
 
-    ``left`` drops the beginning, ``right`` the end, ``middle`` keeps the first ``limit // 2`` and the last ``limit -
-    limit // 2``.
+    `left` drops the beginning, `right` the end, `middle` keeps the first `limit // 2` and the last `limit -
+    limit // 2`.
     """
     if len(ids) <= limit:
         return ids

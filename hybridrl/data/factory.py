@@ -30,11 +30,11 @@ def create_rl_dataset(
     max_samples: int = -1,
     key: str = "data.train_files",
 ) -> Rows:
-    """The prompts of ``files``: an ``RLHFDataset``, or the class that ``data.custom_cls.{path,name}`` names.
+    """The prompts of `files`: an `RLHFDataset`, or the class that `data.custom_cls.{path,name}` names.
 
     Args:
         files: a path or several.
-        config: ``DataConfig`` or ``GenerationDataConfig``.
+        config: `DataConfig` or `GenerationDataConfig`.
         tokenizer: with a chat template.
         max_samples: use only so many rows; -1: all.
         key: the configuration key that named the files, for messages.
@@ -52,9 +52,9 @@ def create_sft_dataset(
     max_samples: int = -1,
     key: str = "data.train_files",
 ) -> Rows:
-    """The conversations of ``files``: an ``SFTDataset``, or the class that ``data.custom_cls.{path,name}`` names.
+    """The conversations of `files`: an `SFTDataset`, or the class that `data.custom_cls.{path,name}` names.
 
-    Args and errors: those of ``create_rl_dataset``.
+    Args and errors: those of `create_rl_dataset`.
     """
     return _create(files, config, tokenizer, max_samples, key, SFTDataset)
 
@@ -91,9 +91,9 @@ def _create(
 
 
 def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler:
-    """The order of training: ``EpochSampler``, or the class that ``data.sampler.{class_path,class_name}`` names.
+    """The order of training: `EpochSampler`, or the class that `data.sampler.{class_path,class_name}` names.
 
-    A custom class is called as ``cls(data_source=dataset, data_config=config)``; see ``StatefulLoader`` for what it may
+    A custom class is called as `cls(data_source=dataset, data_config=config)`; see `StatefulLoader` for what it may
     bring.
 
     Raises:
@@ -117,7 +117,7 @@ def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler
 
 
 def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | None = None) -> PromptLoader:
-    """Training prompts: ``batch_size`` (default ``data.train_batch_size``) a batch, full batches only."""
+    """Training prompts: `batch_size` (default `data.train_batch_size`) a batch, full batches only."""
     return PromptLoader(
         dataset,
         batch_size or config.train_batch_size,
@@ -129,7 +129,7 @@ def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | Non
 
 
 def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
-    """Validation prompts: ``data.val_batch_size`` (default: all at once) a batch, every row once.
+    """Validation prompts: `data.val_batch_size` (default: all at once) a batch, every row once.
 
     Each pass has the same order and the same uids, however many came before, so that a resumed run
     validates as one never stopped.

@@ -133,7 +133,7 @@ class Table:
         return values
 
     def locate(self, index: int) -> str:
-        """The file and row of ``index``, for messages."""
+        """The file and row of `index`, for messages."""
         part, inner = self._find(index)
         return part.locate(inner)
 
@@ -142,7 +142,7 @@ class Table:
         return (part for part in self.parts if column not in part.columns)
 
     def require(self, column: str, key: str, hint: str = "") -> None:
-        """Refuse files that lack ``column``, which the configuration key ``key`` names.
+        """Refuse files that lack `column`, which the configuration key `key` names.
 
         Raises:
             DataError: names the file, the columns it has and what to change.
@@ -192,7 +192,7 @@ def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_
     """Read one or several .parquet, .json or .jsonl files.
 
     Args:
-        files: a path or several; ``~`` is expanded.
+        files: a path or several; `~` is expanded.
         key: the configuration key that named them, for messages.
 
     Raises:
@@ -244,7 +244,7 @@ def _read_parquet(path: Path, key: str) -> _ArrowPart:
 
 
 def _read_json(path: Path, key: str) -> _JsonPart:
-    """A file that begins with ``[`` is one JSON list of rows; any other holds one row a line."""
+    """A file that begins with `[` is one JSON list of rows; any other holds one row a line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -36,16 +36,16 @@ Collated = tuple[dict[str, torch.Tensor], dict[str, list[Any]]]
 class StatefulLoader:
     """Iterates batches of one epoch at a time and knows its place for ever.
 
-    ``for batch in loader`` yields what is left of the current epoch: all of it at first, the rest after
-    ``load_state_dict`` or after a ``break``. While the last batch of an epoch is in hand the place is already the start
+    `for batch in loader` yields what is left of the current epoch: all of it at first, the rest after
+    `load_state_dict` or after a `break`. While the last batch of an epoch is in hand the place is already the start
     of the next epoch, so a run that is saved there and resumed goes on with the next epoch and does not find an
     exhausted one.
 
     Args:
         dataset: a map-style dataset.
-        batch_size: rows a batch.
-        sampler: default: ``EpochSampler`` in file order. One with ``set_epoch`` is told the epoch before each; one with
-            ``state_dict`` and ``load_state_dict`` is saved and restored; any other is replayed to its place.
+        batch_size: rows per batch.
+        sampler: default: `EpochSampler` in file order. One with `set_epoch` is told the epoch before each; one with
+            `state_dict` and `load_state_dict` is saved and restored; any other is replayed to its place.
         drop_last: leave out an incomplete last batch.
         num_workers: processes that read ahead; 0 reads in this process.
         collate: rows -> (tensors, lists of objects); runs in the reading process.
@@ -241,13 +241,13 @@ class StatefulLoader:
 class PromptLoader(StatefulLoader):
     """Batches of prompts for reinforcement learning.
 
-    A batch holds ``input_ids, attention_mask, position_ids`` ``[B, P]`` (int64), left-padded to the longest prompt of
-    the batch, and as non-tensors ``uid, raw_prompt, index`` and the other columns of the rows. ``uid`` is
-    ``"{epoch}-{index}"``: the same in every run of the same data, different for every prompt of a run.
+    A batch holds `input_ids, attention_mask, position_ids` `[B, P]` (int64), left-padded to the longest prompt of
+    the batch, and as non-tensors `uid, raw_prompt, index` and the other columns of the rows. `uid` is
+    `"{epoch}-{index}"`: the same in every run of the same data, different for every prompt of a run.
 
     Args:
-        dataset, batch_size, sampler, drop_last, settings: those of ``StatefulLoader``.
-        pad_token_id: default: that of ``dataset.pad_token_id``.
+        dataset, batch_size, sampler, drop_last, settings: those of `StatefulLoader`.
+        pad_token_id: default: that of `dataset.pad_token_id`.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class PromptLoader(StatefulLoader):
 class SFTLoader(StatefulLoader):
     """Batches of whole conversations for supervised training.
 
-    A batch holds ``input_ids, attention_mask, position_ids, loss_mask`` ``[B, S]`` (int64), right-padded to the longest
-    of the batch, and as non-tensor ``index``. ``loss_mask[b, t]`` is 1 where token t is to be learnt (from the tokens
+    A batch holds `input_ids, attention_mask, position_ids, loss_mask` `[B, S]` (int64), right-padded to the longest
+    of the batch, and as non-tensor `index`. `loss_mask[b, t]` is 1 where token t is to be learnt (from the tokens
     before it).
     """
 
@@ -297,7 +297,7 @@ class SFTLoader(StatefulLoader):
 
 
 class PromptCollator:
-    """Rows with ``input_ids`` -> left-padded tensors and lists."""
+    """Rows with `input_ids` -> left-padded tensors and lists."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
@@ -318,7 +318,7 @@ class PromptCollator:
 
 
 class SFTCollator:
-    """Rows with ``input_ids`` and ``loss_mask`` -> right-padded tensors."""
+    """Rows with `input_ids` and `loss_mask` -> right-padded tensors."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
@@ -351,7 +351,7 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[tor
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2, ... over the tokens that the mask keeps; 0 on the padding before them. ``[B, S]`` -> ``[B, S]``."""
+    """0, 1, 2, ... over the tokens that the mask keeps; 0 on the padding before them. `[B, S]` -> `[B, S]`."""
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 

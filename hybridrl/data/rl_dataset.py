@@ -38,7 +38,7 @@ _CACHED_TOKENS = (
 
 
 class TokenCache:
-    """Ragged token ids in one flat array; nothing is kept once they are more than ``limit``."""
+    """Ragged token ids in one flat array; nothing is kept once they are more than `limit`."""
 
     def __init__(self, limit: int = _CACHED_TOKENS) -> None:
         self.limit = limit
@@ -58,7 +58,7 @@ class TokenCache:
             self._chunks.extend(np.asarray(ids, dtype=np.int32) for ids in sequences)
 
     def freeze(self) -> None:
-        """Called once, after the last ``add``."""
+        """Called once, after the last `add`."""
         if self._total <= self.limit:
             self._flat = np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int32)
             self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -74,12 +74,12 @@ class TokenCache:
 class RLHFDataset(Dataset):
     """Prompts as token ids, with the columns that rewards need.
 
-    A row holds ``config.prompt_key`` (a list of messages) and whatever else the reward function reads: usually
-    ``data_source``, ``reward_model`` (``{"style", "ground_truth"}``), ``extra_info``. Every row is checked when the
-    dataset is made. Where a length decides something at once (``filter_overlong_prompts``, or ``truncation=error``) all
+    A row holds `config.prompt_key` (a list of messages) and whatever else the reward function reads: usually
+    `data_source`, `reward_model` (`{"style", "ground_truth"}`), `extra_info`. Every row is checked when the
+    dataset is made. Where a length decides something at once (`filter_overlong_prompts`, or `truncation=error`) all
     prompts are tokenised then too, and kept.
 
-    An item is ``{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}``; ``index`` counts the
+    An item is `{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}`; `index` counts the
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
@@ -89,9 +89,9 @@ class RLHFDataset(Dataset):
     Args:
         data_files: one path or several.
         tokenizer: with a chat template.
-        config: ``DataConfig`` or ``GenerationDataConfig``.
+        config: `DataConfig` or `GenerationDataConfig`.
         processor: accepted for the sake of subclasses written for verl; must be None.
-        max_samples: use only so many rows: the first, or a sample drawn by ``config.seed`` if ``config.shuffle``; -1
+        max_samples: use only so many rows: the first, or a sample drawn by `config.seed` if `config.shuffle`; -1
             uses all.
         key: the configuration key that named the files, for messages.
 
@@ -340,7 +340,7 @@ class RLHFDataset(Dataset):
     def _encoded_chunks(self, prompts: list[Any] | None) -> Iterator[tuple[list[int], list[list[int]]]]:
         """Row numbers and token ids of the prompts, chunk by chunk.
 
-        ``filter_overlong_prompts_workers`` threads share the work: tokenising is done outside the interpreter lock.
+        `filter_overlong_prompts_workers` threads share the work: tokenising is done outside the interpreter lock.
         Each has a copy of the tokenizer, which must not be used by two threads at once.
         """
         own = threading.local()
@@ -362,7 +362,7 @@ class RLHFDataset(Dataset):
 
 
 def seed_of(config: PromptConfig | SFTDataConfig) -> int:
-    """``data.seed``; null means 1, never a random one: a resumed run must see the same order."""
+    """`data.seed`; null means 1, never a random one: a resumed run must see the same order."""
     return 1 if config.seed is None else config.seed
 
 

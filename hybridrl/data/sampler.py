@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 
 
 class EpochSampler(Sampler[int]):
-    """All rows once an epoch: in file order, or in a permutation that depends on ``(seed, epoch)`` and nothing else.
+    """All rows once an epoch: in file order, or in a permutation that depends on `(seed, epoch)` and nothing else.
 
     So epoch 7 has the same order in a run that started there as in one that came through the six before.
 

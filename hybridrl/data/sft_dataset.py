@@ -30,17 +30,17 @@ Span = tuple[int, int]
 class SFTDataset(Dataset):
     """Whole conversations as token ids, with a mask of the tokens to learn.
 
-    A row holds ``config.messages_key``, a list of messages with at least one from the assistant; or, where
-    ``config.prompt_key`` and ``config.response_key`` are set, a prompt (text or messages) and a response (text). Learnt
+    A row holds `config.messages_key`, a list of messages with at least one from the assistant; or, where
+    `config.prompt_key` and `config.response_key` are set, a prompt (text or messages) and a response (text). Learnt
     are the assistant's turns: the text between the opening of the turn, as the generation prompt writes it, and its
     end, the template's end-of-turn token included and white space after that not.
 
-    An item is ``{"input_ids": list[int], "loss_mask": list[int], "index": int}``, both lists of one length.
+    An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`, both lists of one length.
 
     Args:
         data_files: one path or several.
         tokenizer: with a chat template and offsets (a "fast" tokenizer).
-        config: ``SFTDataConfig``.
+        config: `SFTDataConfig`.
         max_samples: use only so many rows; -1: all.
         key: the configuration key that named the files, for messages.
 
@@ -103,8 +103,7 @@ class SFTDataset(Dataset):
         if (prompt_key is None) != (response_key is None):
             raise DataError(
                 f"data.prompt_key={prompt_key} and data.response_key={response_key}: set both for rows of prompt and "
-                "response, or neither "
-                "for rows of messages (data.messages_key)."
+                "response, or neither for rows of messages (data.messages_key)."
             )
         if prompt_key is not None and response_key is not None:
             return self._from_prompt_and_response(prompt_key, response_key)
@@ -214,11 +213,9 @@ class SFTDataset(Dataset):
                 )
                 raise DataError(
                     f"{self.locate(item)}: the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is "
-                    f"not append-only: {what} is "
-                    f"rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
-                    f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. "
-                    "Which tokens to learn cannot be told. Make one row of each assistant turn (it last, the turns "
-                    "before it as its prompt), set "
+                    f"not append-only: {what} is rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
+                    f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. Which tokens to learn cannot be "
+                    "told. Make one row of each assistant turn (it last, the turns before it as its prompt), set "
                     "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
                     "model.custom_chat_template."
                 )
@@ -242,7 +239,7 @@ def token_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     A token that begins before a span belongs to the prompt; one without characters belongs to none.
 
     Args:
-        offsets: ``[T, 2]`` first and past-the-last character of each token.
+        offsets: `[T, 2]` first and past-the-last character of each token.
         spans: the same of each learnt piece of text.
     """
     mask = np.zeros(len(offsets), dtype=np.int8)
@@ -252,7 +249,7 @@ def token_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:
-    """Which positions of a sequence survive truncation to ``limit``; see ``hybridrl.data.chat.truncate``."""
+    """Which positions of a sequence survive truncation to `limit`; see `hybridrl.data.chat.truncate`."""
     if side == "left":
         return np.arange(length - limit, length)
     if side == "right":

@@ -1,5 +1,17 @@
-"""Training engines: a model that learns, saves and hands its weights out, behind one interface."""
+"""Training engines: a model that learns, saves and exports its weights, behind one interface."""
 
-from hybridrl.engine.train_engine import Engine, MicroBatching, NonFiniteError, TrainEngines
+from hybridrl.engine.capabilities import ExportsShards, GeneratesInPlace, HasAdapters
+from hybridrl.engine.micro_batched import MicroBatchedEngine
+from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, NonFiniteError, TrainEngines
 
-__all__ = ["Engine", "TrainEngines", "MicroBatching", "NonFiniteError"]
+__all__ = [
+    "Engine",
+    "ExportsShards",
+    "GeneratesInPlace",
+    "Geometry",
+    "HasAdapters",
+    "MicroBatchedEngine",
+    "MicroBatching",
+    "NonFiniteError",
+    "TrainEngines",
+]

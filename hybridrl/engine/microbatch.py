@@ -1,14 +1,14 @@
 """Cutting a batch into micro-batches and laying each one out for the model.
 
-Two layouts, chosen by what the attention implementation does well:
+There are two layouts; the attention implementation decides which is used:
 
-* *aligned* ``[b, W]``: each sequence's real tokens moved to the left, padding only at the right end. Causal
-  attention then never looks at padding, so no attention mask is needed, and W is the longest real length, not
+* *aligned* `[b, W]`: the real tokens of each sequence are moved to the left, so all padding is at the right end.
+  Causal attention then never sees padding and needs no attention mask. W is the length of the longest sequence, not
   longest prompt plus longest response.
-* *packed* ``[1, L]``: all real tokens one after the other with position ids that restart, for flash attention.
+* *packed* `[1, L]`: all real tokens in one row, one sequence after the other, for flash attention.
 
-In both, the outputs of the model are wanted only where a response token is predicted: `Layout.selected` indexes
-these positions in the flattened layout.
+In both, the outputs of the model are needed only where a response token is predicted. `Layout.selected` holds these
+positions in the flattened layout.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.protocol.fields import Widths, narrow, padded
 from hybridrl.utils import device
 
-# Tokens, padding included, of one aligned micro-batch beyond which a larger one computes no faster.
+# Tokens of an aligned micro-batch, padding included, above which a larger one computes no faster.
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}
-# Padding, in tokens, that costs about as much as the fixed time of one more pass through the model.
+# Padding tokens that cost about as much as the fixed time of another pass through the model.
 WORTHWHILE_PADDING = {"cpu": 64, "cuda": 4096}
 
 
 @dataclass(slots=True)
 class Layout:
-    """One micro-batch as the model reads it. N response tokens."""
+    """One micro-batch as the model reads it, with N response tokens."""
 
     input_ids: torch.Tensor  # [b, W] or [1, L]
     position_ids: torch.Tensor  # the same shape; [k, b, W] or [k, 1, L] with k positions per token
@@ -54,13 +54,13 @@ class Layout:
 
 
 class BatchPlan:
-    """How one batch is computed: which rows form which micro-batch, and the tensors that say where a row's tokens are.
+    """Which rows of a batch form which micro-batch, and where the tokens of each row are.
 
-    Rows without a single response token (padding of the batch) are in no micro-batch.
+    Rows without response tokens (padding of the batch) are in no micro-batch.
 
     Args:
         tensors: The batch's tensors, in main memory.
-        packed: Which layout, see the module's text.
+        packed: Whether to use the packed layout.
 
     Raises:
         ValueError: a field is missing, or a response token has no attention or no token before it.
@@ -145,10 +145,18 @@ class BatchPlan:
         return sliced
 
     def token_positions(self, rows: Sequence[int]) -> torch.Tensor:
-        """Where the rows' response tokens, in the order of `Layout.selected`, stand in the flattened ``[B, T]``."""
+        """Positions of the rows' response tokens in the flattened `[B, T]`, in the order of `Layout.selected`."""
         index = torch.tensor(rows)
         grid = index[:, None] * self.response_width + torch.arange(self.response_width)
         return grid[self.response_mask[index]]
+
+    def scatter(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One output of every micro-batch, each `[N]`, as float32 `[B, T]` in main memory; 0 elsewhere."""
+        flat = torch.zeros(self.batch_size * self.response_width)
+        if parts:
+            positions = torch.cat([self.token_positions(rows) for rows in self.groups])
+            flat[positions] = torch.cat(list(parts)).float().cpu()
+        return flat.view(self.batch_size, self.response_width)
 
     def _find_response_mask(self) -> torch.Tensor:
         mask = self.tensors.get("response_mask")
@@ -162,8 +170,7 @@ class BatchPlan:
         if mask.ndim != 2 or mask.shape[0] != self.batch_size or mask.shape[1] >= self.width:
             raise ValueError(
                 f"response_mask {list(mask.shape)} does not fit input_ids {[self.batch_size, self.width]}: it "
-                "is [B, T] with T < S, "
-                "the last T columns of a sequence"
+                "is [B, T] with T < S, the last T columns of a sequence"
             )
         return mask.bool()
 
@@ -188,13 +195,12 @@ class BatchPlan:
             row, column = (int(i) for i in wrong.nonzero()[0])
             raise ValueError(
                 f"sequence {row}: response column {column} is in response_mask but has attention_mask 0 or no "
-                "token before it; "
-                "a response token is attended to and follows at least one prompt token"
+                "token before it; a response token is attended to and follows at least one prompt token"
             )
 
 
 def dummy_layout() -> Layout:
-    """The least micro-batch that takes part in every collective of forward and backward."""
+    """The smallest micro-batch that takes part in every collective of forward and backward."""
     zero = torch.zeros(1, dtype=torch.int64)
     return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None)
 
@@ -206,7 +212,7 @@ def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _group(rows: Sequence[int], lengths: Sequence[int], micro: MicroBatching, packed: bool) -> list[list[int]]:
-    """Cut rows, longest first, into micro-batches within both limits."""
+    """Cut rows, sorted from longest to shortest, into micro-batches within both limits."""
     if not rows:
         return []
     size = micro.size or len(rows)
@@ -234,8 +240,8 @@ def _first_fit(rows: Sequence[int], lengths: Sequence[int], size: int, budget: i
 def _cut_runs(rows: Sequence[int], lengths: Sequence[int], size: int, budget: int | None) -> list[list[int]]:
     """Runs of the sorted rows, within the limits and with little padding.
 
-    Beyond the limits, a run ends as soon as its padding would cost more than another pass through the model, and on
-    a CPU when its activations would fall out of the cache.
+    A run also ends when its padding would cost more than another pass through the model, and on a CPU when its
+    activations would no longer fit into the cache.
     """
     cells, waste = PREFERRED_CELLS[device.get_device_name()], WORTHWHILE_PADDING[device.get_device_name()]
     cells = min(cells, budget or cells)

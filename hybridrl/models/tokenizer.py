@@ -58,9 +58,8 @@ def load_tokenizer(
     if folder.is_dir():
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(
-                f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's "
-                "files there or name "
-                "their directory with actor_rollout_ref.model.tokenizer_path"
+                f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there "
+                "or name their directory with actor_rollout_ref.model.tokenizer_path"
             )
         path = folder
     elif looks_local(path):

@@ -1,4 +1,4 @@
-"""What a run tells its user: metrics, tracking back ends, dumps of samples, the run folder and the report.
+"""What a run reports: metrics, tracking back ends, dumps of samples, the run folder and the report.
 
 Nothing is imported here, so that each module brings only its own dependencies: `metrics` and `validation` need NumPy
 and torch, `tracking` needs rich, `report` needs matplotlib, and a back end is imported only when it is asked for.

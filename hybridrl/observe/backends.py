@@ -1,4 +1,4 @@
-"""Tracking services behind one door. A service's package is imported only when its class is made.
+"""Tracking services behind one interface. A service's package is imported only when its class is made.
 
 Each class opens in its constructor, and from then on takes metrics and samples of a step. Services that cannot take
 back what they were sent (`can_cut` False) are not sent a step again after a resume: the repeated step has the same

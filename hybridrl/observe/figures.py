@@ -97,7 +97,10 @@ def panels(history: RunHistory) -> list[Panel]:
     if names:
         lines = tuple((name, name.removeprefix("val-core/")) for name in names)
         found.insert(min(1, len(found)), Panel("Validation", lines, "points"))
-    phases = tuple((f"timing_s/{name}", name) for name in _PHASES if history.curve(f"timing_s/{name}"))
+    per_token = "timing_per_token_ms/"  # phases of roles that the user registered are known by it
+    named = [name.removeprefix(per_token) for name in history.curves if name.startswith(per_token)]
+    known = dict.fromkeys([*_PHASES, *named])
+    phases = tuple((f"timing_s/{name}", name) for name in known if history.curve(f"timing_s/{name}"))
     if len(phases) > 1:
         found.append(Panel("Seconds per step, by phase", phases, "stack"))
     elif history.curve("timing_s/step"):

@@ -69,7 +69,7 @@ class RunHistory:
         return sorted((name for name in names if self.curve(name)), key=lambda name: ("/mean@" not in name, name))
 
     def reward(self) -> str | None:
-        """The metric that tells whether the run learns: mean score, else the training loss."""
+        """The metric that shows whether the run learns: mean score, else the training loss."""
         names = ("critic/score/mean", "critic/rewards/mean", "train/loss")
         return next((name for name in names if self.curve(name)), None)
 

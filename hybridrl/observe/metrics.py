@@ -187,21 +187,23 @@ def staleness_metrics(batch: "DataProto", version: int) -> dict[str, float]:
     return {"rollout/staleness/mean": behind.mean().item(), "rollout/staleness/max": behind.max().item()}
 
 
-def compute_timing_metrics(batch: "DataProto", timing_raw: Mapping[str, float]) -> dict[str, float]:
+def compute_timing_metrics(
+    batch: "DataProto", timing_raw: Mapping[str, float], whole_phases: Sequence[str] = _WHOLE_PHASES
+) -> dict[str, float]:
     """Seconds of each phase, and milliseconds per token where the phase works token by token.
 
     Args:
         batch: `attention_mask` and `responses`, for the number of tokens.
-        timing_raw: phase -> seconds. `gen` is divided by the generated tokens; `ref`, `values`, `adv`,
-            `update_critic` and `update_actor` by prompt and response tokens together.
+        timing_raw: phase -> seconds. `gen` is divided by the generated tokens.
+        whole_phases: phases that are divided by prompt and response tokens together.
 
     Returns:
-        `timing_s/<phase>` for every phase, `timing_per_token_ms/<phase>` for those six.
+        `timing_s/<phase>` for every phase, `timing_per_token_ms/<phase>` for those.
     """
     metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_raw.items()}
     whole = int(_fields(batch)["attention_mask"].sum())
     generated = int(_lengths(batch)[1].sum())
-    for names, count in ((_RESPONSE_PHASES, generated), (_WHOLE_PHASES, whole)):
+    for names, count in ((_RESPONSE_PHASES, generated), (whole_phases, whole)):
         for name in names:
             if name in timing_raw and count > 0:
                 metrics[f"timing_per_token_ms/{name}"] = float(timing_raw[name]) * 1000.0 / count

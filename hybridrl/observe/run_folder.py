@@ -38,7 +38,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 def write_run_info(folder: str | Path, config: Any) -> None:
     """Write `config.yaml` (resolved settings) and `versions.json` (see `versions`) into the run's folder.
 
-    Files of an earlier start of the same run are replaced; a resumed run thus tells what it runs with now.
+    Files of an earlier start of the same run are replaced: they describe the present start.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

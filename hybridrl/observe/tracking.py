@@ -156,7 +156,7 @@ class Tracking:
         except Exception as exc:
             self.finish(failed=True)
             raise TrackingError(
-                f"trainer.logger: {name} could not be opened ({type(exc).__name__}: {exc}). Mend it, or take "
+                f"trainer.logger: {name} could not be opened ({type(exc).__name__}: {exc}). Fix it, or take "
                 f"{name} out of trainer.logger; {METRICS} in the run's folder is written in any case."
             ) from exc
 

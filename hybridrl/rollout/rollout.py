@@ -16,6 +16,7 @@ from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.trajectory import Trajectory
 
+_MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
 
@@ -38,9 +39,9 @@ class Rollout(ABC):
 
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one
-                per prompt) and, where a prompt has several rows, `sample` (which of them); meta `global_steps`,
-                `validate`, `seeded` (every request draws with its own seed, so that other requests do not matter), and
-                any field of `SamplingParams` to override.
+                per prompt) and, where a prompt has several rows, `sample` (which of them), and other columns of the
+                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `seeded` (every request draws
+                with its own seed, so that other requests do not matter), and any field of `SamplingParams` to override.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
@@ -116,9 +117,10 @@ class InPlaceRollout(Rollout):
         self._trains = self._paused = False
 
     def generate(self, prompts: DataProto) -> DataProto:
-        prompts = prompts.select(meta_info_keys=list(prompts.meta_info))  # the caller's meta is not changed
-        prompts.meta_info["weights_version"] = self.version
-        batch: DataProto = self._policy.generate_sequences(prompts)
+        known = [name for name in ("uid", "sample") if name in prompts.non_tensor_batch]
+        inputs = prompts.select(_MODEL_INPUTS, known)  # all that travels to the workers
+        inputs.meta_info["weights_version"] = self.version
+        batch: DataProto = self._policy.generate_sequences(inputs)
         return batch
 
     def update_weights(self, version: int) -> dict[str, float]:

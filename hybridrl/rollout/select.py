@@ -1,6 +1,8 @@
 """Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
+from hybridrl.engine.capabilities import GeneratesInPlace, require
+from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
 from hybridrl.notify import notify
@@ -55,6 +57,7 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
             )
         InferenceEngines.get(name).check(rollout, config.model, on_gpu)
     else:
+        _check_engine(config)
         _check_dtype(config)
         _tell_unused(rollout)
     if is_served(rollout):
@@ -97,6 +100,17 @@ def _check_lengths(config: ActorRolloutRefConfig) -> None:
             f"actor_rollout_ref.rollout.max_model_len), and {config.model.path} was made for {limit} "
             "(max_position_embeddings): lower them, or set actor_rollout_ref.model.override_config.rope_parameters"
         )
+
+
+def _check_engine(config: ActorRolloutRefConfig) -> None:
+    """The training engine must be able to generate."""
+    strategy = config.actor.strategy
+    require(
+        TrainEngines.get("language_model", strategy),
+        GeneratesInPlace,
+        key=f"actor_rollout_ref.rollout.name={config.rollout.name}",
+        instead=f"set actor_rollout_ref.rollout.name to vllm or sglang, or change actor.strategy={strategy}",
+    )
 
 
 def _check_dtype(config: ActorRolloutRefConfig) -> None:

@@ -1,11 +1,8 @@
 """What every training program shares around its loop: folder, metrics, timers, checkpoints, and the wish to stop."""
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -17,14 +14,11 @@ from hybridrl.observe.report import print_summary, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.storage import StorageError
-from hybridrl.single_controller import WorkerError
+from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.interrupt import StopRequest
-from hybridrl.utils.metrics import Metric
+from hybridrl.trainer.phases import PhaseTimer
 
 STATE_FILE = "trainer.json"
-_OUT_OF_MEMORY = re.compile(r"out.of.memory|OutOfMemory|MemoryError|Cannot allocate memory", re.IGNORECASE)
-KEPT_BATCHES = 8  # of updates that failed, in a run's folder: a run that skips on and on must not fill the disk
 
 
 class TrainingRun:
@@ -41,7 +35,6 @@ class TrainingRun:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
         rollout_folder, validation_folder: where samples are dumped, a file a step.
         timing: seconds of each phase of the step in progress, by name.
-        metrics: what the step in progress has to report, beside its timing.
     """
 
     def __init__(
@@ -65,10 +58,10 @@ class TrainingRun:
             world={"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node},
             config_digest=digest(as_dict(config)),
         )
-        self.short_of_memory = short_of_memory or {}
+        self.failed_batches = FailedBatches(self.folder)
+        self._timer = PhaseTimer(short_of_memory)
+        self.timing = self._timer.seconds
         self.step = 0
-        self.timing: dict[str, float] = defaultdict(float)
-        self.metrics: dict[str, Any] = {}
         self._saved_step = -1
         self._looked = False
         self._found: Path | None = None
@@ -121,53 +114,9 @@ class TrainingRun:
                 if self.is_last:
                     return
 
-    @contextmanager
-    def keeping_batch_on_error(self, batch: DataProto) -> Iterator[None]:
-        """Keep the batch of an update that fails within, so that it can be looked at and repeated."""
-        try:
-            yield
-        except WorkerError as error:
-            error.add_note(self._keep(batch))
-            raise
-
-    def keep_if_skipped(self, batch: DataProto, metrics: Mapping[str, Iterable[Metric]]) -> None:
-        """Keep the batch of an update in which a step was skipped (`trainer.on_nonfinite=skip`), and say so.
-
-        Args:
-            metrics: what the workers' update returned.
-        """
-        if any(
-            float(metric.value) > 0 for name in metrics if name.endswith("/skipped_steps") for metric in metrics[name]
-        ):
-            what = (
-                f"step {self.step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
-            )
-            notify(f"{what}; {self._keep(batch)}", "warning")
-
-    def _keep(self, batch: DataProto) -> str:
-        """Write a failed update's batch into the run's folder; what became of it, for a message."""
-        path = self.folder / f"failed_batch_step_{self.step}"
-        if len(list(self.folder.glob("failed_batch_step_*"))) >= KEPT_BATCHES and not path.exists():
-            return f"the batch of this update is not kept: {KEPT_BATCHES} are in {self.folder} already"
-        known = [name for name in ("temperature",) if name in batch.meta_info]
-        try:
-            batch.select(meta_info_keys=known).save_to_disk(path)
-        except (OSError, StorageError) as error:  # what it is told beside matters more
-            return f"the batch of this update could not be kept in {path}: {error}"
-        return f"the batch of this update is kept in {path} (DataProto.load_from_disk)"
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the block's wall time to `timing_s/<name>`; an error for want of memory says what to change."""
-        start = perf_counter()
-        try:
-            yield
-        except Exception as error:
-            if name in self.short_of_memory and _OUT_OF_MEMORY.search(str(error)):
-                error.add_note(f"The phase {name!r} ran out of memory: {self.short_of_memory[name]}.")
-            raise
-        finally:
-            self.timing[name] += perf_counter() - start
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Add the block's wall time to `timing[name]`; see `PhaseTimer.phase`."""
+        return self._timer.phase(name)
 
     @contextmanager
     def measured_step(self) -> Iterator[None]:
@@ -177,7 +126,6 @@ class TrainingRun:
         self.timing.clear()
         if saving is not None:
             self.timing["save_checkpoint"] = saving
-        self.metrics = {}
         with self.phase("step"):
             yield
 

@@ -1,4 +1,4 @@
-"""The machine's accelerator behind a few plain functions: the only file of the package that knows of `torch.cuda`.
+"""The machine's accelerator: a few plain functions, in the only file of the package that uses `torch.cuda`.
 
 Everything else asks here, so that every code path runs on a CPU with gloo and takes NCCL, bfloat16 and flash
 attention where there is a GPU that has them.
@@ -63,11 +63,6 @@ def set_device(local_rank: int) -> torch.device:
 def backend_name() -> str:
     """The `torch.distributed` back end: tensors in main memory go through gloo, those on a GPU through NCCL."""
     return "cpu:gloo,cuda:nccl" if is_gpu() else "gloo"
-
-
-def supports_bf16() -> bool:
-    """Whether bfloat16 arithmetic works here (on a CPU always, if slowly)."""
-    return torch.cuda.is_bf16_supported() if is_gpu() else True
 
 
 @functools.cache

@@ -82,6 +82,15 @@ def all_reduce_max(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(tensor.item())
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Every rank's tensor, in the order of the group's ranks. All have the same shape, and lie in main memory."""
+    if not is_distributed() or dist.get_world_size(group) == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """Every rank's object, in rank order."""
     if get_world_size() == 1:
@@ -109,7 +118,7 @@ def _blocking_wait() -> Iterator[None]:
 class StandaloneGroup:
     """A process group besides the default one, of processes that belong to no common world.
 
-    Rank 0 is made first and tells the others its `port`; then each of them calls `connect`, which waits for all.
+    Rank 0 is made first and its `port` sent to the others; then each of them calls `connect`, which waits for all.
 
     Args:
         host: the node of rank 0.

@@ -45,7 +45,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def seed_rng(seed: int) -> None:
-    """Begin the global generators of Python, NumPy and torch, on CPU and accelerator, anew from one seed (32 bits)."""
+    """Seed the global generators of Python, NumPy and torch, on CPU and accelerator, with one number of 32 bits."""
     random.seed(seed)
     np.random.seed(seed)
     device.manual_seed(seed)

@@ -35,7 +35,7 @@ def load_module(path: str, key: str, error: type[UserError] = UserError) -> Modu
     """
     name = path.removeprefix("pkg://")
     file = Path(path).expanduser().absolute()
-    is_file = name == path and (file.suffix == ".py" or file.exists() or "/" in path)
+    is_file = name == path and (file.suffix == ".py" or file.is_file() or "/" in path)
     if is_file and not file.is_file():
         raise error(f"{key}={path}: no such file (looked for {file}).")
     if is_file and file.suffix != ".py":

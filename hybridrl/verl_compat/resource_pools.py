@@ -1,4 +1,4 @@
-"""Pools cut, joined and lent, as verl's `single_controller.ray.base` offers them; no program here calls them."""
+"""Resource pools that are split, merged and reused, as in verl's `single_controller.ray.base`; not called here."""
 
 from __future__ import annotations
 
@@ -150,9 +150,8 @@ def extract_pg_from_exist(
     for position, index in enumerate(wanted):
         if position >= len(groups) or groups[position].bundle_count < resource_pool.store[index]:
             raise PlacementError(
-                f"nodes of {resource_pool.store} slots do not fit into the placement groups of "
-                f"{src_role_names}, which have "
-                f"{[group.bundle_count for group in groups]} slots"
+                f"nodes of {resource_pool.store} slots do not fit into the placement groups of {src_role_names}, which "
+                f"have {[group.bundle_count for group in groups]} slots"
             )
         found[index] = groups[position]
     return [found[index] for index in range(len(wanted))]

@@ -1,1 +1,1 @@
-"""What a device hosts: thin, engine-neutral workers that join engine, rollout and algorithms."""
+"""The worker classes: thin, engine-neutral, they connect engine, rollout and algorithms on a device."""

@@ -1,4 +1,4 @@
-"""The policy's worker: trains it, generates with it, or both, and holds the reference policy where asked to."""
+"""The policy's worker: it trains the policy, generates with it, or both, or holds the reference policy."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import ray
 
 from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.engine.capabilities import GeneratesInPlace
 from hybridrl.engine.train_engine import Engine
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
@@ -16,7 +17,7 @@ from hybridrl.utils.device import memory_stats
 from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
 from hybridrl.workers.loss_prepass import Preparation
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 from hybridrl.workers.update_plan import UpdatePlan
 
 ROLES = ("actor", "actor_rollout", "rollout", "ref")
@@ -27,10 +28,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
     Args:
         config: the `actor_rollout_ref` part of the configuration.
-        role: which of `ROLES` this group plays. "rollout" generates with the model's own weights and has no
-            optimizer; it is built by `actor`. A reference policy in the same pool is a second worker in the same
-            process.
-        timeout_s: how long a collective may wait for its peers.
+        role: one of `ROLES`. "rollout" generates with the model's own weights and has no optimizer; its settings are
+            those of `actor`. A reference policy in the same pool is a second worker in the same process.
+        timeout_s: how long a collective may wait for other ranks.
     """
 
     metric_prefix = "actor"
@@ -56,13 +56,13 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @property
     def reference(self) -> Engine | None:
-        """The engine of the reference policy, where it lives in the same process."""
+        """The engine of the reference policy, if it is in the same process."""
         worker = self.fused_worker_dict.get("ref")
         return None if worker is None else worker.engine
 
     @contextmanager
-    def _beside_reference(self, wanted: bool) -> Iterator[None]:
-        """The reference policy on the device within, and this policy compared with it, if that is wanted."""
+    def _with_reference(self, wanted: bool) -> Iterator[None]:
+        """Within the context and if `wanted`, the reference policy is on the device and compared with this policy."""
         if not wanted:
             yield
             return
@@ -73,11 +73,12 @@ class ActorRolloutRefWorker(ModelWorker):
             yield
 
     def _build_rollout(self) -> HFRollout:
-        model = self.config.model
+        model, engine = self.config.model, self.engine
         tokenizer = tokenizer_of(model)
+        assert isinstance(engine, GeneratesInPlace)  # checked at start-up, by resolve_rollout
         return HFRollout(
             self.config.rollout,
-            engine=self.engine,
+            engine=engine,
             eos_token_ids=eos_token_ids(model.path, config_of(model), tokenizer),
             pad_token_id=tokenizer.pad_token_id,
             tokenizer=tokenizer,
@@ -85,7 +86,10 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Responses by the training weights in place, and the sampler's log-probabilities; see `Rollout.generate`."""
+        """Responses generated with the training weights in place, with the sampler's log-probabilities.
+
+        See `Rollout.generate`.
+        """
         if self.role not in ("actor_rollout", "rollout"):
             raise RuntimeError(
                 f"generate_sequences was called on a group whose role is {self.role!r}, which cannot generate"
@@ -97,7 +101,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, targets: Sequence[Target]) -> TransferReport:
-        """Send the present weights to generation engines that wait for them; see `hybridrl.weight_sync.send`."""
+        """Send the current weights to inference engines that are waiting for them; see `hybridrl.weight_sync.send`."""
         rollout = self.config.rollout
         dtype = resolve_dtype(rollout.dtype, "rollout.dtype")
         with self.engine.loaded(optimizer=False):
@@ -127,14 +131,13 @@ class ActorRolloutRefWorker(ModelWorker):
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_max_token_len_per_gpu,
         )
-        with self.engine.loaded(optimizer=False), self._beside_reference(compares):
+        with self.engine.loaded(optimizer=False), self._with_reference(compares):
             wanted = (*self._statistics(), *(["ref_kl"] if compares else []))
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=wanted)
-        outputs["old_log_probs"], outputs["entropys"] = outputs.pop("log_probs"), outputs.pop("entropy")
-        return DataProto.from_dict(tensors=outputs)
+        return as_output(outputs, log_probs="old_log_probs", entropy="entropys")
 
     def _statistics(self) -> tuple[str, ...]:
-        """What the algorithm is told of each response token."""
+        """The outputs that the algorithm needs for each response token."""
         more = ("sum_pi_squared",) if self.config.actor.calculate_sum_pi_squared else ()
         return ("log_probs", "entropy", *more)
 
@@ -147,7 +150,7 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         with self.engine.loaded(optimizer=False):
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs",))
-        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
+        return as_output(outputs, log_probs="ref_log_prob")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def update_actor(self, batch: DataProto) -> DataProto:
@@ -160,11 +163,11 @@ class ActorRolloutRefWorker(ModelWorker):
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-        # Without a pass for old log-probabilities this is where the run's entropy is seen.
+        # Without a pass for old log-probabilities, the entropy of the run is measured here.
         no_pass = "old_log_probs" not in batch.batch.keys() or loss.mode == "bypass_mode"
         needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or no_pass
         compares = actor.use_kl_loss and actor.kl_loss_type == FULL_KL
-        with self._beside_reference(compares):
+        with self._with_reference(compares):
             return self.update(
                 batch,
                 micro,

@@ -4,7 +4,7 @@ from hybridrl.config import CriticConfig
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.losses import value_loss_fn
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 
 
 class CriticWorker(ModelWorker):
@@ -12,7 +12,7 @@ class CriticWorker(ModelWorker):
 
     Args:
         config: the `critic` part of the configuration.
-        timeout_s: how long a collective may wait for its peers.
+        timeout_s: how long a collective may wait for other ranks.
     """
 
     metric_prefix = "critic"
@@ -39,7 +39,7 @@ class CriticWorker(ModelWorker):
         )
         with self.engine.loaded(optimizer=False):
             outputs = self.engine.infer(batch, micro, temperature=1.0, outputs=("values",))
-        return DataProto.from_dict(tensors={"values": outputs["values"]})
+        return as_output(outputs)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), blocking=False)
     def update_critic(self, batch: DataProto) -> DataProto:

@@ -1,10 +1,11 @@
-"""The preliminary pass of a policy loss that must see the whole mini-batch: to choose tokens, or to normalise.
+"""The preliminary pass of a policy loss that must see the whole mini-batch, to choose tokens or to normalise.
 
-Every rank computes its rows' current log-probabilities, all ranks exchange them with what else the loss wants to see,
-and each makes the same choice over the whole mini-batch in its canonical order and keeps its own rows of it. So the
-choice depends on neither the number of ranks nor the order of rows nor the split into micro-batches.
+Every rank computes the current log-probabilities of its rows. The ranks of its `Geometry.dp_group`, one per shard,
+exchange them with the other inputs of the loss. Each makes the same choice over the whole mini-batch in its canonical
+order and keeps its own rows. So the choice does not depend on the number of ranks, the order of rows or the
+micro-batches.
 
-Shapes: b rows of this rank, B of all ranks, T response tokens.
+Shapes: b rows of this rank, B of all shards, T response tokens.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.utils import distributed
 from hybridrl.workers.losses import PREPARED, PolicyLoss
 
-ROW_IDS = "row_ids"  # [b] int64: what names a row wherever it stands
+ROW_IDS = "row_ids"  # [b] int64: identifies a row in any order of rows
 FIELDS = ("old_log_probs", "log_probs", "advantages", "response_mask")
 
 
@@ -25,8 +26,8 @@ class Preparation:
     """Runs a loss's preliminary pass.
 
     Attributes:
-        loss: whose `prepare` is called.
-        micro: how the log-probabilities are computed.
+        loss: its `prepare` is called.
+        micro: micro-batches in which the log-probabilities are computed.
     """
 
     loss: PolicyLoss
@@ -35,31 +36,34 @@ class Preparation:
     def add_to(self, mini_batch: DataProto, engine: Engine, seed: int, temperature: float) -> None:
         """Add `prepared` [b, T] to this rank's part of a mini-batch. All ranks call it together.
 
-        Without `old_log_probs` the update is on-policy, and the current ones stand for them.
+        Without `old_log_probs` the update is on-policy, and the current log-probabilities are used instead.
 
         Args:
-            mini_batch: this rank's rows, with `row_ids`; copies that only fill up have an empty `response_mask`.
+            mini_batch: this rank's rows, with `row_ids`; copies that fill up a shard have an empty `response_mask`.
             seed: of this mini-batch, the same on every rank.
         """
         prepare = self.loss.prepare
         assert prepare is not None
         tensors = mini_batch.batch
-        current = engine.infer(mini_batch, self.micro, temperature)["log_probs"]
+        found = engine.infer(mini_batch, self.micro, temperature)
+        if not found:  # an early stage of a pipeline, which computes no loss either
+            return
+        current = found["log_probs"]
         own = {
             "log_probs": current,
             "old_log_probs": tensors.get("old_log_probs", current),
             "advantages": tensors["advantages"],
             "response_mask": tensors["response_mask"],
         }
-        ids = tensors[ROW_IDS]
-        gathered = distributed.all_gather_object((distributed.get_rank(), ids, [own[name] for name in FIELDS]))
-        all_ids = torch.cat([part[1] for part in gathered])
-        whole = [torch.cat(parts) for parts in zip(*(part[2] for part in gathered), strict=True)]
-        rank_of = torch.cat([torch.full_like(part[1], part[0]) for part in gathered])
-        # Copies that fill up a rank come behind the row that they repeat, and hold no token to be chosen.
+        geometry = engine.geometry
+        ids, *whole = (
+            torch.cat(distributed.all_gather(tensor, geometry.dp_group))
+            for tensor in (tensors[ROW_IDS], *(own[name] for name in FIELDS))
+        )
+        # Copies that fill up a shard come after the row that they repeat, and hold no token to be chosen.
         is_copy = ~whole[-1].bool().any(dim=1)
-        order = torch.argsort(all_ids * 2 + is_copy, stable=True)
-        found = prepare(*(tensor[order] for tensor in whole), self.loss.settings, seed, row_ids=all_ids[order])
-        back = torch.empty_like(found)
-        back[order] = found
-        tensors[PREPARED] = back[rank_of == distributed.get_rank()]
+        order = torch.argsort(ids * 2 + is_copy, stable=True)
+        result = prepare(*(tensor[order] for tensor in whole), self.loss.settings, seed, row_ids=ids[order])
+        back = torch.empty_like(result)
+        back[order] = result
+        tensors[PREPARED] = back.chunk(geometry.dp_size)[geometry.dp_rank]

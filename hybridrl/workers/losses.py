@@ -70,8 +70,8 @@ class PolicyLoss:
     """The policy loss that a run's settings ask for.
 
     Attributes:
-        mode: its registered name: `policy_loss.loss_mode`, or `bypass_mode` where the rollout correction says so.
-        settings: the actor's, with `policy_loss.rollout_correction`; what a loss gets as its config.
+        mode: its registered name: `policy_loss.loss_mode`, or `bypass_mode` if the rollout correction selects that.
+        settings: the actor's settings with `policy_loss.rollout_correction`, which a loss gets as its config.
     """
 
     mode: str
@@ -85,7 +85,7 @@ class PolicyLoss:
 
     @property
     def prepare(self) -> Callable[..., torch.Tensor] | None:
-        """The preliminary pass over the whole mini-batch, where this loss needs one under these settings."""
+        """The preliminary pass over the whole mini-batch, if this loss needs one with these settings."""
         return get_policy_loss_prepare_fn(self.mode, self.settings)
 
 
@@ -130,7 +130,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             rollout_is_weights=tensors.get("rollout_is_weights", None),
             **more,
         )
-        # Of a policy loss all are token means, but for what its name says is a maximum.
+        # Metrics of a policy loss are token means, except those whose name ends in `_max`.
         metrics |= {k: Metric(v, kind="max") if k.endswith("_max") else v for k, v in policy_metrics.items()}
         metrics["actor/pg_loss"] = Metric(loss.detach(), kind="sum")
         if "entropy" in outputs:
@@ -144,7 +144,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
             if config.kl_loss_type == FULL_KL:
                 divergence = outputs["ref_kl"]
             else:
-                # Outside the mask stands anything, and the gradient of k3 there would be 0 times infinity.
+                # Outside the mask values are arbitrary, and the gradient of k3 there could be 0 times infinity.
                 kept = [torch.where(mask.bool(), part, 0.0) for part in (log_prob, tensors["ref_log_prob"])]
                 divergence = kl_penalty(kept[0], kept[1], config.kl_loss_type)
             kl_loss = agg_loss(divergence, mask, config.loss_agg_mode, **normalisers)
@@ -187,10 +187,10 @@ def value_loss_fn(config: CriticConfig) -> CountedLossFn:
 
 
 def _mismatch(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-    """How far the sampler's probabilities are from the trainer's on the same tokens.
+    """The difference between the sampler's and the trainer's probabilities of the same tokens.
 
     |pi - pi_rollout|, and of log rho = log pi - log pi_rollout the token means -log rho, rho - 1 - log rho, rho^2 - 1.
-    The trainer computes more of it where it has both log-probabilities of the whole batch.
+    The trainer computes further metrics if it has both log-probabilities of the whole batch.
     """
     with torch.no_grad():
         difference = torch.where(mask.bool(), (log_probs.exp() - rollout_log_probs.exp()).abs(), 0.0)

@@ -1,10 +1,12 @@
-"""What every worker with a model shares: process group, place in a dispatch mesh, updates, run state."""
+"""What all workers with a model share: process group, dispatch mesh, updates, checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
+
+import torch
 
 from hybridrl.config import FSDPConfig, ModelConfig, OptimConfig
 from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
@@ -24,7 +26,7 @@ class ModelWorker(Worker):
     """A rank of a group that holds one trainable model.
 
     Args:
-        timeout_s: how long a collective may wait for its peers before it fails.
+        timeout_s: how long a collective may wait for other ranks before it fails.
     """
 
     engine: Engine
@@ -50,8 +52,8 @@ class ModelWorker(Worker):
         Args:
             steps: training steps of the run, the length of the learning-rate schedule where
                 `optim.total_training_steps` sets none.
-            updates_per_step: optimizer steps in each. The schedule's settings count training steps; the engine counts
-                its own.
+            updates_per_step: optimizer steps per training step. The settings of the schedule count training steps, the
+                engine counts optimizer steps.
         """
         if optim is not None:
             total = optim.total_training_steps if optim.total_training_steps > 0 else (steps or -1)
@@ -66,10 +68,9 @@ class ModelWorker(Worker):
         self.engine.initialize()
 
     def place_in_mesh(self, mesh_name: str) -> None:
-        """Tell the controller which shard of a batch this rank takes in calls dispatched over `mesh_name`."""
-        self._register_dispatch_collect_info(
-            mesh_name, dp_rank=self.engine.dp_rank, is_collect=self.engine.is_collect_rank
-        )
+        """Register which shard of a batch this rank gets in calls that are dispatched over `mesh_name`."""
+        geometry = self.engine.geometry
+        self._register_dispatch_collect_info(mesh_name, dp_rank=geometry.dp_rank, is_collect=geometry.collects)
 
     def update(
         self,
@@ -94,7 +95,7 @@ class ModelWorker(Worker):
             ValueError: there is no plan, or it does not use every row of this shard exactly once.
         """
         plan = UpdatePlan.of(batch)
-        plan.check(rows=len(batch), dp_size=self.engine.dp_size)
+        plan.check(rows=len(batch), dp_size=self.engine.geometry.dp_size)
         results: list[dict[str, Metric]] = []
         start = 0
         with self.engine.loaded(optimizer=True):
@@ -129,25 +130,36 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
-        """Read back what `save_checkpoint` wrote, for any number of ranks.
+        """Read what `save_checkpoint` wrote, on any number of ranks.
 
         Raises:
-            ModelError: `contents` lacks the model, so the run would go on with other weights than it was saved with.
+            ModelError: `contents` lacks the model, so the run would continue with other weights than were saved.
         """
         if "model" not in contents:
             raise ModelError(
                 f"{folder} cannot be resumed from: checkpoint.load_contents is {list(contents)}, without 'model'. "
-                "Add it (and to checkpoint.save_contents), or begin anew with trainer.resume_mode=disable"
+                "Add it (and to checkpoint.save_contents), or start from the beginning with trainer.resume_mode=disable"
             )
         with self.engine.loaded(optimizer="optimizer" in contents):
             self.engine.load(Path(folder), contents)
 
 
 def micro_batching(size: int | None, dynamic: bool, max_tokens: int) -> MicroBatching:
-    """Micro-batches by token budget when `dynamic`, by a fixed number of sequences otherwise."""
+    """Micro-batches by token budget if `dynamic`, otherwise with a fixed number of sequences."""
     return MicroBatching(max_tokens=max_tokens) if dynamic else MicroBatching(size=size)
 
 
+def as_output(tensors: Mapping[str, torch.Tensor], **names: str) -> DataProto:
+    """What a worker method returns: a batch without rows on ranks whose engine computes no outputs.
+
+    Args:
+        names: the field that an output of the engine becomes, where it has another name.
+    """
+    if not tensors:
+        return DataProto()
+    return DataProto.from_dict(tensors={names.get(name, name): tensor for name, tensor in tensors.items()})
+
+
 def _per_update(metric: Metric, updates: int) -> Metric:
-    """A loss adds up over micro-batches and ranks, but is averaged over the updates of a step."""
+    """A loss is summed over micro-batches and ranks, but averaged over the updates of a step."""
     return Metric(metric.value / updates, metric.weight, metric.kind) if metric.kind == "sum" else metric

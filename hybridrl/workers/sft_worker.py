@@ -1,4 +1,4 @@
-"""The worker of supervised fine-tuning: a language model that learns to continue conversations."""
+"""The worker for supervised fine-tuning of a language model."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
 from hybridrl.workers.losses import LossCounts
-from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, micro_batching
+from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 
 
 class SFTWorker(ModelWorker):
@@ -18,7 +18,7 @@ class SFTWorker(ModelWorker):
 
     Args:
         config: the whole configuration of the run.
-        timeout_s: how long a collective may wait for its peers.
+        timeout_s: how long a collective may wait for other ranks.
     """
 
     metric_prefix = "train"
@@ -49,10 +49,11 @@ class SFTWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def compute_nll(self, batch: DataProto) -> DataProto:
-        """`nll` [B]: the negative log-likelihood of each row's learnt tokens, summed."""
+        """`nll` [B]: the negative log-likelihood of each row, summed over the tokens that are trained on."""
         with self.engine.loaded(optimizer=False):
             outputs = self.engine.infer(batch, self._micro_batching(), outputs=("log_probs",))
-        return DataProto.from_dict(tensors={"nll": -outputs["log_probs"].sum(dim=1)})
+        summed = {name: -log_probs.sum(dim=1) for name, log_probs in outputs.items()}
+        return as_output(summed, log_probs="nll")
 
     def _micro_batching(self) -> MicroBatching:
         data = self.config.data
@@ -62,7 +63,7 @@ class SFTWorker(ModelWorker):
 def sft_loss(
     outputs: dict[str, torch.Tensor], batch: DataProto, counts: LossCounts
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A micro-batch's share of the mean negative log-likelihood over the N learnt tokens of the whole mini-batch.
+    """A micro-batch's share of the mean negative log-likelihood over the N trained tokens of the whole mini-batch.
 
     L = -1/N sum_t m_t log pi(y_t | y_<t)
     """

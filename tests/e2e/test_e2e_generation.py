@@ -119,7 +119,7 @@ def test_parts_and_processes_have_no_influence_and_done_is_done(
     before = output.stat().st_mtime_ns
     generate([*words, "data.max_samples=5"])
     assert output.stat().st_mtime_ns == before
-    assert "nothing to do" in capsys.readouterr().out
+    assert "nothing to do" in capsys.readouterr().err
     differently = ["data.batch_size=128", "trainer.n_gpus_per_node=2", f"data.output_path={tmp_path / 'other.parquet'}"]
     other = generate([*words, "data.max_samples=5", *differently])
     same(first, other)

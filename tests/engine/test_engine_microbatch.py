@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditio
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan
 from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.protocol import DataProto
 
 
 def fields_of(prompts: list[int], responses: list[int]) -> dict[str, torch.Tensor]:
@@ -134,6 +135,22 @@ def test_a_vision_language_model_reads_its_positions() -> None:
                 for column in fields["response_mask"][row].nonzero()[:, 0]:
                     expected = whole[int(real[: PROMPT + column].sum()) - 1]
                     torch.testing.assert_close(next(logits), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_jagged_batch_computes_like_a_padded_one(micro_model: Path) -> None:
+    fields, jagged = make_fields(), {}
+    for name, tensor in fields.items():
+        rows = []
+        for row, attention in zip(tensor, fields["attention_mask"].bool(), strict=True):
+            ends = {PROMPT: attention[:PROMPT], RESPONSE: attention[PROMPT:], PROMPT + RESPONSE: attention}
+            rows.append(row[ends[len(row)]])
+        jagged[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    engine, wanted = make_engine(micro_model), ("log_probs", "entropy")
+    expected = engine.infer(make_batch(fields), MicroBatching(size=5), outputs=wanted)
+    got = engine.infer(DataProto.from_dict(jagged), MicroBatching(size=5), outputs=wanted)
+    for name, tensor in expected.items():
+        width = got[name].shape[1]  # of the longest response; make_fields has further columns of padding
+        assert torch.equal(got[name], tensor[:, :width]) and not tensor[:, width:].any()
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (12, 24, 3), (24,)])

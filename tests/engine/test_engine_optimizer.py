@@ -67,7 +67,7 @@ def test_warm_up_by_ratio() -> None:
     assert [factor(step) for step in (0, 5, 10, 49)] == [0, 0.5, 1, 1]
     with pytest.raises(ModelError, match=r"total_training_steps=-1.*lr_warmup_steps_ratio=0.2"):
         lr_factor(OptimConfig(lr_warmup_steps_ratio=0.2))
-    with pytest.raises(ModelError, match="lr_scheduler_type='triangle' is not known"):
+    with pytest.raises(ModelError, match="lr_scheduler_type='triangle'"):
         lr_factor(settings("triangle"))
 
 
@@ -82,7 +82,7 @@ def test_optimizers_by_name() -> None:
     assert slow.defaults["foreach"] and not slow.defaults["fused"]
     with pytest.raises(ModelError, match=r"optim.optimizer='Adm'"):
         build_optimizer(parameters, OptimConfig(optimizer="Adm"))
-    with pytest.raises(ModelError, match="takes no argument betta"):
+    with pytest.raises(ModelError, match=r"betta.*override_optimizer_config"):
         build_optimizer(parameters, OptimConfig(override_optimizer_config={"betta": 1}))
 
 
@@ -135,10 +135,10 @@ def test_muon_leaves_out_the_head_of_a_value_model_and_tied_weights(micro_model:
     chosen = {id(p) for p in hidden_matrices(value, named)}
     apart = {name for name, p in named.items() if id(p) not in chosen and p.ndim == 2}
     assert apart == {"model.embed_tokens.weight", "score.weight"}
-    with pytest.raises(ModelError, match="Muon: the model has no hidden matrix"):
+    with pytest.raises(ModelError, match="optimizer=Muon"):
         build_optimizer(value.parameters(), OptimConfig(**MUON), [])
     for wrong in ("betas", "adamw_momentum"):
-        with pytest.raises(ModelError, match=f"takes no argument {wrong.removeprefix('adamw_')}"):
+        with pytest.raises(ModelError, match=f"{wrong.removeprefix('adamw_')}.*override_optimizer_config"):
             build_optimizer(
                 named.values(),
                 OptimConfig(**MUON, override_optimizer_config={wrong: 1}),
@@ -168,5 +168,5 @@ def test_eight_bit_adam_follows_the_full_one() -> None:
             assert optimizer.state[weights["b"]]["exp_avg"].dtype == torch.float32
     assert distances[0] < 0.4  # it learns, and in 8 bits nearly as fast
     assert distances[1] == pytest.approx(distances[0], rel=0.05)
-    with pytest.raises(ModelError, match=r"AdamW4bit of torchao\.optim has a state that no checkpoint"):
+    with pytest.raises(ModelError, match=r"optim\.optimizer=AdamW4bit.*AdamW8bit or Adam8bit"):
         build_optimizer(weights.values(), OptimConfig(**{**low, "optimizer": "AdamW4bit"}))

@@ -283,14 +283,14 @@ def test_checkpoint_of_another_model_is_refused(micro_model: Path, tiny_model: P
     make_engine(tiny_model).save(tmp_path, ["model"])
     engine = make_engine(micro_model)
     before = weights(engine)
-    with pytest.raises(ModelError, match=r"is of another model.*has shape"):
+    with pytest.raises(ModelError, match=r"model.*has shape"):
         engine.load(tmp_path, ["model"])
-    with pytest.raises(ModelError, match="holds no optimizer/"):
+    with pytest.raises(ModelError, match=r"optimizer/.*checkpoint.load_contents"):
         engine.load(tmp_path, ["optimizer"])
     with pytest.raises(ModelError, match="are missing"):
         make_engine(micro_model, "value_model").load(tmp_path, ["model"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
-    with pytest.raises(ModelError, match="contents everything are not known"):
+    with pytest.raises(ModelError, match="contents everything"):
         engine.save(tmp_path, ["everything"])
 
 

@@ -191,10 +191,19 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(navigation()) == [page for page in PAGES if not page.startswith("tests/")]
 
 
+def packages() -> set[str]:
+    """The packages of hybridrl, and the modules next to them."""
+    found = {path.stem for path in (REPOSITORY / "hybridrl").iterdir() if (path / "__init__.py").is_file()}
+    return found | {path.stem for path in (REPOSITORY / "hybridrl").glob("*.py") if path.stem != "__init__"}
+
+
 def test_every_package_has_a_page_in_the_api_reference() -> None:
-    packages = {path.stem for path in (REPOSITORY / "hybridrl").iterdir() if path.stem.strip("_") == path.stem}
-    packages -= {"py", "_configs"}
-    for package in packages:
+    for package in packages():
         page = REPOSITORY / "docs" / "api" / f"{package}.md"
         assert page.is_file(), f"docs/api/{package}.md with '::: hybridrl.{package}' and a line in mkdocs.yml"
         assert f"::: hybridrl.{package}\n" in text_of(page)
+
+
+def test_the_layout_in_the_architecture_page_is_the_real_one() -> None:
+    layout = text_of(REPOSITORY / "docs" / "architecture.md").split("    hybridrl/\n")[1].split("\n\n")[0]
+    assert set(re.findall(r"^ {6}(\w+)(?:/|\.py)", layout, re.MULTILINE)) == packages()

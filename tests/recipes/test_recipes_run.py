@@ -14,6 +14,7 @@ import torch
 
 from hybridrl.config import load_config, validate
 from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.learner import StepResult
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import workers_starting
@@ -37,7 +38,7 @@ SHOWS = {
 
 
 @contextmanager
-def trained(folder: Path, name: str, overrides: list[str]) -> Iterator[RayPPOTrainer]:
+def trained(folder: Path, name: str, overrides: list[str]) -> Iterator[tuple[RayPPOTrainer, StepResult]]:
     """Run the recipe to its end."""
     words = ["trainer.report=False", "trainer.logger=[]", f"trainer.default_local_dir={folder}", *overrides]
     config = load_config("ppo_trainer", words, RECIPES / name, name)
@@ -52,8 +53,9 @@ def trained(folder: Path, name: str, overrides: list[str]) -> Iterator[RayPPOTra
         trainer = prepare(config)
         with closing(trainer.reward_fn):
             trainer.init_workers(started())
-            trainer.fit()
-            yield trainer
+            result = trainer.fit()
+            assert result is not None
+            yield trainer, result
 
 
 def size(name: str, model: Path, data: Path) -> list[str]:
@@ -91,8 +93,8 @@ def test_its_files_are_whole(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path) -> None:
-    with trained(tmp_path, name, size(name, micro_model, sort_data)) as trainer:
-        batch = trainer._trained
+    with trained(tmp_path, name, size(name, micro_model, sort_data)) as (_, result):
+        batch = result.batch
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     for record in records:

@@ -42,6 +42,7 @@ from hybridrl.single_controller.base.decorator import (
 )
 from hybridrl.single_controller.base.failures import RemoteFailure, is_collective_error
 from hybridrl.single_controller.base.worker import PortReservation
+from hybridrl.single_controller.base.worker_group import WorkerGroup
 
 
 class Group:
@@ -197,6 +198,12 @@ def test_a_mode_without_functions_is_refused_when_used_and_replaced_when_set() -
         mode.dispatch_fn(Group(2), 1)
     update_dispatch_mode(mode, dispatch_one_to_all, lambda group, output: output[0])
     assert Dispatch.LATE.dispatch_fn(Group(2), 1) == (([1, 1],), {})
+
+
+def test_arguments_that_a_group_does_not_know_are_refused_by_name() -> None:
+    WorkerGroup(None, device_name="cuda", profile_steps=None)  # what verl's programs pass without effect here
+    with pytest.raises(TypeError, match=r"profile_steps=\[1\].*worker_enw="):
+        WorkerGroup(None, profile_steps=[1], worker_enw={"A": "1"})
 
 
 def test_base_loads_without_ray_being_asked_for() -> None:

@@ -15,6 +15,7 @@ from hybridrl.algorithms import AlgorithmError
 from hybridrl.config import load_config, validate
 from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.health_checks import HealthError
+from hybridrl.trainer.ppo.learner import StepResult
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import workers_starting
@@ -28,7 +29,7 @@ def _ray(ray_session: None) -> None:
 
 
 @contextmanager
-def trained(folder: Path, *overrides: str) -> Iterator[RayPPOTrainer]:
+def trained(folder: Path, *overrides: str) -> Iterator[tuple[RayPPOTrainer, StepResult]]:
     """Run the program to its end."""
     words = ["trainer.report=False", "trainer.logger=[]", f"trainer.default_local_dir={folder}", *overrides]
     config = load_config("ppo_trainer", words)
@@ -40,8 +41,9 @@ def trained(folder: Path, *overrides: str) -> Iterator[RayPPOTrainer]:
         trainer = prepare(config)
         with closing(trainer.reward_fn):
             trainer.init_workers(started())
-            trainer.fit()
-            yield trainer
+            result = trainer.fit()
+            assert result is not None
+            yield trainer, result
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +113,8 @@ def test_full_kl_in_loss_and_reward_whatever_the_ranks(base, tmp_path) -> None:
         "trainer.total_training_steps=2",
     ]
     for ranks in (1, 2):
-        with trained(tmp_path / str(ranks), *overrides, f"trainer.n_gpus_per_node={ranks}") as trainer:
-            fields = trainer._trained.batch
+        with trained(tmp_path / str(ranks), *overrides, f"trainer.n_gpus_per_node={ranks}") as (_, result):
+            fields = result.batch.batch
             assert "ref_log_prob" not in fields.keys()  # no pass of its own for the reference
             penalty = fields["token_level_scores"] - fields["token_level_rewards"]
             torch.testing.assert_close(penalty, 0.3 * fields["ref_kl"])
@@ -138,8 +140,8 @@ def test_dynamic_sampling_goes_on_after_a_resume_as_if_never_stopped(base, tmp_p
         "data.train_batch_size=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     ]
-    with trained(tmp_path / "whole", *overrides, "trainer.total_training_steps=4") as trainer:
-        scores = trainer._trained.batch["token_level_scores"].sum(1).view(-1, 3)
+    with trained(tmp_path / "whole", *overrides, "trainer.total_training_steps=4") as (_, result):
+        scores = result.batch.batch["token_level_scores"].sum(1).view(-1, 3)
     assert bool((scores.amax(1) > scores.amin(1)).all()) and len(scores) == 4
     for steps in (2, 4):
         with trained(tmp_path / "torn", *overrides, f"trainer.total_training_steps={steps}"):
@@ -183,8 +185,8 @@ def test_a_rollback_goes_on_from_the_last_good_checkpoint(base, tmp_path, capsys
         "algorithm.kl_ctrl.horizon=100",
         "trainer.total_training_steps=5",
     ]
-    with trained(run, *overrides, "trainer.n_gpus_per_node=2") as trainer:
-        assert trainer.reward_transform.count == 2 * 18  # of steps 1 and 5
+    with trained(run, *overrides, "trainer.n_gpus_per_node=2") as (trainer, _):
+        assert trainer.learner.reward_transform.count == 2 * 18  # of steps 1 and 5
         assert trainer.run.store.steps() == [1, 4, 5]  # the good one is kept beside the newest two
     said = capsys.readouterr().err
     assert f"step 4: going on with the models of {run / 'global_step_1'} " in said
@@ -208,17 +210,17 @@ def test_a_rollback_goes_on_from_the_last_good_checkpoint(base, tmp_path, capsys
     words = [*overrides, "trainer.resume_mode=disable", f"trainer.default_local_dir={run}", "trainer.logger=[]"]
     anew = prepare(load_config("ppo_trainer", words))  # in a folder with another run's checkpoints
     with closing(anew.reward_fn):
-        anew.run.metrics = {"health/groups_uniform": 1.0}
-        anew.watch()
+        bad = {"health/groups_uniform": 1.0}
+        anew.watch(bad)
         with pytest.raises(HealthError, match="no checkpoint of this run has a good step behind it"):
-            anew.watch()
+            anew.watch(bad)
 
 
 def test_remax_takes_what_a_greedy_generation_scores_as_baseline(base, micro_model, tmp_path) -> None:
     words = [word for word in base if not word.startswith(("algorithm.", "actor_rollout_ref.rollout.n="))]
     overrides = ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=1"]
-    with trained(tmp_path, *words, *overrides) as trainer:
-        batch, tokenizer = trainer._trained, trainer.tokenizer
+    with trained(tmp_path, *words, *overrides) as (trainer, result):
+        batch, tokenizer = result.batch, trainer.tokenizer
     model = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
     spec = importlib.util.spec_from_file_location("smoke_reward", REWARD)
     rewards = importlib.util.module_from_spec(spec)
@@ -255,8 +257,8 @@ def test_the_probe_stops_a_run_and_truncated_sampling_does_not(base, tmp_path) -
 
 def test_bypass_mode_takes_effect_in_the_workers(base, tmp_path) -> None:
     words = [*base, "trainer.total_training_steps=1", "algorithm.rollout_correction.bypass_mode=True"]
-    with trained(tmp_path, *words, "algorithm.rollout_correction.loss_type=reinforce") as trainer:
-        fields = trainer._trained.batch
+    with trained(tmp_path, *words, "algorithm.rollout_correction.loss_type=reinforce") as (_, result):
+        fields = result.batch.batch
         assert torch.equal(fields["old_log_probs"], fields["rollout_log_probs"])
     (record,) = records(tmp_path)
     assert "rollout_corr/rollout_rs_masked_fraction" in record and "actor/entropy" in record

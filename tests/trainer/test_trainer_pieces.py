@@ -1,5 +1,6 @@
 """The pieces of the dataflow around the estimators, without workers: what they do to a batch, against plain loops."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -60,7 +61,6 @@ def generated(uids: list[str], scores: list[list[float]], prompt_width: int = 3,
         non_tensors={
             "uid": np.repeat(uids, samples).astype(object),
             "acc": np.array([score > 0 for group in scores for score in group], dtype=object),
-            "row": np.arange(rows).astype(object),
         },
         meta_info={"temperature": 1.0},
     )
@@ -74,6 +74,13 @@ def uids_of(batch: DataProto) -> list[str]:
     return list(dict.fromkeys(batch.non_tensor_batch["uid"].tolist()))
 
 
+def filled(steps: PromptPool, batches: Iterator[DataProto]) -> tuple[DataProto, dict[str, float]]:
+    """The next step, of as many generation batches as it takes."""
+    while steps.wanted:
+        steps.add(next(batches))
+    return steps.take()
+
+
 def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
     made = iter(
         [
@@ -83,7 +90,7 @@ def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
         ]
     )
     steps = pool(3)
-    first, metrics = steps.take(lambda: next(made))
+    first, metrics = filled(steps, made)
     assert uids_of(first) == ["b", "d", "e"] and len(first) == 6
     assert metrics == {
         "filter_groups/generation_batches": 2.0,
@@ -94,9 +101,9 @@ def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
         "filter_groups/generated_score/mean": pytest.approx(9 / 12),
         "filter_groups/discarded_score/mean": 0.5,
     }
-    assert first.non_tensor_batch["row"].tolist() == list(range(6))
-    second, metrics = steps.take(lambda: next(made))
-    assert uids_of(second) == ["f", "g", "h"] and steps.surplus is None
+    assert steps.waiting == 1 and steps.wanted == 2
+    second, metrics = filled(steps, made)
+    assert uids_of(second) == ["f", "g", "h"] and steps.waiting == 0
     assert metrics["filter_groups/carried_over"] == 1.0
     # Rows of different widths lie as they were: same tokens, same scores.
     ids, attention = second.batch["input_ids"], second.batch["attention_mask"].bool()
@@ -104,41 +111,98 @@ def test_the_pool_fills_a_step_and_keeps_the_rest_for_the_next() -> None:
     assert second.batch["token_level_scores"].sum(1).tolist() == [3, 0, 0, 1, 1, 0]
 
 
+GROUPS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(st.lists(GROUPS, min_size=1, max_size=5), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
+def test_groups_of_any_size_in_any_order(batches, prompts, enable, random) -> None:
+    """Against dicts of lists: every differing group is taken once, whole, in the order in which groups appear."""
+    steps = PromptPool(FilterGroupsConfig(enable=enable), prompts, 2, prompts_in_data=10**6, pad_token_id=PAD)
+    expected: dict[str, list[tuple[int, float]]] = {}
+    number, taken = 0, []
+    for index, groups in enumerate(batches):
+        rows = [(f"{index}-{group}", score) for group, scores in enumerate(groups) for score in scores]
+        random.shuffle(rows)
+        uids, scores = zip(*rows, strict=True)
+        batch = generated(list(uids), [[score] for score in scores])
+        batch.non_tensor_batch["key"] = np.arange(number, number + len(rows)).astype(object)
+        kept: dict[str, list[tuple[int, float]]] = {}
+        for place, (uid, score) in enumerate(rows):
+            kept.setdefault(uid, []).append((number + place, score))
+        number += len(rows)
+        expected |= {uid: found for uid, found in kept.items() if not enable or len({score for _, score in found}) > 1}
+        steps.add(batch)
+        assert steps.waiting == len(expected) - len(taken) and steps.wanted == max(prompts - steps.waiting, 0)
+        while not steps.wanted:
+            batch, metrics = steps.take()
+            now = list(expected)[len(taken) : len(taken) + prompts]
+            taken += now
+            wanted = sorted(row for uid in now for row, _ in expected[uid])
+            assert batch.non_tensor_batch["key"].tolist() == wanted  # rows keep their order
+            assert uids_of(batch) == now
+            assert metrics.get("filter_groups/surplus", 0.0) == steps.waiting
+
+
+def test_rows_of_one_sample_count_by_their_sum() -> None:
+    """Two samples of two rows each: a scores 1 and 1 in all, b scores 1 and 2."""
+    batch = generated(["a", "b"], [[1, 0, 0, 1], [1, 0, 1, 1]])
+    batch.non_tensor_batch["sample"] = np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=object)
+    steps = pool(1)
+    steps.add(batch)
+    found, metrics = steps.take()
+    assert uids_of(found) == ["b"] and metrics["filter_groups/discarded"] == 1.0
+
+
+def test_a_prompt_that_comes_twice_is_refused() -> None:
+    steps = pool(4, enable=False)
+    steps.add(generated(["a", "b"], [[0, 1], [1, 1]]))
+    with pytest.raises(UserError, match=r"'b'.*data\.sampler"):
+        steps.add(generated(["b"], [[0, 1]]))
+    with pytest.raises(ValueError, match="2 of 4"):
+        steps.take()
+
+
 def test_a_surplus_goes_through_the_checkpoint(tmp_path) -> None:
     steps = pool(1)
-    steps.take(lambda: generated(["a", "b"], [[0, 1], [2, 0]]))
+    steps.add(generated(["a", "b"], [[0, 1], [2, 0]]))
+    steps.take()
     steps.save(tmp_path)
     other = pool(1)
     other.load(tmp_path)
-    kept, _ = other.take(lambda: pytest.fail("there was enough"))
+    assert other.wanted == 0
+    kept, metrics = other.take()
     assert uids_of(kept) == ["b"] and kept.batch["token_level_scores"].sum(1).tolist() == [2, 0]
+    assert metrics["filter_groups/carried_over"] == 1.0 and metrics["filter_groups/generated"] == 0.0
     of_three = PromptPool(FilterGroupsConfig(), 1, 3, 8, PAD)
     with pytest.raises(UserError, match=r"rollout\.n=2"):
         of_three.load(tmp_path)
 
 
 def test_without_filter_a_batch_passes_as_it_is() -> None:
-    batch = generated(["a", "b"], [[0, 0], [1, 1]])
-    found, metrics = pool(2, enable=False).take(lambda: batch)
+    batch, steps = generated(["a", "b"], [[0, 0], [1, 1]]), pool(2, enable=False)
+    steps.add(batch)
+    found, metrics = steps.take()
     assert found is batch and metrics == {}
 
 
 def test_another_metric_and_its_absence() -> None:
-    batch = generated(["a", "b"], [[1, 2], [0, 2]])  # `acc` is true for both samples of a
-    found, _ = pool(1, metric="acc").take(lambda: batch)
-    assert uids_of(found) == ["b"]
+    batch, steps = generated(["a", "b"], [[1, 2], [0, 2]]), pool(1, metric="acc")
+    steps.add(batch)  # `acc` is true for both samples of a
+    assert uids_of(steps.take()[0]) == ["b"]
     with pytest.raises(UserError, match=r"metric=accuracy.*acc"):
-        pool(1, metric="accuracy").take(lambda: batch)
+        pool(1, metric="accuracy").add(batch)
 
 
 def test_generation_does_not_go_on_for_ever() -> None:
-    def batch() -> DataProto:
-        return generated(["a", "b", "c"], [[0, 0], [1, 1], [2, 2]])
+    def batches() -> Iterator[DataProto]:
+        while True:
+            yield generated(["a", "b", "c"], [[0, 0], [1, 1], [2, 2]])
 
     with pytest.raises(UserError, match=r"max_num_gen_batches=2.*0 of data.train_batch_size=1"):
-        pool(1, max_num_gen_batches=2).take(batch)
+        filled(pool(1, max_num_gen_batches=2), batches())
     with pytest.raises(UserError, match="last 9 prompts"):
-        pool(1).take(batch)
+        filled(pool(1), batches())
 
 
 def test_joining_fills_columns_that_a_part_lacks() -> None:
@@ -194,7 +258,6 @@ def test_drawn_rows_keep_their_own_advantages_and_mini_batches_their_number() ->
     owner = dict(zip(batch.batch["responses"][:, 0].tolist(), batch.non_tensor_batch["uid"], strict=True))
     assert [owner[i] for i in drawn.batch["responses"][:, 0].tolist()] == drawn.non_tensor_batch["uid"].tolist()
     assert drawn.batch["token_level_scores"].sum(1).min() > 0  # weight 1e-8 against 1, 4 and 9
-    assert drawn.non_tensor_batch["row"].tolist() == list(range(8))
     (minis,) = epochs_of_mini_batches(drawn.non_tensor_batch[SLOT], 2, 1, False, 0)
     assert [len(rows) for rows in minis] == [4, 4]
     same = draw_by_reward(batch, PFPPOConfig(), seed=3)

@@ -11,7 +11,6 @@ from trainer_tools import trained
 from transformers import AutoModelForCausalLM
 
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
-from hybridrl.trainer.ppo.roles import Role
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -66,8 +65,8 @@ def assert_same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.
 
 def test_a_grpo_step_equals_a_plain_loop(base, micro_model, tmp_path) -> None:
     overrides = [*base, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1"]
-    with trained(*overrides, f"trainer.default_local_dir={tmp_path}", "trainer.n_gpus_per_node=2") as trainer:
-        batch = trainer._trained
+    with trained(*overrides, f"trainer.default_local_dir={tmp_path}", "trainer.n_gpus_per_node=2") as (_, result):
+        batch = result.batch
     # From the samples of the run: group advantages, token-mean policy gradient, clipping and AdamW, row by row.
     model = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
@@ -131,8 +130,8 @@ def test_ranks_and_placement_do_not_change_the_training(base, tmp_path) -> None:
     }
     found = {}
     for name, placement in placements.items():
-        with trained(*overrides, *placement, f"trainer.default_local_dir={tmp_path / name}") as trainer:
-            found[name] = trainer._trained.batch["responses"], trainer.groups[Role.Critic].world_size
+        with trained(*overrides, *placement, f"trainer.default_local_dir={tmp_path / name}") as (trainer, result):
+            found[name] = result.batch.batch["responses"], trainer.groups["critic"].world_size
     assert [size for _, size in found.values()] == [1, 3, 1]
     for name in ("three", "apart"):
         assert torch.equal(found[name][0], found["one"][0])
@@ -162,14 +161,14 @@ def test_critic_warmup_is_so_many_steps_without_the_policy(base, micro_model, tm
 
 def test_sparing_the_old_log_prob_pass_changes_nothing(base, tmp_path) -> None:
     overrides = [*base, "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2"]
-    with trained(*overrides, f"trainer.default_local_dir={tmp_path / 'auto'}") as trainer:
-        assert "old_log_probs" not in trainer._trained.batch.keys()
+    with trained(*overrides, f"trainer.default_local_dir={tmp_path / 'auto'}") as (_, result):
+        assert "old_log_probs" not in result.batch.batch.keys()
     with trained(
         *overrides,
         "actor_rollout_ref.actor.recompute_old_log_prob=always",
         f"trainer.default_local_dir={tmp_path / 'always'}",
-    ) as trainer:
-        assert "old_log_probs" in trainer._trained.batch.keys()
+    ) as (_, result):
+        assert "old_log_probs" in result.batch.batch.keys()
     # Ratios of 1 + 1e-7 instead of 1 reach the weights only where Adam divides one tiny gradient by another.
     first, second = weights(tmp_path / "auto"), weights(tmp_path / "always")
     differences = torch.cat([(first[name] - second[name]).abs().flatten() for name in first])
@@ -234,8 +233,8 @@ def test_real_gsm8k_end_to_end(base, estimator, tmp_path) -> None:
         "trainer.total_training_steps=2",
         "trainer.test_freq=2",
         f"trainer.default_local_dir={tmp_path / 'run'}",
-    ) as trainer:
-        assert trainer.run.step == 2
+    ) as (trainer, result):
+        assert trainer.run.step == result.step == 2
     records = pd.read_json(tmp_path / "run" / "metrics.jsonl", lines=True)
     assert records["val-core/openai/gsm8k/acc/mean@1"].notna().sum() == 2  # before the first step and after the last
     assert records["training/rollout_probs_diff_max"].max() < 1e-5

@@ -9,6 +9,7 @@ from trainer_tools import trained
 
 from hybridrl.errors import UserError
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
+from hybridrl.trainer.ppo.roles import POLICY
 
 ENGINE = next((name for name in ("vllm", "sglang") if importlib.util.find_spec(name)), None)
 pytestmark = [
@@ -63,14 +64,14 @@ def base(tiny_model, sort_data, tmp_path) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_trains_and_generates_with_what_it_trained(base, tmp_path, layout, capfd) -> None:
-    with trained(*base, *LAYOUTS[layout]) as trainer:
+    with trained(*base, *LAYOUTS[layout]) as (trainer, _):
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         prompts = next(iter(trainer.val_loader))
         asked = repeat_for_sampling(prompts, 1).select(
             batch_keys=["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=["uid", "sample"]
         )
         asked.meta_info = {"global_steps": 2, "validate": True, "ignore_eos": True}
-        ours, theirs = trainer.rollout.generate(asked), trainer.actor_rollout.generate_sequences(asked)
+        ours, theirs = trainer.rollout.generate(asked), trainer.groups[POLICY].generate_sequences(asked)
         assert trainer.rollout.version == 2
         assert torch.equal(ours.batch["responses"], theirs.batch["responses"])
         torch.testing.assert_close(
@@ -83,7 +84,7 @@ def test_a_run_trains_and_generates_with_what_it_trained(base, tmp_path, layout,
         assert step["training/rollout_probs_diff_max"] < 1e-4
         assert step["rollout/tokens_per_s"] > 0 and step["rollout/restarts"] == 0
         assert step["rollout/update_weights_gb_per_s"] > 0 and step["timing_s/update_weights"] > 0
-    told = capfd.readouterr().out
+    told = capfd.readouterr().err
     assert told.count("memory in use") == 1 and "while they sleep" in told and "with new weights" in told
     assert list((tmp_path / "logs").glob("replica_0-*.log"))
 

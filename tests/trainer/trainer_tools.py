@@ -5,14 +5,15 @@ from contextlib import closing, contextmanager
 
 from hybridrl.config import load_config, validate
 from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.learner import StepResult
 from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import workers_starting
 
 
 @contextmanager
-def trained(*overrides: str) -> Iterator[RayPPOTrainer]:
-    """Run the program to its end; its worker groups and its rollout live until the block is left."""
+def trained(*overrides: str) -> Iterator[tuple[RayPPOTrainer, StepResult]]:
+    """Run the program to its end, for the trainer and its last step's result; workers and rollout live in the block."""
     config = load_config("ppo_trainer", ["trainer.report=False", "trainer.logger=[]", *overrides])
     validate(config)
     manager = resource_pools(config)
@@ -25,5 +26,6 @@ def trained(*overrides: str) -> Iterator[RayPPOTrainer]:
         with closing(trainer.reward_fn):
             trainer.init_workers(started())
             with closing(trainer.rollout):
-                trainer.fit()
-                yield trainer
+                result = trainer.fit()
+                assert result is not None
+                yield trainer, result

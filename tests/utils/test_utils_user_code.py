@@ -34,6 +34,14 @@ def test_every_spelling_loads(mine, monkeypatch, tmp_path):
     assert load_module("mine.py", "k") is load_module(path, "k")
 
 
+def test_a_folder_of_the_working_directory_is_a_package(monkeypatch, tmp_path):
+    (tmp_path / "package_of_mine").mkdir()
+    (tmp_path / "package_of_mine" / "__init__.py").write_text("WHAT = 'package'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_module("package_of_mine", "k").WHAT == "package"
+
+
 def test_a_file_runs_once_until_it_changes(mine):
     path = mine("counter = []\n")
     load_module(path, "k").counter.append(1)

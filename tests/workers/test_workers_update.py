@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from hybridrl.engine import Engine, MicroBatching
+from hybridrl.engine import Engine, Geometry, MicroBatching
 from hybridrl.errors import WorkerError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import (
@@ -35,11 +35,14 @@ TENSOR_PARALLEL = 2
 class RecordingEngine(Engine):
     """Ranks 0 and 1 hold one copy of a model together, as do ranks 2 and 3. It notes which rows it trains on."""
 
-    dp_rank, dp_size, is_collect_rank = 0, 1, True
+    geometry = Geometry(0, 1)
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.dp_rank, self.is_collect_rank = rank // TENSOR_PARALLEL, rank % TENSOR_PARALLEL == 0
-        self.dp_size = world_size // TENSOR_PARALLEL
+        self.geometry = Geometry(
+            dp_rank=rank // TENSOR_PARALLEL,
+            dp_size=world_size // TENSOR_PARALLEL,
+            collects=rank % TENSOR_PARALLEL == 0,
+        )
         self.seen: list[list[int]] = []
 
     @contextmanager

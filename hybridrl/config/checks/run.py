@@ -78,7 +78,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_engines(config)
     yield _check_run(trainer)
     yield _check_keep(config)
-    roles = {"actor_rollout_ref": True, "critic": config.use_critic, "ref": False}
+    roles = {"actor_rollout_ref": True, "critic": config.use_critic, "ref": False, **dict.fromkeys(config.roles, False)}
     yield _check_placement(config.placement, trainer, roles)
     yield _check_devices(trainer, config.ray_kwargs.ray_init)
 

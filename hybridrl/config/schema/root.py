@@ -1,6 +1,7 @@
 """The whole trees: `ppo_trainer`, `sft_trainer`, `generation` and `evaluation`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
@@ -32,6 +33,7 @@ class PPOTrainerConfig(ConfigNode):
     model_engine: str = key("dp", "family of training engines; dp: FSDP2", choices=("dp",), later=("megatron",))
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
     critic: CriticConfig = group(CriticConfig)
+    roles: dict[str, Any] = key({}, "settings of roles that a module of external_lib registers, by role")
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
     reward: RewardConfig = group(RewardConfig)

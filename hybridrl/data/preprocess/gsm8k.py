@@ -2,9 +2,9 @@
 
     python -m hybridrl.data.preprocess.gsm8k --out DIR [--local_dir DIR]
 
-``--local_dir`` holds ``train`` and ``test`` as .jsonl, .json or .parquet with the columns ``question`` and ``answer``;
-without it the data comes from the hub (``openai/gsm8k``). Written are ``train.parquet`` and ``test.parquet`` in the
-schema that ``main_ppo`` reads.
+`--local_dir` holds `train` and `test` as .jsonl, .json or .parquet with the columns `question` and `answer`;
+without it the data comes from the hub (`openai/gsm8k`). Written are `train.parquet` and `test.parquet` in the
+schema that `main_ppo` reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def make_row(row: Row, split: str, number: int, where: str) -> Row:
     """One problem in the trainers' schema.
 
     Raises:
-        DataError: a column is missing, or the answer has no ``####``.
+        DataError: a column is missing, or the answer has no `####`.
     """
     question, answer = text_of(row, "question", where), text_of(row, "answer", where)
     _, mark, final = answer.rpartition("####")
@@ -38,7 +38,7 @@ def make_row(row: Row, split: str, number: int, where: str) -> Row:
 
 
 def write_gsm8k(out: Path, local_dir: Path | None = None) -> dict[str, int]:
-    """Write ``train.parquet`` and ``test.parquet`` into ``out``; returns the number of rows of each.
+    """Write `train.parquet` and `test.parquet` into `out`; returns the number of rows of each.
 
     Raises:
         DataError: the source cannot be read, or a row of it is not as expected.

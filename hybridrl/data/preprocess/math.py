@@ -1,10 +1,10 @@
-r"""MATH: competition problems whose answers stand in ``\boxed{}``.
+r"""MATH: competition problems whose answers stand in `\boxed{}`.
 
     python -m hybridrl.data.preprocess.math --out DIR [--local_dir DIR]
 
-``--local_dir`` holds ``train`` and ``test`` as .jsonl, .json or .parquet with the columns ``problem`` and ``solution``;
-without it the data comes from the hub (``DigitalLearningGmbH/MATH-lighteval``). Written are ``train.parquet`` and
-``test.parquet`` in the schema that ``main_ppo`` reads.
+`--local_dir` holds `train` and `test` as .jsonl, .json or .parquet with the columns `problem` and `solution`;
+without it the data comes from the hub (`DigitalLearningGmbH/MATH-lighteval`). Written are `train.parquet` and
+`test.parquet` in the schema that `main_ppo` reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def make_row(row: Row, split: str, number: int, where: str) -> Row:
     r"""One problem in the trainers' schema.
 
     Raises:
-        DataError: a column is missing, or the solution has no ``\boxed{}``.
+        DataError: a column is missing, or the solution has no `\boxed{}`.
     """
     problem, solution = text_of(row, "problem", where), text_of(row, "solution", where)
     answer = last_boxed(solution)
@@ -39,7 +39,7 @@ def make_row(row: Row, split: str, number: int, where: str) -> Row:
 
 
 def write_math(out: Path, local_dir: Path | None = None) -> dict[str, int]:
-    """Write ``train.parquet`` and ``test.parquet`` into ``out``; returns the number of rows of each.
+    """Write `train.parquet` and `test.parquet` into `out`; returns the number of rows of each.
 
     Raises:
         DataError: the source cannot be read, or a row of it is not as expected.

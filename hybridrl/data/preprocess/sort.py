@@ -2,9 +2,9 @@
 
     python -m hybridrl.data.preprocess.sort --out DIR [--seed 0]
 
-A prompt is ``Sort: 31524``, its answer ``#### 12345``; the reward (data source ``hybridrl/sort``) is 1 for an exact
-match. Written are ``train.parquet`` and ``test.parquet`` for reinforcement learning (disjoint prompts) and
-``sft_train.parquet`` and ``sft_val.parquet``, the same prompts with their answers as ``messages``, for the supervised
+A prompt is `Sort: 31524`, its answer `#### 12345`; the reward (data source `hybridrl/sort`) is 1 for an exact
+match. Written are `train.parquet` and `test.parquet` for reinforcement learning (disjoint prompts) and
+`sft_train.parquet` and `sft_val.parquet`, the same prompts with their answers as `messages`, for the supervised
 warm start.
 """
 
@@ -23,7 +23,7 @@ DIGITS = "0123456789"
 
 
 def make_prompts(train_size: int, test_size: int, length: int, seed: int) -> tuple[list[str], list[str]]:
-    """Draw ``train_size + test_size`` different digit strings of ``length`` digits.
+    """Draw `train_size + test_size` different digit strings of `length` digits.
 
     Raises:
         UserError: there are fewer than that many different strings.
@@ -68,7 +68,7 @@ def sft_row(digits: str) -> dict[str, Any]:
 def write_sort_data(
     out: str | Path, *, seed: int = 0, train_size: int = 8000, test_size: int = 256, length: int = 5
 ) -> Path:
-    """Write the four files into ``out`` (made if missing); the same arguments give the same rows.
+    """Write the four files into `out` (made if missing); the same arguments give the same rows.
 
     Raises:
         UserError: fewer different prompts exist than asked for.

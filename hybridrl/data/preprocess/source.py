@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def read_split(folder: Path, split: str) -> Table:
-    """The rows of ``SPLIT.jsonl``, ``.json`` or ``.parquet`` in a folder, or of ``SPLIT-*.parquet`` as the hub names
+    """The rows of `SPLIT.jsonl`, `.json` or `.parquet` in a folder, or of `SPLIT-*.parquet` as the hub names
     its pieces.
 
     Raises:
@@ -45,8 +45,7 @@ def read_hub(name: str, configuration: str | None, split: str) -> list[Row]:
         # The hub's client raises a dozen kinds of errors for one thing: the data did not come.
         raise DataError(
             f"{name} cannot be loaded from the hub ({type(error).__name__}: {error}). Without a connection, download "
-            "the data "
-            "set elsewhere and name its folder with --local_dir."
+            "the data set elsewhere and name its folder with --local_dir."
         ) from error
 
 
@@ -60,8 +59,8 @@ def write_rows(file: Path, rows: Iterable[Row]) -> int:
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist(list(rows))
-    with replacing(file) as beside:
-        pyarrow.parquet.write_table(table, beside)
+    with replacing(file) as temporary:
+        pyarrow.parquet.write_table(table, temporary)
     return table.num_rows
 
 
@@ -82,7 +81,7 @@ def text_of(row: Row, column: str, where: str) -> str:
 def convert(
     out: Path, local_dir: Path | None, hub: tuple[str, str | None], make_row: Callable[[Row, str, int, str], Row]
 ) -> dict[str, int]:
-    """Turn both splits into ``train.parquet`` and ``test.parquet`` under ``out`` (made if missing).
+    """Turn both splits into `train.parquet` and `test.parquet` under `out` (made if missing).
 
     Args:
         out: folder to write.
@@ -106,7 +105,7 @@ def convert(
 
 
 def command_line(module: str, description: str, run: Callable[[Path, Path | None], dict[str, int]]) -> None:
-    """``python -m ...MODULE --out DIR [--local_dir DIR]``; an error of the user is one line and exit code 2."""
+    """`python -m ...MODULE --out DIR [--local_dir DIR]`; an error of the user is one line and exit code 2."""
     parser = argparse.ArgumentParser(prog=f"python -m hybridrl.data.preprocess.{module}", description=description)
     parser.add_argument("--out", required=True, type=Path, help="folder to write train.parquet and test.parquet into")
     parser.add_argument(

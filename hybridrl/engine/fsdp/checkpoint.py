@@ -1,9 +1,12 @@
 """An engine's state on disk, readable on any number of ranks and without unpickling anything.
 
-model/      float32 master weights: every rank's shards as safetensors, written and resharded by
-torch.distributed.checkpoint optimizer/  the optimizer's tensors, the same way, named ``<parameter>/<state>``
-extra/      schedule.json, and rng_<rank>.json of every rank
-hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+The folder of a checkpoint:
+
+    model/      float32 master weights: the shards of every rank as safetensors, written and resharded by
+                torch.distributed.checkpoint
+    optimizer/  the optimizer's tensors, in the same way, named `<parameter>/<state>`
+    extra/      schedule.json, and rng_<rank>.json of every rank
+    hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ SEPARATOR = "/"
 
 
 def save(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Write the parts named in `contents` below `folder`; all ranks call it with the same arguments."""
+    """Write the parts named in `contents` into `folder`. All ranks call it with the same arguments."""
     _check(contents)
     folder.mkdir(parents=True, exist_ok=True)
     if "model" in contents:
@@ -55,10 +58,10 @@ def save(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
 
 
 def load(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Read the parts named in `contents`. ``hf_model`` is for other programs and is never read back.
+    """Read the parts named in `contents`. `hf_model` is for other programs and is never read back.
 
     Raises:
-        ModelError: a part is missing, or it is of another model or optimizer.
+        ModelError: a part is missing, or belongs to another model or optimizer.
     """
     _check(contents)
     if "model" in contents:
@@ -72,17 +75,15 @@ def load(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
 def _check(contents: Sequence[str]) -> None:
     unknown = sorted(set(contents) - set(SAVE_CONTENTS))
     if unknown:
-        raise ModelError(
-            f"checkpoint contents {', '.join(unknown)} are not known; there are {', '.join(SAVE_CONTENTS)}"
-        )
+        raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {', '.join(SAVE_CONTENTS)}")
 
 
 def _part(folder: Path, name: str) -> Path:
     part = folder / name
     if not part.is_dir():
         raise ModelError(
-            f"checkpoint {folder} holds no {name}/ (it was saved without {name!r} in checkpoint.save_contents); "
-            f"take {name!r} out of checkpoint.load_contents or resume from another checkpoint"
+            f"checkpoint {folder} has no {name}/ (it was saved without {name!r} in checkpoint.save_contents); "
+            f"remove {name!r} from checkpoint.load_contents, or resume from another checkpoint"
         )
     return part
 
@@ -95,7 +96,7 @@ def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill `tensors` in place from `folder`, whatever number of ranks wrote it."""
+    """Fill `tensors` in place from `folder`, which any number of ranks may have written."""
     _compare(tensors, _stored(folder), folder)
     with _without_notice():
         reader = HuggingFaceStorageReader(str(folder))
@@ -103,7 +104,7 @@ def _read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _stored(folder: Path) -> dict[str, Any]:
-    """What tensors a folder holds, by name."""
+    """The tensors in a folder, by name."""
     try:
         return dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
@@ -112,7 +113,7 @@ def _stored(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_notice() -> Iterator[None]:
-    """A world of one process saves without a process group on purpose; PyTorch would remark on it every time."""
+    """A single process saves without a process group on purpose; PyTorch would warn about it every time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -125,7 +126,7 @@ def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: P
         return
     parts = [
         f"{len(names)} {what} (first: {names[0]})"
-        for what, names in (("are missing", missing), ("are too many", surplus))
+        for what, names in (("are missing", missing), ("are unexpected", surplus))
         if names
     ]
     if reshaped:
@@ -134,9 +135,8 @@ def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: P
             f"{name} has shape {list(stored[name].size)} in the checkpoint and {list(tensors[name].shape)} in the model"
         )
     raise ModelError(
-        f"checkpoint {folder} is of another model: of its tensors {'; '.join(parts)}. Set model.path to the "
-        "model that this run was "
-        "started with, or trainer.resume_mode=disable to start anew"
+        f"checkpoint {folder} belongs to another model: of its tensors {'; '.join(parts)}. Set model.path to the "
+        "model that this run was started with, or trainer.resume_mode=disable to start from the beginning"
     )
 
 
@@ -151,7 +151,7 @@ def _optimizer_tensors(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 
 def _stored_state(engine: FSDPEngine, name: str, key: str, item: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor of the optimizer's state by the names it has on disk; 8-bit moments are two."""
+    """A tensor of the optimizer's state with its names on disk; an 8-bit moment has two."""
     parameter, full_name = engine._trainable[name], f"{name}{SEPARATOR}{key}"
     if item.ndim and low_bit.keeps(engine.optimizer):
         return dict(low_bit.stored_parts(parameter, full_name, item))
@@ -167,13 +167,13 @@ def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
         parameter = engine._trainable.get(name)
         if parameter is None:
             raise ModelError(
-                f"checkpoint {folder} is of another model: it holds optimizer state of {name!r}, which this "
+                f"checkpoint {folder} belongs to another model: it has optimizer state for {name!r}, which this "
                 "model does not train"
             )
         if entry.size and low_bit.keeps(engine.optimizer):
             key = key.removesuffix(low_bit.CODES)
             if key.endswith(low_bit.SCALE):
-                continue  # comes with its codes
+                continue  # read together with its codes
             state = engine.optimizer.new_moment(parameter, signed=key in low_bit.SIGNED)
         elif tuple(entry.size) == tuple(parameter.shape) and entry.size:
             state = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
@@ -204,7 +204,7 @@ def _load_extra(engine: FSDPEngine, folder: Path) -> None:
             step = int(json.loads(schedule_file.read_text(encoding="utf-8"))["step"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{schedule_file} cannot be read: {error}") from error
-        # The rate follows from the step alone, so settings changed since then take effect.
+        # The rate depends on the step alone, so settings that were changed since then take effect.
         engine.schedule.last_epoch = step
         for group, base, factor in zip(
             engine.schedule.optimizer.param_groups, engine.schedule.base_lrs, engine.schedule.lr_lambdas, strict=True
@@ -220,21 +220,21 @@ def _load_extra(engine: FSDPEngine, folder: Path) -> None:
     seed_rng(seed)
     notify(
         f"{folder} was saved by {saved} ranks and holds no random state of rank {distributed.get_rank()}; its "
-        f"generators begin anew from {seed}, which the run's seed {engine.engine_config.seed}, the rank and the step "
-        f"{step} give",
+        f"generators are seeded with {seed}, from the run's seed {engine.engine_config.seed}, the rank and the step "
+        f"{step}",
         "warning",
     )
 
 
 def _seed_of(*numbers: int) -> int:
-    """A seed, 32 bits, that any of the numbers changes: new ranks share no stream with each other or with old ones."""
+    """A 32-bit seed that depends on each number, so that new ranks share no stream with each other or with old ones."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def _save_hf(engine: FSDPEngine, folder: Path) -> None:
     """Gather the weights on rank 0 and write them as Hugging Face does.
 
-    Their dtype is that of the checkpoint which training started from.
+    They have the dtype of the checkpoint that training started from.
     """
     dtype = getattr(engine.config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
@@ -251,7 +251,7 @@ def _save_hf(engine: FSDPEngine, folder: Path) -> None:
         loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)
     model = engine.model_config
     generation = Path(model.path).expanduser() / "generation_config.json"
-    if generation.is_file():  # it names every EOS id, which config.json may not
+    if generation.is_file():  # it lists all EOS ids, which config.json may not
         shutil.copyfile(generation, folder / generation.name)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
     tokenizer.save_pretrained(folder)

@@ -1,59 +1,50 @@
-"""`FSDPEngine`: language and value models on FSDP2, or as a plain module where there is one rank."""
+"""`FSDPEngine`: language and value models on FSDP2, or as a plain module on a single rank."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hybridrl.engine.capabilities import GeneratesInPlace
 from hybridrl.engine.fsdp import checkpoint
-from hybridrl.engine.fsdp.forward import (
-    LANGUAGE_OUTPUTS,
-    VALUE_OUTPUTS,
-    SelectingHead,
-    compute_outputs,
-    response_logits,
-)
+from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.engine.fsdp.sharding import ShardedModule
-from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
+from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, move_optimizer
-from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError, TrainEngines
+from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.models import loading, value
-from hybridrl.notify import notify
-from hybridrl.protocol import DataProto
 from hybridrl.utils import device, distributed
-from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 
 STRATEGIES = ("fsdp", "fsdp2")
-USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
 
 
 @TrainEngines.register("language_model", STRATEGIES)
 @TrainEngines.register("value_model", STRATEGIES)
-class FSDPEngine(Engine):
+class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
-        model_type: ``language_model`` or ``value_model``.
+        model_type: `language_model` or `value_model`.
         model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
-        use_remove_padding, ... engine: An `FSDPConfig`: dtypes, sharding, offload.
+            use_remove_padding, ...
+        engine: An `FSDPConfig`: dtypes, sharding, offload.
         optim: An `OptimConfig`, or None for an engine that only computes.
 
     Attributes:
         module: The model; under FSDP2 with several ranks, its parameters are shards.
         config: Its Hugging Face configuration.
-        packed: Whether micro-batches are packed into one row instead of padded.
     """
 
     def __init__(self, model_type: str, model: Any, engine: Any, optim: Any = None):
@@ -76,7 +67,7 @@ class FSDPEngine(Engine):
         self.model_dtype = loading.resolve_dtype(engine.model_dtype, "fsdp_config.model_dtype")
         if torch.float16 in (self.compute_dtype, self.model_dtype):
             raise ModelError(
-                "float16 training would need loss scaling, which this engine does not do; set "
+                "float16 training needs loss scaling, which this engine does not support; set "
                 "fsdp_config.dtype to bfloat16"
             )
         if self.optim_config is None:
@@ -88,7 +79,7 @@ class FSDPEngine(Engine):
         )
         loading.check_weights(loading.checked_source(model.path))
         if self.compute_dtype == torch.float32 and "attn_implementation" not in model.override_config:
-            self.config._attn_implementation = "sdpa"  # flash attention knows half precision only
+            self.config._attn_implementation = "sdpa"  # flash attention supports half precision only
         self.flash_attention = str(self.config._attn_implementation).startswith("flash_attention")
         self.packed = bool(model.use_remove_padding) and self.flash_attention
         if distributed.get_world_size() > 1:
@@ -102,7 +93,7 @@ class FSDPEngine(Engine):
         self._head = SelectingHead(self.module)
         self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
-        # In the module's order, so that what belongs to a layer comes together; of tied parameters one.
+        # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
         self._exported = [name for name in self.module.state_dict() if name in self._parameters or name in buffers]
         self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if self.optim_config is not None:
@@ -114,16 +105,8 @@ class FSDPEngine(Engine):
         self._offload()
 
     @property
-    def dp_rank(self) -> int:
-        return distributed.get_rank()
-
-    @property
-    def dp_size(self) -> int:
-        return distributed.get_world_size()
-
-    @property
-    def is_collect_rank(self) -> bool:
-        return True
+    def geometry(self) -> Geometry:
+        return Geometry(dp_rank=distributed.get_rank(), dp_size=distributed.get_world_size())
 
     def _seed(self) -> None:
         device.manual_seed(self.engine_config.seed + distributed.get_rank())
@@ -154,118 +137,33 @@ class FSDPEngine(Engine):
 
     # ------------------------------------------------------------------ computing
 
-    def infer(
-        self,
-        batch: DataProto,
-        micro: MicroBatching,
-        temperature: float = 1.0,
-        outputs: Collection[str] = ("log_probs",),
-    ) -> dict[str, torch.Tensor]:
-        self._check_outputs(outputs)
-        plan = BatchPlan(fields(batch), micro, self.packed)
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
+    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
         self.module.eval()
         with torch.no_grad():
-            for rows in self._in_step(plan.groups):
-                layout = plan.layout(rows) if rows else dummy_layout()
-                computed = self._forward(layout, temperature, outputs)
-                for name in outputs if rows else ():
-                    found[name].append(computed[name])
+            computed = [self._forward(layout, wanted) for layout in layouts]
         if self._sharded:
             self._sharded.reshard()
-        positions = torch.cat([plan.token_positions(rows) for rows in plan.groups]) if plan.groups else None
-        results = {}
-        for name, parts in found.items():
-            flat = torch.zeros(plan.batch_size * plan.response_width)
-            if positions is not None:
-                flat[positions] = torch.cat(parts).float().cpu()
-            results[name] = flat.view(plan.batch_size, plan.response_width)
-        return results
+        return computed
 
-    def train_batch(
-        self,
-        batch: DataProto,
-        micro: MicroBatching,
-        loss_fn: LossFn,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        on_nonfinite: Literal["raise", "skip"] = "raise",
-        ref_kl: bool = False,
-    ) -> dict[str, Metric]:
-        if self.optimizer is None:
-            raise RuntimeError(
-                "this engine was made without an optimizer (optim=None or forward_only), so it cannot train"
-            )
-        plan = BatchPlan(fields(batch), micro, self.packed)
-        outputs: tuple[str, ...] = ("values",)
-        if self.model_type == "language_model":
-            outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
-        losses: list[torch.Tensor] = []
-        metrics: list[dict[str, Metric]] = []
+    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+        dp_size = self.geometry.dp_size
         self.module.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        groups = list(self._in_step(plan.groups))
-        for number, rows in enumerate(groups):
+        for number, layout in enumerate(layouts):
             if self._sharded:
-                self._sharded.before_backward(last=number == len(groups) - 1)
-            if not rows:
-                computed = self._forward(dummy_layout(), temperature, outputs)
-                (sum(part.sum() for part in computed.values()) * 0.0).backward()  # type: ignore[union-attr]
-                continue
-            loss, values = self._loss(plan, rows, batch, loss_fn, temperature, outputs)
+                self._sharded.before_backward(last=number == len(layouts) - 1)
+            loss = share_of_loss(number, self._forward(layout, wanted))
             # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
-            (loss if self.dp_size == 1 else loss * self.dp_size).backward()
-            losses.append(loss.detach())
-            metrics.append(as_metrics(values, sum(plan.token_counts[row] for row in rows)))
+            (loss if dp_size == 1 else loss * dp_size).backward()
         self.module.eval()
-        norm, problem = self._check_step(losses, plan.groups)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        if problem is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-            if on_nonfinite == "raise":
-                raise problem
-            notify(f"step skipped: {problem}", "warning")
-        else:
-            self._step(norm)
-        own = {
-            "grad_norm": Metric(norm),
-            "lr": Metric(lr),
-            "skipped_steps": Metric(float(problem is not None), kind="max"),
-        }
-        return merge_metrics([*metrics, own])
 
-    def _loss(
-        self,
-        plan: BatchPlan,
-        rows: list[int],
-        batch: DataProto,
-        loss_fn: LossFn,
-        temperature: float,
-        outputs: Sequence[str],
-    ) -> tuple[torch.Tensor, Any]:
-        """The loss function's answer on one micro-batch."""
-        target = device.current_device()
-        computed = self._forward(plan.layout(rows), temperature, outputs)
-        columns = plan.response_columns(rows)
-        mask = plan.response_mask[torch.tensor(rows)][:, :columns].to(target, non_blocking=True)
-        grids = {}
-        for name, flat in computed.items():
-            grids[name] = torch.zeros(mask.shape, device=target).masked_scatter(mask, flat)
-        part = DataProto(
-            batch=TensorDict(plan.slice_tensors(rows, columns, target), batch_size=[len(rows)]),
-            non_tensor_batch={name: array[rows] for name, array in batch.non_tensor_batch.items()},
-            meta_info={**batch.meta_info, "response_width": plan.response_width},
-        )
-        return loss_fn(grids, part)
-
-    def _forward(self, layout: Layout, temperature: float, outputs: Collection[str]) -> dict[str, torch.Tensor]:
+    def _forward(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
         layout = layout.to(device.current_device())
         reference = None
-        if "ref_kl" in outputs:
+        if "ref_kl" in wanted.outputs:
             assert self.reference is not None
             reference = self.reference.response_logits(layout)
         logits = response_logits(self.module, self._head, layout, self.flash_attention)
-        return compute_outputs(logits, layout, temperature, outputs, reference)
+        return compute_outputs(logits, layout, wanted.temperature, wanted.outputs, reference)
 
     def compare_with(self, reference: Engine) -> None:
         if not isinstance(reference, FSDPEngine) or reference.packed != self.packed:
@@ -277,66 +175,42 @@ class FSDPEngine(Engine):
 
     @torch.no_grad()
     def response_logits(self, layout: Layout) -> torch.Tensor:
-        """``[N, V]`` without gradient: what this engine's model says of another engine's micro-batch."""
+        """The logits `[N, V]` of this engine's model on another engine's micro-batch, without gradient."""
         logits = response_logits(self.module, self._head, layout, self.flash_attention)
         if self._sharded:
             self._sharded.reshard()
         return logits
 
-    def _in_step(self, groups: list[list[int]]) -> Iterator[list[int]]:
-        """The micro-batches, then empty ones until this rank has as many as the one with the most; at least one."""
-        count = max(1, distributed.all_reduce_max(len(groups)))
-        yield from groups
-        yield from ([] for _ in range(count - len(groups)))
-
-    def _check_outputs(self, outputs: Collection[str]) -> None:
-        known = LANGUAGE_OUTPUTS if self.model_type == "language_model" else VALUE_OUTPUTS
-        unknown = sorted(set(outputs) - set(known))
-        if unknown or not outputs:
-            raise ValueError(
-                f"a {self.model_type} computes {', '.join(known)}; asked for {', '.join(unknown) or 'nothing'}"
-            )
-
     # ------------------------------------------------------------------ stepping
 
-    def _check_step(
-        self, losses: list[torch.Tensor], groups: list[list[int]]
-    ) -> tuple[torch.Tensor, NonFiniteError | None]:
-        """Global norm of the gradients, and the error all ranks agree on if it or any rank's loss is not finite."""
-        gradients = [p.grad for p in self._trainable.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        finite_losses = torch.isfinite(torch.stack(losses)).tolist() if losses else []
-        bad_loss = bool(distributed.all_reduce_max(int(not all(finite_losses))))
-        if not bad_loss and bool(torch.isfinite(norm)):
-            return norm, None
-        bad_rows = [row for rows, fine in zip(groups, finite_losses, strict=False) if not fine for row in rows]
-        bad_names = [
-            n
-            for n, p in self._trainable.items()
+    def gradient_norm(self) -> torch.Tensor:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trainable.values() if p.grad is not None])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def nonfinite_gradients(self) -> list[str]:
+        return [
+            name
+            for name, p in self._trainable.items()
             if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all())
         ]
-        gathered = distributed.all_gather_object((bad_rows, bad_names))
-        rows_by_rank = [rows for rows, _ in gathered]
-        names = sorted({name for _, found in gathered for name in found})
-        what = "loss" if bad_loss else "gradient"
-        places = "; ".join(f"rank {rank}: sequences {_first(rows)}" for rank, rows in enumerate(rows_by_rank) if rows)
-        message = f"the {what} of this step is not finite (gradient norm {float(norm)})"
-        message += f", {places}" if places else f", first in {_first(names)}"
-        message += ". Parameters and optimizer are unchanged. " + USUAL_CAUSES
-        return norm, NonFiniteError(message, what, rows_by_rank, names[:16])
 
-    def _step(self, norm: torch.Tensor) -> None:
+    def discard_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def apply_gradients(self, norm: torch.Tensor) -> None:
         assert self.optimizer is not None and self.optim_config is not None
         limit = self.optim_config.clip_grad
         if limit:
             torch.nn.utils.clip_grads_with_norm_(self._trainable.values(), limit, norm)
         self.optimizer.step()
         self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.discard_gradients()
         if self._masters:
             self._masters.copy_to_module()
+
+    def learning_rate(self) -> float | None:
+        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
 
     # ------------------------------------------------------------------ weights
 
@@ -349,7 +223,7 @@ class FSDPEngine(Engine):
             yield
         finally:
             self._offload()
-            if optimizer:  # activations and gradients: what generates is to have their memory
+            if optimizer:  # free activations and gradients, so that generation can use their memory
                 device.empty_cache()
 
     def _offload(self) -> None:
@@ -379,14 +253,14 @@ class FSDPEngine(Engine):
         yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
 
     def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like `export_weights`, by the names of the module."""
+        """Like `export_weights`, with the names of the module."""
         for name in self._exported:
             if name not in self._parameters:
                 yield name, self.module.get_buffer(name)
                 continue
             whole = self._parameters[name].detach()
             if isinstance(whole, DTensor):
-                # A shard that was offloaded has to be on the device before it can be gathered.
+                # An offloaded shard has to be on the device before it can be gathered.
                 whole = cast(DTensor, whole.to(device.current_device())).full_tensor()
             yield name, whole if dtype is None else whole.to(dtype)
 
@@ -410,8 +284,3 @@ class FSDPEngine(Engine):
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _first(items: Sequence[Any], count: int = 8) -> str:
-    shown = ", ".join(str(item) for item in items[:count])
-    return shown + (f" and {len(items) - count} more" if len(items) > count else "")

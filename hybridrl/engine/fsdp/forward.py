@@ -1,4 +1,4 @@
-"""The forward pass of one micro-batch: from its layout to numbers for its response tokens."""
+"""The forward pass of one micro-batch: from its layout to the outputs of its response tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from hybridrl.algorithms.functional import full_kl_from_logits, token_statistics
 from hybridrl.engine.microbatch import Layout
 from hybridrl.errors import ModelError
 
-LANGUAGE_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "ref_kl")
-VALUE_OUTPUTS = ("values",)
-
 
 class SelectingHead:
-    """Lets the model's own head see only the positions that are wanted.
+    """Runs the model's own head only at selected positions.
 
-    Logits are the largest tensor of a forward pass, and most positions (prompts, padding) need none. A hook in front
-    of the head picks the wanted hidden states; whatever the model does with the logits afterwards (soft caps,
-    scales) stays in place. Without a selection the head works as ever, so generation can use the same module.
+    Logits are the largest tensor of a forward pass, and most positions (prompts, padding) need none. A forward
+    pre-hook of the head picks the selected hidden states, so whatever the model does with the logits afterwards (soft
+    caps, scales) still happens. Without a selection the head works as usual, so generation can use the same module.
     """
 
     def __init__(self, module: nn.Module):
@@ -38,7 +35,7 @@ class SelectingHead:
 
     @contextlib.contextmanager
     def selecting(self, positions: torch.Tensor) -> Iterator[None]:
-        """Within, the head gets ``[N, H]``: the hidden states at these positions of the flattened ``[b * W]``."""
+        """Within the context, the head gets hidden states `[N, H]` at these positions of the flattened `[b * W]`."""
         self._selected, self._used = positions, False
         try:
             yield
@@ -59,10 +56,10 @@ class SelectingHead:
 
 
 def response_logits(module: nn.Module, head: SelectingHead, layout: Layout, flash_attention: bool) -> torch.Tensor:
-    """What the output layer says at the positions that predict the N response tokens: ``[N, V]``, or ``[N, 1]``."""
+    """The head's outputs at the positions that predict the N response tokens: `[N, V]`, of a value head `[N, 1]`."""
     options: dict[str, Any] = {}
     if layout.lengths is not None and flash_attention:
-        # Told to the kernel, these need not be found again in every layer by waiting for the device.
+        # With these, the kernel need not find the boundaries in every layer, which would wait for the device.
         longest = max(layout.lengths)
         ends = (
             torch.tensor([0, *layout.lengths], dtype=torch.int32)
@@ -88,11 +85,11 @@ def compute_outputs(
     outputs: Collection[str],
     reference_logits: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """``log_probs``, ``entropy``, ``sum_pi_squared``, ``ref_kl`` or ``values`` of N response tokens, float32 ``[N]``.
+    """`log_probs`, `entropy`, `sum_pi_squared`, `ref_kl` or `values` of N response tokens, float32 `[N]`.
 
     Args:
-        logits: ``[N, V]``; the backward pass may overwrite them.
-        reference_logits: those of the reference policy, for ``ref_kl``.
+        logits: `[N, V]`; the backward pass may overwrite them.
+        reference_logits: of the reference policy, for `ref_kl`.
     """
     if "values" in outputs:
         return {"values": logits.reshape(-1).float()}
@@ -103,7 +100,7 @@ def compute_outputs(
         temperature,
         entropy="entropy" in outputs,
         sum_pi_squared="sum_pi_squared" in outputs,
-        # Where nothing else reads the logits, their gradient may take their place.
+        # If nothing else reads the logits, their gradient may overwrite them.
         inplace_backward=reference_logits is None,
     )
     if reference_logits is not None:

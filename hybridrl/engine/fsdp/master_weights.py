@@ -1,8 +1,8 @@
-"""Mixed precision on one rank, with the meaning it has under FSDP2 on several.
+"""Mixed precision on one rank, with the same semantics as FSDP2 on several.
 
-The module holds its parameters in the compute dtype; float32 masters stand beside it. Each backward pass adds the
-low-precision gradients to the masters' float32 ones, the optimizer works on the masters, and their values are copied
-back after a step.
+The module holds its parameters in the compute dtype, and float32 master weights are kept next to it. Each backward
+pass adds the low-precision gradients to float32 gradients of the master weights. The optimizer updates the master
+weights, and their values are copied back after a step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hybridrl.models.value import ValueHead
 
 
 class MasterWeights:
-    """Masters of a module whose parameters it converts to `compute_dtype`.
+    """Master weights of a module, whose parameters are converted to `compute_dtype`.
 
-    A value head stays in float32 and is its own master.
+    A value head stays in float32 and is its own master weight.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype):
@@ -36,13 +36,13 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(self._collector(master))
 
     def copy_to_module(self) -> None:
-        """Give the module the masters' present values."""
+        """Copy the master weights into the module."""
         with torch.no_grad():
             for parameter, master in self._pairs:
                 parameter.copy_(master)
 
     def move(self, target: torch.device) -> None:
-        """Move the masters; the module moves by itself."""
+        """Move the master weights. The module is moved separately."""
         for _, master in self._pairs:
             master.data = master.data.to(target)
             if master.grad is not None:

@@ -1,4 +1,4 @@
-"""A model on its ranks with FSDP2: mesh, shards, filling them from one rank, gathering them for generation."""
+"""A model under FSDP2: the mesh, the shards, loading them from one rank, gathering them for generation."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def build_mesh(fsdp_size: int) -> DeviceMesh:
 
 
 class ShardedModule:
-    """A module under FSDP2: one unit for each decoder layer, one for the embedding and one for the head where these
-    are not tied, and the root for the rest.
+    """A module under FSDP2.
+
+    Each decoder layer is one unit, as are the embedding and the head unless they are tied. The root holds the rest.
 
     Args:
         module: On the meta device; `fill` gives it its weights.
@@ -70,13 +71,13 @@ class ShardedModule:
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
         ends = [] if head is None or head is embedding else [embedding, head]
         tied = bool(ends) and getattr(head, "weight", None) is getattr(embedding, "weight", 0)
-        # Tied weights have to lie in one unit: the root.
+        # Tied weights must be in one unit: the root.
         units = self._units(module, engine, apart=ends)
         for unit in units:
             shard(unit, again)
         if ends and not tied:
             shard(embedding, again)
-            # Its backward follows at once, so gathering it again would be waste.
+            # Its backward follows immediately, so resharding would only gather it again.
             shard(head, False, head_policy)
         shard(module, False)
         if engine.forward_prefetch:
@@ -84,13 +85,13 @@ class ShardedModule:
                 unit.set_modules_to_forward_prefetch([following])
 
     def fill(self, load: Callable[[], nn.Module]) -> None:
-        """Give every rank its shards of the weights that `load` returns; it is called on rank 0 only.
+        """Distribute the weights that `load` returns. It is called on rank 0 only.
 
-        One whole parameter at a time is on a device, and only rank 0 ever holds the whole model in main memory.
-        Weights travel in the dtype they were loaded in.
+        A device holds one whole parameter at a time, and only rank 0 holds the whole model in main memory. Weights
+        are sent in the dtype in which they were loaded.
 
         Raises:
-            ModelError: on every rank, when rank 0 cannot load the model or it is another one than was built here.
+            ModelError: on every rank, if rank 0 cannot load the model, or loads another one than was built here.
         """
         source: nn.Module | None = None
         message: list[Any] = [None, None]
@@ -98,7 +99,7 @@ class ShardedModule:
             try:
                 source = load()
                 message[0] = [(name, t.dtype, tuple(t.shape)) for name, t in _tensors(source)]
-            except Exception as error:  # every rank has to learn of it, or the others wait for ever
+            except Exception as error:  # all ranks must see the error, or the others would wait forever
                 message[1] = error
         dist.broadcast_object_list(message, src=0)
         if message[1] is not None:
@@ -106,7 +107,7 @@ class ShardedModule:
         dtypes = {name: (dtype, shape) for name, dtype, shape in message[0]}
         self.module.to_empty(device=self.parameter_device)
         if hasattr(self.module, "tie_weights"):
-            self.module.tie_weights()  # type: ignore[operator]  # to_empty gives each place a parameter of its own
+            self.module.tie_weights()  # type: ignore[operator]  # to_empty separates tied parameters
         targets = dict(_tensors(self.module))
         expected = {name: tuple(t.shape) for name, t in targets.items()}
         if {name: shape for name, (_, shape) in dtypes.items()} != expected:
@@ -134,21 +135,21 @@ class ShardedModule:
             target.copy_(whole)
 
     def before_backward(self, last: bool) -> None:
-        """With replicas, sum gradients over them only after the last micro-batch.
+        """With replicas, sum gradients over the replicas only after the last micro-batch.
 
-        Over the shards of one replica they are summed at once, so that no rank keeps whole gradients.
+        Within a replica they are summed immediately, so that no rank keeps whole gradients.
         """
         if self.replicated:
             self.module.set_requires_all_reduce(last)  # type: ignore[operator]
 
     def reshard(self) -> None:
-        """Free what a forward pass without a backward pass left gathered."""
+        """Free parameters that a forward pass without a backward pass left gathered."""
         for part in self._reshard:
             part.reshard()  # type: ignore[operator]
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """Every parameter whole on every rank; forward passes within need no collective."""
+        """Within the context, every rank holds every parameter, and forward passes need no collective."""
         try:
             for part in self._reshard:
                 part.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
@@ -161,7 +162,7 @@ class ShardedModule:
 
     @staticmethod
     def _units(module: nn.Module, engine: Any, apart: list[nn.Module]) -> list[Any]:
-        """Modules to shard one by one, children before parents: decoder layers, or those of ``min_num_params``."""
+        """Modules that become units, children before parents: decoder layers, or those selected by `min_num_params`."""
         policy = getattr(engine, "wrap_policy", None)
         least = getattr(policy, "min_num_params", 0) or 0
         if least:
@@ -180,7 +181,7 @@ class ShardedModule:
 
 
 def _collect_by_size(module: nn.Module, least: int, units: list[Any], skipped: set[int]) -> int:
-    """Append modules that hold at least `least` parameters outside units found below them; return how many are left."""
+    """Append modules with at least `least` parameters outside of units below them; return how many remain."""
     if id(module) in skipped:
         return 0
     left = sum(parameter.numel() for parameter in module.parameters(recurse=False))

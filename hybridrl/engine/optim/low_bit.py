@@ -1,8 +1,8 @@
 """Optimizers of torchao that keep Adam's moments in 8 bits, on shards and in checkpoints.
 
-The moments are quantised in blocks of neighbours ("8-bit optimizers", arXiv 2110.02861), each with a scale of its own.
-Blocks end where rows end, so they are the same on any number of ranks: how the model is sharded changes neither the
-result nor what a checkpoint can be resumed on.
+The moments are quantised in blocks of neighbouring elements ("8-bit optimizers", arXiv 2110.02861), each with its own
+scale. Blocks end where rows end, so they do not depend on the number of ranks. Sharding therefore changes neither the
+result nor where a checkpoint can be resumed.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from hybridrl.utils import device
 
 KINDS = ("AdamW8bit", "Adam8bit")
 BLOCKS = (256, 128, 64)
-LEAST = 4096  # elements; smaller parameters keep moments of their own dtype, as in the paper
+LEAST = 4096  # elements; smaller parameters keep moments in their own dtype, as in the paper
 CODES, SCALE = ".codes", ".scale"
 SIGNED = ("exp_avg",)
 
 
 def block_size(shape: torch.Size) -> int | None:
-    """Elements that share a scale in the moments of a parameter; None where it keeps moments of full precision."""
+    """Elements that share a scale in the moments of a parameter; None if its moments have full precision."""
     if len(shape) < 2 or shape.numel() < LEAST:
         return None
     return next((block for block in BLOCKS if shape[-1] % block == 0), None)
 
 
 def row_blocks(kind: Any) -> Any:
-    """The class `kind` of `torchao.optim` with blocks that end with rows.
+    """The class `kind` of `torchao.optim`, with blocks that end where rows end.
 
     Raises:
         ModelError: it is not one of `KINDS`.
     """
     if kind.__name__ not in KINDS:
         raise ModelError(
-            f"optim.optimizer={kind.__name__} of torchao.optim has a state that no checkpoint here can hold; use "
+            f"optim.optimizer={kind.__name__} of torchao.optim has a state that checkpoints do not support; use "
             f"{' or '.join(KINDS)}"
         )
 
     class RowBlocks(kind):
         def step(self, closure: Any = None) -> Any:
-            # torchao compiles its step; on a CPU that takes a C++ compiler and half a minute.
+            # torchao compiles its step, which on a CPU needs a C++ compiler and half a minute.
             compiled: Any = contextlib.nullcontext()
             with compiled if device.is_gpu() else torch.compiler.set_stance("force_eager"):
                 return super().step(closure)
@@ -55,7 +55,7 @@ def row_blocks(kind: Any) -> Any:
             return self.new_moment(p, signed)
 
         def new_moment(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
-            """A moment of the parameter, all 0: quantised, or of its own dtype where `block_size` says so."""
+            """A moment of the parameter, filled with 0: quantised, or in its own dtype, as `block_size` decides."""
             block, parameter = block_size(parameter.shape), parameter.detach()
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if block is None or not local.numel():
@@ -72,7 +72,7 @@ def keeps(optimizer: Any) -> TypeGuard[Any]:
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
-    """A tensor of `shape` (the parameter's where None), sharded as the parameter is; `local` is this rank's shard."""
+    """A tensor of `shape` (default: the parameter's), sharded like the parameter; `local` is this rank's shard."""
     if not isinstance(parameter, DTensor):
         return local
     shape = shape or parameter.shape
@@ -83,8 +83,11 @@ def _like(parameter: torch.Tensor, local: torch.Tensor, shape: torch.Size | None
 
 
 def stored_parts(parameter: torch.Tensor, name: str, moment: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A moment as plain tensors that share its memory: `<name>.codes` uint8 of the parameter's shape and `<name>.scale`
-    float32 [..., blocks of a row], or the moment itself where it is not quantised."""
+    """A moment as plain tensors that share its memory.
+
+    These are `<name>.codes`, uint8 with the parameter's shape, and `<name>.scale`, float32 [..., blocks per row]. A
+    moment that is not quantised is yielded itself.
+    """
     block, shape = block_size(parameter.shape), parameter.shape
     if block is None:
         yield name, moment

@@ -5,8 +5,8 @@ momentum B <- mu B + (1 - mu) G and U = (1 - mu) G + mu B (Nesterov), a matrix W
 
     W <- (1 - lr wd) W - lr s(m, n) NS(U),      s = 0.2 sqrt(max(m, n)) ("match_rms_adamw")
 
-where NS is the Newton-Schulz iteration that brings all singular values of U near 1. NS needs the whole matrix: on a
-shard it would orthogonalise something else.
+where NS is the Newton-Schulz iteration, which brings all singular values of U near 1. NS needs the whole matrix; on a
+shard it would orthogonalise the shard.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from hybridrl.utils import device
 
-#: settings of `torch.optim.Muon` that shape the orthogonalised matrix
+#: settings of `torch.optim.Muon` that affect the orthogonalised matrix
 NEWTON_SCHULZ = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
 def hidden_matrices(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `parameters`, by the names they have in `module`, that Muon is for: the 2-D ones that are neither an
-    embedding nor the output layer (a language model's head, a value head)."""
+    """The parameters that Muon optimizes: matrices that are neither an embedding nor the output layer.
+
+    Args:
+        module: the model; its output layer is a language model's head or a value head.
+        parameters: by their names in `module`.
+    """
     head = module.get_output_embeddings()  # type: ignore[operator]
     ends = {id(part.weight) for part in [*module.modules(), head] if isinstance(part, nn.Embedding) or part is head}
     apart = {name for name, parameter in module.named_parameters() if id(parameter) in ends}
@@ -36,12 +40,13 @@ def hidden_matrices(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -
 
 
 class MuonAndAdamW(Optimizer):
-    """A `ShardedMuon` and an AdamW behind one list of groups and one state, so that schedule, gradient clipping,
-    checkpoint and offload treat them as one optimizer.
+    """A `ShardedMuon` and an AdamW with one list of groups and one state.
+
+    Schedule, gradient clipping, checkpoints and offloading treat them as one optimizer.
 
     Args:
-        muon: over the hidden matrices; its group comes first.
-        adamw: over all other parameters; None where there are none.
+        muon: optimizes the hidden matrices; its group comes first.
+        adamw: optimizes all other parameters; None if there are none.
     """
 
     def __init__(self, muon: ShardedMuon, adamw: AdamW | None):
@@ -56,11 +61,11 @@ class MuonAndAdamW(Optimizer):
 
 
 class ShardedMuon(Muon):
-    """`torch.optim.Muon` on whole matrices, and the same update where parameters are shards of FSDP2.
+    """`torch.optim.Muon` on whole matrices, and the same update if parameters are shards of FSDP2.
 
-    The matrices go round the ranks of a replica, as many at a time as there are ranks: each rank gets one of them
-    whole from all, orthogonalises it and sends the shards back. So the work is shared and no matrix is computed
-    twice within a replica.
+    The ranks of a replica process as many matrices at a time as there are ranks. Each rank gathers one whole matrix,
+    orthogonalises it and sends the shards back. So the ranks share the work, and no matrix is computed twice within a
+    replica.
     """
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -73,7 +78,7 @@ class ShardedMuon(Muon):
 
     def _step_on_shards(self, group: Mapping[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        # Matrices of like size side by side: the ranks of a round finish together.
+        # Matrices of similar size in one round, so that its ranks finish together.
         parameters.sort(key=lambda parameter: -parameter.numel())
         ranks = _shard_group(parameters[0]).size() if parameters else 1
         for start in range(0, len(parameters), ranks):
@@ -84,7 +89,7 @@ class ShardedMuon(Muon):
                 local.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=group["lr"])
 
     def _momentum(self, parameter: DTensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """U of this rank's shard, after the momentum took in the gradient."""
+        """U of this rank's shard, after the momentum update."""
         assert isinstance(parameter.grad, DTensor)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -95,7 +100,7 @@ class ShardedMuon(Muon):
 
 
 def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
-    """The ranks that hold the shards of one copy of the parameter: the dimension of its mesh that splits rows."""
+    """The ranks that hold the shards of one copy of the parameter, along the mesh dimension that splits rows."""
     for dimension, placement in enumerate(parameter.placements):
         if placement == Shard(0):
             return parameter.device_mesh.get_group(dimension)
@@ -105,7 +110,7 @@ def _shard_group(parameter: DTensor) -> dist.ProcessGroup:
 def _orthogonalised(
     parameters: Sequence[DTensor], updates: Sequence[torch.Tensor], group: Mapping[str, Any]
 ) -> Iterator[torch.Tensor]:
-    """-s NS(U) of each, this rank's rows; rank i of the shard group computes the i-th. At most one for each rank."""
+    """-s NS(U) of each matrix, this rank's rows. Rank i of the shard group computes matrix i, at most one per rank."""
     process_group = _shard_group(parameters[0])
     ranks, own = process_group.size(), process_group.rank()
     home, where = updates[0].device, device.current_device()
@@ -123,7 +128,7 @@ def _orthogonalised(
 
 
 def _rows(rows: int, ranks: int) -> list[int]:
-    """How FSDP2 splits rows over ranks: as `torch.chunk` does, the last ones get less or none."""
+    """How FSDP2 splits rows over ranks: like `torch.chunk`, so the last ranks get fewer rows or none."""
     chunk = -(-rows // ranks)
     return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by configuration."""
+"""Optimizers and learning-rate schedules, built from the configuration."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
 from hybridrl.errors import ModelError
 from hybridrl.utils import device
 
-# Share of the steps after warm-up that the "wsd" schedule stays at its peak.
+# Share of the steps after warm-up during which the "wsd" schedule stays at its peak.
 STABLE_SHARE = 0.9
 
 
 def build_optimizer(
     parameters: Iterable[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer class ``optim.optimizer`` of module ``optim.optimizer_impl`` over `parameters`.
+    """Build the optimizer class `optim.optimizer` of module `optim.optimizer_impl`.
 
-    ``betas`` is passed to classes that take it; ``override_optimizer_config`` is passed last and wins. Where the
-    class has a fused kernel (one pass over memory) and nothing else is asked for, that is used: it is several times
-    faster, also on a CPU. ``Muon`` of ``torch.optim`` takes `matrices` and AdamW the rest; ``AdamW8bit`` and
-    ``Adam8bit`` of ``torchao.optim`` keep their moments in 8 bits.
+    `betas` is passed to classes that accept it; `override_optimizer_config` is passed last and has precedence. The
+    fused kernel is used if the class has one and no other kernel is requested: it is several times faster, also on a
+    CPU. `Muon` of `torch.optim` optimizes `matrices`, and AdamW the rest. `AdamW8bit` and `Adam8bit` of
+    `torchao.optim` keep their moments in 8 bits.
 
     Args:
-        matrices: those of `parameters` that Muon orthogonalises (`hidden_matrices`).
+        matrices: the parameters that Muon orthogonalises (`hidden_matrices`).
 
     Raises:
-        ModelError: there is no such module or class, or it does not take an argument.
+        ModelError: there is no such module or class, or it does not accept an argument.
     """
     kind = _optimizer_class(optim)
     parameters, overrides = list(parameters), dict(optim.override_optimizer_config or {})
@@ -59,13 +59,13 @@ def _optimizer_class(optim: Any) -> Any:
 def _build_muon(
     parameters: Sequence[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor], overrides: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """Muon with the settings of `overrides`, and AdamW with those that begin with ``adamw_``.
+    """Muon with the settings in `overrides`, and AdamW with those that begin with `adamw_`.
 
-    Muon's update is brought to the size of AdamW's (``adjust_lr_fn=match_rms_adamw``) where nothing else is asked for,
-    so that one learning rate and weight decay, known from AdamW, serve both.
+    By default Muon's update is scaled to the size of AdamW's (`adjust_lr_fn=match_rms_adamw`), so that one learning
+    rate and weight decay, known from AdamW, fit both.
     """
     if not matrices:
-        raise ModelError("optim.optimizer=Muon: the model has no hidden matrix that is trained; use AdamW")
+        raise ModelError("optim.optimizer=Muon: the model has no trainable hidden matrix; use AdamW")
     chosen = {id(matrix) for matrix in matrices}
     rest = [parameter for parameter in parameters if id(parameter) not in chosen]
     prefix = "adamw_"
@@ -83,7 +83,7 @@ def _make(kind: Any, parameters: Sequence[torch.Tensor], optim: Any, overrides: 
         arguments["betas"] = tuple(optim.betas)
     arguments.update(overrides)
     if "fused" in takes and not {"fused", "foreach", "capturable", "differentiable"} & arguments.keys():
-        # Shards (DTensor) know how to split the fused kernels of Adam and AdamW only.
+        # DTensor supports the fused kernels of Adam and AdamW only.
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         arguments["fused"] = (not sharded or kind in (torch.optim.Adam, torch.optim.AdamW)) and all(
             parameter.is_floating_point() for parameter in parameters
@@ -91,21 +91,21 @@ def _make(kind: Any, parameters: Sequence[torch.Tensor], optim: Any, overrides: 
     unknown = [] if anything else sorted(arguments.keys() - takes.keys())
     if unknown:
         raise ModelError(
-            f"optimizer {optim.optimizer_impl}.{kind.__name__} takes no argument {', '.join(unknown)} "
-            "(see optim.override_optimizer_config); it takes " + ", ".join(name for name in takes if name != "params")
+            f"optimizer {optim.optimizer_impl}.{kind.__name__} does not accept {', '.join(unknown)} "
+            "(see optim.override_optimizer_config); it accepts " + ", ".join(name for name in takes if name != "params")
         )
     return kind(parameters, **arguments)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, optim: Any) -> LambdaLR:
-    """The schedule ``optim.lr_scheduler_type``; call its ``step()`` after each optimizer step."""
+    """The schedule `optim.lr_scheduler_type`; call its `step()` after each optimizer step."""
     return LambdaLR(optimizer, lr_factor(optim))
 
 
 def lr_factor(optim: Any) -> Callable[[int], float]:
-    """Learning rate of step 0, 1, 2, ... as a share of ``optim.lr``.
+    """The learning rate of step 0, 1, 2, ... as a fraction of `optim.lr`.
 
-    With w warm-up steps, n steps in all, m = ``min_lr_ratio``, q = (step - w) / (n - w) within [0, 1]:
+    With w warm-up steps, n steps in total, m = `min_lr_ratio`, q = (step - w) / (n - w) within [0, 1]:
 
         step < w   step / w
         constant   1
@@ -113,20 +113,20 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
         cosine     max(m, (1 + m) / 2 + (1 - m) / 2 cos(2 pi num_cycles q))
         wsd        1 while q < 0.9, then the cosine from 1 to m over the rest
 
-    w is `lr_warmup_steps`, or, where that is not above 0, `lr_warmup_steps_ratio` of n.
+    w is `lr_warmup_steps`, or `lr_warmup_steps_ratio` of n if that is not above 0.
 
     Raises:
-        ModelError: the type is unknown, or it needs ``total_training_steps`` and has none.
+        ModelError: the type is unknown, or it needs `total_training_steps` and that is not set.
     """
     kind, total = optim.lr_scheduler_type, optim.total_training_steps
     if kind not in ("constant", "linear", "cosine", "wsd"):
-        raise ModelError(f"optim.lr_scheduler_type={kind!r} is not known; use constant, linear, cosine or wsd")
+        raise ModelError(f"optim.lr_scheduler_type={kind!r} is unknown; use constant, linear, cosine or wsd")
     needs_total = kind != "constant" or (optim.lr_warmup_steps <= 0 and optim.lr_warmup_steps_ratio > 0)
     if needs_total and total <= 0:
         raise ModelError(
             f"optim.total_training_steps={total}: lr_scheduler_type={kind} with "
             f"lr_warmup_steps={optim.lr_warmup_steps} and "
-            f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio} has to know how long training is"
+            f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio} needs the number of training steps; set it"
         )
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * max(total, 0))
     floor, cycles = optim.min_lr_ratio, optim.num_cycles
@@ -148,7 +148,7 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:
-    """Set a group's learning rate; torchao's optimizers keep it as a tensor that has to stay the same."""
+    """Set a group's learning rate; torchao's optimizers keep it in a tensor that must not be replaced."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
@@ -158,7 +158,7 @@ def set_rate(group: dict[str, Any], rate: Any) -> None:
 def move_optimizer(optimizer: torch.optim.Optimizer, target: torch.device) -> None:
     """Move the optimizer's state tensors.
 
-    A fused step counter moves along; a plain one stays in main memory, where it belongs.
+    A fused step counter moves too; a plain one stays in main memory.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

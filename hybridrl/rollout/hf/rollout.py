@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hybridrl.config import RolloutConfig
-from hybridrl.engine.train_engine import Engine
+from hybridrl.engine.capabilities import GeneratesInPlace
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
@@ -43,7 +43,7 @@ class HFRollout:
     def __init__(
         self,
         config: RolloutConfig,
-        engine: Engine,
+        engine: GeneratesInPlace,
         eos_token_ids: Sequence[int],
         pad_token_id: int,
         tokenizer: Any = None,

@@ -152,9 +152,8 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> DataProto |
     for rank, shard in enumerate(output):
         if not isinstance(shard, DataProto):
             raise TypeError(
-                f"a method collected as DataProto returned {type(shard).__name__} on rank {rank}; return a "
-                "DataProto there, or "
-                "register the method with a mode that collects a list, e.g. Dispatch.DP_COMPUTE_METRIC"
+                f"a method collected as DataProto returned {type(shard).__name__} on rank {rank}; return a DataProto "
+                "there, or register the method with a mode that collects a list, e.g. Dispatch.DP_COMPUTE_METRIC"
             )
     return DataProto.concat(output)
 
@@ -257,8 +256,7 @@ def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bo
         if dp_rank in chosen:
             raise ValueError(
                 f"mesh {mesh_name!r}: ranks {chosen[dp_rank]} and {rank} both collect for data-parallel rank "
-                f"{dp_rank}; its rows "
-                "would come back twice. Set is_collect on one rank of each data-parallel group"
+                f"{dp_rank}; its rows would come back twice. Set is_collect on one rank of each data-parallel group"
             )
         chosen[dp_rank] = rank
     silent = sorted(set(dp_ranks) - set(chosen))
@@ -296,8 +294,7 @@ def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tu
             return list(arg.chunk(chunks))
         raise TypeError(
             f"argument {name} is a {type(arg).__name__}; this dispatch mode splits rows and takes DataProto, "
-            "DataProtoFuture or TensorDict. "
-            "Put settings into the batch's meta_info"
+            "DataProtoFuture or TensorDict. Put settings into the batch's meta_info"
         )
 
     split_args = tuple(shards(index, arg) for index, arg in enumerate(args))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import UserError, WorkerError, WorkerUserError
@@ -12,37 +13,24 @@ from hybridrl.errors import UserError, WorkerError, WorkerUserError
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+@dataclass(eq=False)
 class RemoteFailure(Exception):
     """An exception on its way from a worker to the controller, with the place where it happened.
 
     It holds plain text and a pickled copy of the original, so it arrives even if the original cannot be unpickled
-    there.
+    there. Made with positional arguments only: exceptions are pickled with those.
     """
 
-    def __init__(
-        self,
-        role: str,
-        rank: int,
-        world_size: int,
-        node: str,
-        pid: int,
-        method: str,
-        summary: str,
-        traceback_text: str,
-        pickled: bytes | None,
-        is_user_error: bool,
-    ) -> None:
-        super().__init__(role, rank, world_size, node, pid, method, summary, traceback_text, pickled, is_user_error)
-        self.role = role
-        self.rank = rank
-        self.world_size = world_size
-        self.node = node
-        self.pid = pid
-        self.method = method
-        self.summary = summary
-        self.traceback_text = traceback_text
-        self.pickled = pickled
-        self.is_user_error = is_user_error
+    role: str
+    rank: int
+    world_size: int
+    node: str
+    pid: int
+    method: str
+    summary: str
+    traceback_text: str
+    pickled: bytes | None
+    is_user_error: bool
 
     @classmethod
     def capture(

@@ -1,7 +1,7 @@
 """Splitting a batch over data-parallel ranks, also when its rows do not divide evenly.
 
 An uneven batch is filled up with copies of its own rows, at its end, to the next multiple of the number of shards. A
-copy must never count twice, so a padded batch tells its rows apart:
+copy must never count twice, so a padded batch marks which rows are copies:
 
 * `batch["is_padding"]` ([B] bool) is there when, and only when, rows were added; it is true on them. It moves with
   its row through slicing, selecting and micro-batching. A batch without tensors carries it in `non_tensor_batch`.
@@ -101,11 +101,10 @@ def unpad_output(output: Any, padding: Padding) -> Any:
     per_row, rest = divmod(len(output), padding.rows)
     if rest:
         raise ValueError(
-            f"the batch of {padding.rows - padding.added} rows was filled up to {padding.rows} so that the "
-            "ranks get equal shards, and "
-            f"the method returned {len(output)} rows, which is no multiple of that: the added rows cannot be "
-            "told apart. Return "
-            f"one row for each input row, or keep the field {IS_PADDING!r} of the input in the output"
+            f"the batch of {padding.rows - padding.added} rows was filled up to {padding.rows} so that the ranks get "
+            f"equal shards, and the method returned {len(output)} rows, which is no multiple of that: the added rows "
+            f"cannot be told apart. Return one row for each input row, or keep the field {IS_PADDING!r} of the input "
+            "in the output"
         )
     return output.slice(0, len(output) - padding.added * per_row)
 

@@ -22,7 +22,7 @@ class ResourcePool:
     Args:
         process_on_nodes: processes on each node, e.g. `[8, 8]`.
         max_colocate_count: how many worker groups may share a slot of the pool as processes of their own.
-        n_gpus_per_node: devices of a node, for `add_node`'s check.
+        n_gpus_per_node: accepted for verl's programs; nothing depends on it.
     """
 
     def __init__(
@@ -120,11 +120,17 @@ class WorkerGroup:
 
     Args:
         resource_pool: where the workers run; None for a group that attaches to workers which run already.
+        kwargs: arguments of verl's groups without effect here: `device_name` (the pool decides), or None.
+
+    Raises:
+        TypeError: `kwargs` has anything else.
     """
 
     def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
+        unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name != "device_name" and value is not None]
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no use for {', '.join(unknown)}; leave it out")
         self.resource_pool = resource_pool
-        self._is_init_with_detached_workers = resource_pool is None
         self._workers: list[Any] = []
         self._mesh_info: dict[str, tuple[list[int], list[int]]] = {}
         self._checker: threading.Thread | None = None

@@ -372,9 +372,8 @@ class RayShardFuture(DataProtoFuture):
             total -= padding.added * (total // padding.rows)
         if total % self.chunks:
             raise ValueError(
-                f"a future batch of {total} rows cannot be split over {self.chunks} ranks: padding needs the "
-                "rows. Call get() on it "
-                "first and pass the batch"
+                f"a future batch of {total} rows cannot be split over {self.chunks} ranks: padding needs the rows. "
+                "Call get() on it first and pass the batch"
             )
         start = total // self.chunks * self.index
         stop = start + total // self.chunks

@@ -81,9 +81,8 @@ def init_ray(
             start_ray(**options)
         except ConnectionError as error:
             raise PlacementError(
-                f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or "
-                "ray_kwargs.ray_init.address) to start Ray "
-                "on this machine, or start the cluster with `ray start --head`"
+                f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or ray_kwargs.ray_init.address) "
+                "to start Ray on this machine, or start the cluster with `ray start --head`"
             ) from error
         _started_here = True
         if options["address"] == "local":

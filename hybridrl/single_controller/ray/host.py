@@ -2,7 +2,7 @@
 
 The actor class of a group is made at run time as a subclass of the user's class (`hosted`). So the actor has the
 user's methods, and a group can start all its processes at once: the constructor does nothing, rank 0 then reserves a
-port, and the user's constructor runs when every rank has been told that address. No process beyond the workers takes
+port, and the user's constructor runs when every rank knows that address. No process beyond the workers takes
 part, and the controller waits for none of it.
 """
 

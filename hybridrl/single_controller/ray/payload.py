@@ -1,4 +1,4 @@
-"""Arguments on their way to several ranks: what is large goes into the object store once, whoever reads it."""
+"""Arguments for several ranks: a large value goes into the object store once, however many ranks read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends what Ray would leave behind for a minute when the controller is killed.
+"""Ends the processes of Ray that would run on for a minute after the controller is killed.
 
 Ray's processes end with the process that started them, but two helpers of each node first look for the dead cluster,
 for a minute. This script, run next to the controller, reads its raylet's id from its standard input. When that closes
@@ -19,10 +19,10 @@ _PATIENCE_S = 2.0
 _LOOK_S = 5.0
 
 
-def facts(pid: int | str) -> tuple[str, str, str]:
+def stat_of(pid: int | str) -> tuple[str, str, str]:
     """(parent's id, process group, start in the kernel's clock ticks) of a process; empty texts if it is gone.
 
-    The start tells a process from a later one with the same id.
+    The start distinguishes a process from a later one with the same id.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -34,7 +34,7 @@ def facts(pid: int | str) -> tuple[str, str, str]:
 
 def children_of(raylets: set[str]) -> dict[str, str]:
     """Start of each process that one of the raylets started, by its id."""
-    known = {pid: facts(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    known = {pid: stat_of(pid) for pid in os.listdir("/proc") if pid.isdigit()}
     return {pid: begun for pid, (parent, _, begun) in known.items() if parent in raylets}
 
 
@@ -91,7 +91,7 @@ def main() -> None:
         watched = children_of(raylets) or watched
     time.sleep(_PATIENCE_S)
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        _, group, begun = facts(pid)
+        _, group, begun = stat_of(pid)
         # A worker leads a process group: what it started is found there even when the worker itself is gone.
         if watched.get(pid) == begun or group in watched:
             with contextlib.suppress(ProcessLookupError, PermissionError):

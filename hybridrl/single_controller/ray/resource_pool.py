@@ -92,10 +92,9 @@ class RayResourcePool(ResourcePool):
                 for made in groups:
                     ray.util.remove_placement_group(made)
                 raise PlacementError(
-                    f"{self.name_prefix}: Ray did not place {self._store[index]} slots of "
-                    f"{self.bundle_resources()} within "
-                    f"{_PLACEMENT_TIMEOUT_S:.0f} s, although the nodes seemed to have them; `ray status` "
-                    "shows who holds them"
+                    f"{self.name_prefix}: Ray did not place {self._store[index]} slots of {self.bundle_resources()} "
+                    f"within {_PLACEMENT_TIMEOUT_S:.0f} s, although the nodes seemed to have them; `ray status` shows "
+                    "who holds them"
                 )
         self.pgs = _sorted_by_node(groups) if len(groups) > 1 else groups
         return self.pgs
@@ -163,13 +162,6 @@ class ResourcePoolManager:
         if name not in self.resource_pool_dict:
             raise PlacementError(f"pool {name!r} does not exist yet; call create_resource_pool() first")
         return self.resource_pool_dict[name]
-
-    def roles_by_pool(self) -> dict[str, list[Any]]:
-        """The roles that share each pool, in the order of the mapping."""
-        roles: dict[str, list[Any]] = {name: [] for name in self.resource_pool_spec}
-        for role, name in self.mapping.items():
-            roles[name].append(role)
-        return roles
 
     def get_n_gpus(self) -> int:
         """Slots in all pools."""

@@ -21,7 +21,7 @@ from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, h
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 
-# A call that takes longer than this is taken for a hang unless the group was told otherwise.
+# A call that takes longer counts as hanging, unless the group has a `timeout_s` of its own.
 DEFAULT_TIMEOUT_S = 7200.0
 # Detached workers are named here, where every driver finds them; other workers in their driver's own namespace.
 NAMESPACE = "hybridrl"
@@ -146,7 +146,7 @@ class RayWorkerGroup(WorkerGroup):
             self._start(resource_pool, ray_cls_with_init, "STRICT_PACK" if bin_pack else "PACK")
         self._bind_calls()
         if ray_cls_with_init is not None:
-            self.method_names = self.bind_worker_methods(ray_cls_with_init.cls)
+            self.bind_worker_methods(ray_cls_with_init.cls)
 
     # --- starting
 
@@ -275,7 +275,7 @@ class RayWorkerGroup(WorkerGroup):
             _roles={},
         )
         group._bind_calls()
-        group.method_names = group.bind_worker_methods(classes[role])
+        group.bind_worker_methods(classes[role])
         self._roles[role] = group
         return group
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridrl.algorithms import (
@@ -111,7 +110,7 @@ def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataPr
     many of them as ever.
 
     Args:
-        batch: in canonical order, with advantages.
+        batch: with advantages.
         seed: of the draw.
     """
     places = batch.non_tensor_batch["uid"]
@@ -120,5 +119,4 @@ def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataPr
         batch, settings.reweight_method, settings.weight_pow, generator=generator
     )
     drawn.non_tensor_batch[SLOT] = places
-    drawn.non_tensor_batch["row"] = np.arange(len(drawn)).astype(object)
     return drawn

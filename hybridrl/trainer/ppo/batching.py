@@ -18,10 +18,9 @@ from hybridrl.workers.update_plan import MiniBatch
 
 
 def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
-    """Each prompt n times in a row; `sample` numbers a prompt's rows, `row` all rows in their canonical order."""
+    """Each prompt n times in a row; `sample` numbers a prompt's rows."""
     batch = prompts.repeat(repeat_times=n, interleave=True)
     batch.non_tensor_batch["sample"] = np.tile(np.arange(n), len(prompts)).astype(object)
-    batch.non_tensor_batch["row"] = np.arange(len(batch)).astype(object)
     return batch
 
 
@@ -81,14 +80,6 @@ def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
     workload = calculate_workload(lengths).tolist()
     parts = get_seqlen_balanced_partitions(workload, k_partitions=ranks, equal_size=True)
     return torch.tensor([row for part in parts for row in part], dtype=torch.int64)
-
-
-def in_canonical_order(batch: DataProto) -> DataProto:
-    """The rows as they were generated, whatever balancing did to them."""
-    rows = batch.non_tensor_batch["row"].astype(np.int64)
-    if (np.diff(rows) >= 0).all():
-        return batch
-    return batch.select_idxs(np.argsort(rows, kind="stable"))
 
 
 def epochs_of_mini_batches(

@@ -17,14 +17,13 @@ from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import IN_PLACE, check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
-from hybridrl.trainer.ppo.roles import Role
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import USES_GPU
 
 
 def prepare(
     config: PPOTrainerConfig,
-    role_worker_mapping: Mapping[Role, Any] | None = None,
+    role_worker_mapping: Mapping[str, Any] | None = None,
     resource_pool_manager: ResourcePoolManager | None = None,
 ) -> RayPPOTrainer:
     """The trainer with everything that lives on the controller.
@@ -70,7 +69,7 @@ def _with_data(
     config: PPOTrainerConfig,
     tokenizer: Any,
     reward: RewardManager,
-    role_worker_mapping: Mapping[Role, Any] | None,
+    role_worker_mapping: Mapping[str, Any] | None,
     resource_pool_manager: ResourcePoolManager | None,
     identity: Mapping[str, Any],
 ) -> RayPPOTrainer:

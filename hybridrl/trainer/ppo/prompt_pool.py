@@ -1,43 +1,39 @@
-"""The prompts of a step: generating goes on until there are enough of them that teach something.
+"""The prompts of a step: which of the scored groups are trained on, and which wait for the next step.
 
-DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a prompt whose samples all score the same has no advantage, so
-it is dropped, and more is generated until the batch is full. What was generated beyond that waits for the next step.
+DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a prompt whose samples all have the same score has no
+advantage, so it is dropped, and more prompts are generated until the batch is full. Surplus prompts wait for the next
+step.
+
+A group is the rows of one `uid`: any number of rows, in any order. Rows that also share `sample` are one sample of the
+prompt (a session in several turns).
 """
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from hybridrl.algorithms.groups import Groups
 from hybridrl.config import FilterGroupsConfig
-from hybridrl.data import StatefulLoader
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.batching import join_generated, trim
 
 SURPLUS_FILE = "surplus.safetensors"
 SCORES = (None, "score", "seq_reward")  # filter_groups.metric that is the summed score
-
-
-def endless(loader: StatefulLoader) -> Iterator[DataProto]:
-    """The loader's batches, epoch after epoch, from where it stands."""
-    while True:
-        yield from loader
+_CPU = torch.device("cpu")
 
 
 class PromptPool:
-    """Gathers a step's batch out of scored generation batches.
+    """Collects scored groups until there are enough for a step: `add` while `wanted`, then `take`.
 
     Args:
         settings: `algorithm.filter_groups`.
-        prompts: of a step (`data.train_batch_size`).
-        samples: of a prompt (`rollout.n`); a generation batch holds them row after row.
-        prompts_in_data: in a pass over the training data; when none of a whole pass could be used the run is stopped.
-        pad_token_id: fills what was generated to different widths.
-
-    Attributes:
-        surplus: scored rows that the next step begins with.
+        prompts: number of prompts per step (`data.train_batch_size`).
+        samples: number of samples per prompt (`rollout.n`); a checkpoint with another number is refused.
+        prompts_in_data: number of prompts in one pass over the training data; if none of a whole pass is usable, the
+            run is stopped.
+        pad_token_id: fills up rows that were generated to different widths.
     """
 
     def __init__(
@@ -48,95 +44,135 @@ class PromptPool:
         self.samples = samples
         self.prompts_in_data = prompts_in_data
         self.pad_token_id = pad_token_id
-        self.surplus: DataProto | None = None
+        self._waiting: list[DataProto] = []
+        self._uids: dict[str, None] = {}  # of the waiting groups, in the order of their first rows
+        self._start_step()
 
-    def take(self, answered: Callable[[], DataProto]) -> tuple[DataProto, dict[str, float]]:
-        """The batch of a step, its rows in generation order and numbered (`row`).
+    def _start_step(self) -> None:
+        self._carried = len(self._uids)
+        self._batches = self._generated = self._unused = self._discarded = 0
+        self._scores: list[torch.Tensor] = []
+        self._dropped: list[torch.Tensor] = []
+
+    @property
+    def waiting(self) -> int:
+        """Number of prompts that are ready to be taken."""
+        return len(self._uids)
+
+    @property
+    def wanted(self) -> int:
+        """Number of prompts that the next step still lacks."""
+        return max(self.prompts - self.waiting, 0)
+
+    def add(self, batch: DataProto) -> None:
+        """Keep the groups of a scored generation batch; with `filter_groups.enable` only those whose samples differ.
 
         Args:
-            answered: generates and scores the next prompts.
-
-        Returns:
-            The batch, and where anything was filtered or kept back `filter_groups/*`: how many prompts were generated,
-            discarded, carried over from the step before and left for the next; generation batches; the mean score of
-            all that was generated (that of the batch hardly moves where only mixed groups are kept) and of the
-            discarded.
+            batch: whole groups: all rows of a `uid` are added at once. Needs `token_level_scores` [B, T].
 
         Raises:
-            UserError: `max_num_gen_batches` did not fill the batch, or nothing of a pass over the data could be used.
+            UserError: a `uid` is waiting already, `max_num_gen_batches` batches did not fill the step, or no prompt of
+                a whole pass over the data was usable.
         """
-        parts = [] if self.surplus is None else [self.surplus]
-        carried = have = sum(map(len, parts)) // self.samples
-        batches = generated = unused = 0
-        scores: list[torch.Tensor] = []
-        dropped: list[torch.Tensor] = []
-        while have < self.prompts:
-            self._check_limits(batches, have, unused)
-            made = answered()
-            batches, prompts = batches + 1, len(made) // self.samples
-            generated += prompts
-            scores.append(made.batch["token_level_scores"].sum(dim=-1))
-            kept = self._differing(made) if self.settings.enable else torch.ones(len(made), dtype=torch.bool)
-            if not bool(kept.all()):
-                dropped.append(scores[-1][~kept])
-                made = made.select_idxs(kept.nonzero().squeeze(-1))
-            found = len(made) // self.samples
-            unused = 0 if found else unused + prompts
-            have += found
-            if found:
-                parts.append(made)
-        batch = join_generated(parts, self.pad_token_id)
-        rows = self.prompts * self.samples
-        self.surplus = trim(batch[rows:]) if len(batch) > rows else None
-        batch = trim(batch[:rows]) if self.surplus is not None else batch
-        batch.non_tensor_batch["row"] = np.arange(len(batch)).astype(object)
-        if not self.settings.enable and not carried and self.surplus is None:
-            return batch, {}
-        discarded = torch.cat(dropped) if dropped else torch.zeros(0)
-        metrics = {
-            "filter_groups/generation_batches": float(batches),
-            "filter_groups/generated": float(generated),
-            "filter_groups/discarded": float(len(discarded) // self.samples),
-            "filter_groups/carried_over": float(carried),
-            "filter_groups/surplus": float(have - self.prompts),
-        }
-        if scores:
-            metrics["filter_groups/generated_score/mean"] = float(torch.cat(scores).mean())
-        if len(discarded):
-            metrics["filter_groups/discarded_score/mean"] = float(discarded.mean())
+        uids = batch.non_tensor_batch["uid"]
+        groups = Groups(uids, _CPU)
+        twice = [str(uid) for uid in dict.fromkeys(uids.tolist()) if str(uid) in self._uids]
+        if twice:
+            raise UserError(
+                f"the prompt with uid {twice[0]!r} was generated twice for one step: two generation batches hold it. "
+                "Let the data sampler (data.sampler) draw a row at most once per epoch, or give prompts unique uids."
+            )
+        scores = batch.batch["token_level_scores"].sum(dim=-1)
+        self._batches += 1
+        self._generated += groups.count
+        self._scores.append(scores)
+        kept = torch.ones(groups.count, dtype=torch.bool)
+        if self.settings.enable:
+            kept = self._differs(batch, groups, scores)
+        found = int(kept.sum())
+        if found < groups.count:
+            rows = kept[groups.ids]
+            self._dropped.append(scores[~rows])
+            self._discarded += groups.count - found
+            batch = batch.select_idxs(rows.nonzero().squeeze(-1))
+        if found:
+            self._waiting.append(batch)
+            self._uids |= dict.fromkeys(map(str, batch.non_tensor_batch["uid"]))
+        self._unused = 0 if found else self._unused + groups.count
+        if self.wanted:
+            self._check_limits()
+
+    def take(self) -> tuple[DataProto, dict[str, float]]:
+        """The groups of a step, oldest first, with their rows in the order in which they were added.
+
+        Returns:
+            The batch, and `filter_groups/*` if anything was filtered or carried over: the numbers of generation batches
+            and of prompts generated, discarded, carried over from the previous step and left for the next; the mean
+            score of everything that was generated (the mean of the batch hardly moves if only mixed groups are kept)
+            and of the discarded.
+
+        Raises:
+            ValueError: there are not enough prompts; see `wanted`.
+        """
+        if self.wanted:
+            raise ValueError(f"take: {self.waiting} of {self.prompts} prompts are there; add more first")
+        batch, surplus = join_generated(self._waiting, self.pad_token_id), self.waiting - self.prompts
+        self._waiting = []
+        if surplus:
+            chosen = Groups(batch.non_tensor_batch["uid"], _CPU).ids < self.prompts
+            self._waiting = [trim(batch.select_idxs((~chosen).nonzero().squeeze(-1)))]
+            batch = trim(batch.select_idxs(chosen.nonzero().squeeze(-1)))
+        metrics = self._metrics(surplus) if self.settings.enable or self._carried or surplus else {}
+        self._uids = dict.fromkeys(list(self._uids)[self.prompts :])
+        self._start_step()
         return batch, metrics
 
-    def _check_limits(self, batches: int, have: int, unused: int) -> None:
+    def _metrics(self, surplus: int) -> dict[str, float]:
+        metrics = {
+            "filter_groups/generation_batches": float(self._batches),
+            "filter_groups/generated": float(self._generated),
+            "filter_groups/discarded": float(self._discarded),
+            "filter_groups/carried_over": float(self._carried),
+            "filter_groups/surplus": float(surplus),
+        }
+        if self._scores:
+            metrics["filter_groups/generated_score/mean"] = float(torch.cat(self._scores).mean())
+        if self._dropped:
+            metrics["filter_groups/discarded_score/mean"] = float(torch.cat(self._dropped).mean())
+        return metrics
+
+    def _check_limits(self) -> None:
         limit = self.settings.max_num_gen_batches
-        if limit and batches >= limit:
+        if limit and self._batches >= limit:
             raise UserError(
-                f"algorithm.filter_groups.max_num_gen_batches={limit} generation batches gave {have} of "
+                f"algorithm.filter_groups.max_num_gen_batches={limit} generation batches gave {self.waiting} of "
                 f"data.train_batch_size={self.prompts} prompts whose samples differ in their reward. The data are too "
                 "easy or too hard for the model: take other prompts, raise actor_rollout_ref.rollout.n or "
                 "data.gen_batch_size, or set max_num_gen_batches=0 to go on generating."
             )
-        if unused >= max(self.prompts_in_data, 1):
+        if self._unused >= max(self.prompts_in_data, 1):
             raise UserError(
-                f"algorithm.filter_groups: none of the last {unused} prompts, a whole pass over the data, had samples "
-                f"that differ in {self.settings.metric or 'score'}, so there is nothing to learn from. Look at the "
-                "reward function, take easier or harder prompts, or raise actor_rollout_ref.rollout.n."
+                f"algorithm.filter_groups: none of the last {self._unused} prompts, a whole pass over the data, had "
+                f"samples that differ in {self.settings.metric or 'score'}, so there is nothing to learn from. Look at "
+                "the reward function, take easier or harder prompts, or raise actor_rollout_ref.rollout.n."
             )
 
-    def _differing(self, batch: DataProto) -> torch.Tensor:
-        """Rows, [B] bool, of the prompts whose samples do not all have the same metric."""
-        values = self._metric(batch).view(-1, self.samples)
-        differs = values.amax(dim=1) > values.amin(dim=1)
-        return differs.repeat_interleave(self.samples)
+    def _differs(self, batch: DataProto, groups: Groups, scores: torch.Tensor) -> torch.Tensor:
+        """For each group, whether its samples differ: in their score summed over their rows, or in a column."""
+        if self.settings.metric in SCORES:
+            samples = samples_of(batch)
+            values = samples.sum(scores)[samples.ids]
+        else:
+            values = self._column(batch, str(self.settings.metric))
+        lowest, largest = groups.extremes(values)
+        return largest > lowest
 
-    def _metric(self, batch: DataProto) -> torch.Tensor:
-        name = self.settings.metric
-        if name in SCORES:
-            return batch.batch["token_level_scores"].sum(dim=-1)
+    def _column(self, batch: DataProto, name: str) -> torch.Tensor:
         if name not in batch.non_tensor_batch:
             known = sorted(batch.non_tensor_batch)
             raise UserError(
                 f"algorithm.filter_groups.metric={name}: the reward function did not return it; use score, or one of "
-                f"what the batch has: {', '.join(known)}"
+                f"the batch's columns: {', '.join(known)}"
             )
         try:
             return torch.tensor([float(value) for value in batch.non_tensor_batch[name]], dtype=torch.float64)
@@ -146,31 +182,44 @@ class PromptPool:
             ) from error
 
     def drop(self) -> int:
-        """Forget the surplus; how many prompts it held."""
-        prompts = 0 if self.surplus is None else len(self.surplus) // self.samples
-        self.surplus = None
+        """Forget the waiting prompts and return how many there were."""
+        prompts = self.waiting
+        self._waiting, self._uids = [], {}
+        self._start_step()
         return prompts
 
     # ------------------------------------------------------------------ checkpoint
 
     def save(self, folder: Path) -> None:
-        """Write the surplus, if there is one."""
-        if self.surplus is not None:
-            self.surplus.save_to_disk(folder / SURPLUS_FILE)
+        """Write the waiting prompts, if there are any."""
+        if self._waiting:
+            join_generated(self._waiting, self.pad_token_id).save_to_disk(folder / SURPLUS_FILE)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote.
 
         Raises:
-            UserError: it has another number of samples a prompt.
+            UserError: the prompts have another number of samples.
         """
         path = folder / SURPLUS_FILE
-        self.surplus = DataProto.load_from_disk(path) if path.exists() else None
-        if self.surplus is None:
+        self.drop()
+        if not path.exists():
             return
-        _, counts = np.unique(self.surplus.non_tensor_batch["uid"].astype(str), return_counts=True)
-        if not (counts == self.samples).all():
+        surplus = DataProto.load_from_disk(path)
+        samples = samples_of(surplus)
+        uids = {str(uid): None for uid in surplus.non_tensor_batch["uid"]}
+        if samples.count != self.samples * len(uids):
+            found = samples.count // len(uids)
             raise UserError(
-                f"{path} holds {counts[0]} samples of each prompt that wait for the next step, and "
-                f"actor_rollout_ref.rollout.n={self.samples}; resume with rollout.n={counts[0]}"
+                f"{path} holds {found} samples of each prompt that waits for the next step, and "
+                f"actor_rollout_ref.rollout.n={self.samples}; resume with rollout.n={found}"
             )
+        self._waiting, self._uids = [surplus], uids
+        self._start_step()
+
+
+def samples_of(batch: DataProto) -> Groups:
+    """Which rows are one sample of a prompt: those with the same `uid` and `sample`; without `sample` every row."""
+    objects = batch.non_tensor_batch
+    numbers = objects.get("sample", np.arange(len(batch)))
+    return Groups(list(zip(map(str, objects["uid"]), numbers.tolist(), strict=True)), _CPU)

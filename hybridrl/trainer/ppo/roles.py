@@ -1,11 +1,21 @@
-"""Which models take part, on which pool of devices each lives, and the worker groups that come of it."""
+"""The table of roles: every model that takes part in a run, and all that the trainer knows about it.
 
-from collections.abc import Mapping
-from enum import Enum
-from typing import Any
+Start-up, loading, evaluation, updates, checkpoints, placement and metrics iterate over this table. A further model is a
+worker class, its settings and a row (`register_role`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.schema import names
+from hybridrl.errors import ConfigError
+from hybridrl.protocol import DataProto
 from hybridrl.single_controller.ray import (
     RayClassWithInitArgs,
     RayWorkerGroup,
@@ -14,97 +24,321 @@ from hybridrl.single_controller.ray import (
 )
 from hybridrl.trainer.startup import USES_GPU
 
+if TYPE_CHECKING:
+    from hybridrl.trainer.ppo.needs import Needs
 
-class Role(Enum):
-    """A part that a worker group plays in the dataflow."""
-
-    Actor = 0
-    Rollout = 1
-    ActorRollout = 2
-    Critic = 3
-    RefPolicy = 4
-    RewardModel = 5
-    ActorRolloutRef = 6
+POLICY = "actor_rollout"
+#: key of a pool mapping, and name of the pool, for replicas that have devices of their own
+ROLLOUT, ROLLOUT_POOL = "rollout", "rollout_pool"
 
 
-#: the pool of replicas that have devices of their own
-ROLLOUT_POOL = "rollout_pool"
-_GROUP_NAMES = {Role.ActorRollout: "actor_rollout", Role.Critic: "critic", Role.RefPolicy: "ref"}
-# Keys of `placement.roles`, the first that is given counts: the reference policy lives with the actor unless told
-# otherwise.
-_PLACEMENT_KEYS = {
-    Role.ActorRollout: ("actor_rollout_ref",),
-    Role.Critic: ("critic",),
-    Role.RefPolicy: ("ref", "actor_rollout_ref"),
-}
+class Role(StrEnum):
+    """verl's names of the roles; each is the string that names the role everywhere."""
+
+    Actor = "actor"
+    Rollout = ROLLOUT
+    ActorRollout = POLICY
+    Critic = "critic"
+    RefPolicy = "ref"
+    RewardModel = "reward_model"
+    ActorRolloutRef = "actor_rollout_ref"
 
 
-def active_roles(config: PPOTrainerConfig) -> list[Role]:
-    """The roles of this run, the policy first."""
-    roles = [Role.ActorRollout]
-    if config.use_critic:
-        roles.append(Role.Critic)
-    if config.use_reference:
-        roles.append(Role.RefPolicy)
-    return roles
+def _always(needs: "Needs") -> bool:
+    return True
 
 
-def default_workers() -> dict[Role, type]:
-    """The library's own worker of each role."""
+def _at_once(config: PPOTrainerConfig) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over a batch before the update: one call of the worker group, whose columns join the batch.
+
+    Attributes:
+        phase: its name in `timing_s/<phase>`.
+        method: of the worker group; gets `MODEL_INPUTS`, returns tensors of the same rows.
+        needed: whether the run reads the result.
+        advice: what to change if the phase runs out of memory.
+        per_token: whether `timing_per_token_ms/<phase>` is reported.
+    """
+
+    phase: str
+    method: str
+    needed: "Callable[[Needs], bool]" = _always
+    advice: str = ""
+    per_token: bool = True
+
+
+@dataclass(frozen=True)
+class Update:
+    """How a role learns from a batch.
+
+    Attributes:
+        phase: its name in `timing_s/<phase>`.
+        method: of the worker group; gets the batch of an epoch, see `ModelWorker.update`.
+        settings: the part of the configuration with `ppo_epochs`, `ppo_mini_batch_size`, `shuffle`,
+            `data_loader_seed`.
+        fields: of the batch, besides `MODEL_INPUTS`.
+        optional: further fields, if the batch has them.
+        after: number of steps before the role learns; its schedule begins then.
+        advice: what to change if the phase runs out of memory.
+    """
+
+    phase: str
+    method: str
+    settings: Callable[[PPOTrainerConfig], Any]
+    fields: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    after: Callable[[PPOTrainerConfig], int] = _at_once
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What of a role is in a checkpoint: `folder` in it, and the `checkpoint` settings."""
+
+    folder: str
+    settings: Callable[[PPOTrainerConfig], Any]
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role.
+
+    Attributes:
+        name: of the worker group; the key of every mapping by role.
+        worker: returns the worker class, which is imported no earlier. Its constructor takes `config` and `timeout_s`,
+            and it has `init_model(steps, updates_per_step)`.
+        config_of: the worker's part of the configuration.
+        needed: whether the role takes part in a run.
+        placement: keys of `placement.roles`; the first that is given counts.
+        mesh: the dispatch mesh of the worker's methods.
+        arguments: further arguments of the worker's constructor.
+        passes: forward passes before the update.
+        scores: computes [B, T] from the batch after the passes; it is added to `token_level_scores`.
+        update: how it learns; None for a frozen model.
+        saved: its part of a checkpoint; None if there is nothing to save.
+    """
+
+    name: str
+    worker: Callable[[], Any]
+    config_of: Callable[[PPOTrainerConfig], Any]
+    needed: Callable[[PPOTrainerConfig], bool]
+    placement: tuple[str, ...]
+    mesh: str
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    passes: tuple[Pass, ...] = ()
+    scores: Callable[[DataProto], torch.Tensor] | None = None
+    update: Update | None = None
+    saved: Saved | None = None
+
+
+def _policy_worker() -> Any:
     from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+    return ActorRolloutRefWorker
+
+
+def _critic_worker() -> Any:
     from hybridrl.workers.critic import CriticWorker
 
-    return {Role.ActorRollout: ActorRolloutRefWorker, Role.RefPolicy: ActorRolloutRefWorker, Role.Critic: CriticWorker}
+    return CriticWorker
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_LOG_PROBS = "log_prob_micro_batch_size_per_gpu (or log_prob_max_token_len_per_gpu)"
+_TRAINING = (
+    "lower {0}.ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu with use_dynamic_bsz), set "
+    "enable_gradient_checkpointing, or offload with {1}.param_offload and optimizer_offload; a rollout "
+    "engine keeps its memory while actor_rollout_ref.rollout.free_cache_engine=False"
+)
+
+#: In the order of evaluation. Loading and updating go the other way: a critic or reference of the same pool loads
+#: before the policy, which generates and has to see the memory that is left, and the critic learns before the policy.
+ROLES: dict[str, RoleSpec] = {}
+
+
+def register_role(spec: RoleSpec) -> RoleSpec:
+    """Add a row to the table; it is evaluated after the rows that are there, and loads and learns before them.
+
+    Raises:
+        ValueError: there is a role of that name.
+    """
+    if spec.name in ROLES:
+        raise ValueError(f"role {spec.name!r} is registered already; roles are {', '.join(ROLES)}")
+    ROLES[spec.name] = spec
+    return spec
+
+
+register_role(
+    RoleSpec(
+        name=POLICY,
+        worker=_policy_worker,
+        config_of=lambda config: config.actor_rollout_ref,
+        needed=lambda config: True,
+        placement=("actor_rollout_ref",),
+        mesh="actor",
+        arguments={"role": POLICY},
+        passes=(
+            Pass(
+                "old_log_prob",
+                "compute_log_prob",
+                needed=lambda needs: needs.old_log_probs,
+                advice=f"lower actor_rollout_ref.rollout.{_LOG_PROBS}",
+                per_token=False,  # verl has no such metric
+            ),
+        ),
+        update=Update(
+            "update_actor",
+            "update_actor",
+            settings=lambda config: config.actor_rollout_ref.actor,
+            fields=("advantages",),
+            optional=("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights"),
+            after=lambda config: config.trainer.critic_warmup,
+            advice=_TRAINING.format(_ACTOR, f"{_ACTOR}.fsdp_config"),
+        ),
+        saved=Saved("actor", lambda config: config.actor_rollout_ref.actor.checkpoint),
+    )
+)
+register_role(
+    RoleSpec(
+        name="ref",
+        worker=_policy_worker,
+        config_of=lambda config: config.actor_rollout_ref,
+        needed=lambda config: config.use_reference,
+        placement=("ref", "actor_rollout_ref"),  # with the actor unless it is placed elsewhere
+        mesh="ref",
+        arguments={"role": "ref"},
+        passes=(
+            Pass(
+                "ref",
+                "compute_ref_log_prob",
+                needed=lambda needs: needs.ref_log_prob,
+                advice=f"lower actor_rollout_ref.ref.{_LOG_PROBS}",
+            ),
+        ),
+    )
+)
+register_role(
+    RoleSpec(
+        name="critic",
+        worker=_critic_worker,
+        config_of=lambda config: config.critic,
+        needed=lambda config: config.use_critic,
+        placement=("critic",),
+        mesh="critic",
+        passes=(Pass("values", "compute_values", advice="lower critic.forward_micro_batch_size_per_gpu"),),
+        update=Update(
+            "update_critic",
+            "update_critic",
+            settings=lambda config: config.critic,
+            fields=("values", "returns"),
+            advice=_TRAINING.format("critic", "critic.fsdp"),
+        ),
+        saved=Saved("critic", lambda config: config.critic.checkpoint),
+    )
+)
+
+
+def active_roles(config: PPOTrainerConfig) -> list[RoleSpec]:
+    """The roles of this run, in the table's order.
+
+    Raises:
+        ConfigError: `roles` holds settings of a role that is not registered.
+    """
+    unknown = [name for name in config.roles if name not in ROLES]
+    if unknown:
+        raise ConfigError(
+            f"roles.{unknown[0]}: no such role; registered are {', '.join(ROLES)}. Register it with register_role in a "
+            "module that actor_rollout_ref.model.external_lib names"
+        )
+    return [spec for spec in ROLES.values() if spec.needed(config)]
+
+
+def own_settings(name: str, cls: type) -> Callable[[PPOTrainerConfig], Any]:
+    """`config_of` for a role with settings of its own: `roles.<name>` as an instance of the dataclass `cls`."""
+
+    def config_of(config: PPOTrainerConfig) -> Any:
+        given = dict(config.roles.get(name, {}))
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        nothing = dataclasses.MISSING
+        required = [key for key, f in known.items() if f.default is nothing and f.default_factory is nothing]
+        faults = [f"roles.{name}.{key}: unknown key; there are {', '.join(known)}" for key in given if key not in known]
+        faults += [f"roles.{name}.{key} is missing" for key in required if key not in given]
+        if faults:
+            raise ConfigError(faults)
+        return cls(**given)
+
+    return config_of
+
+
+def phases_per_token() -> tuple[str, ...]:
+    """Phases that work on every token of prompts and responses, whose time per token is reported."""
+    passes = [one.phase for spec in ROLES.values() for one in spec.passes if one.per_token]
+    return (*passes, "adv", *(spec.update.phase for spec in ROLES.values() if spec.update is not None))
 
 
 def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
-    """The pools of `placement.pools`, and the pool of each active role by `placement.roles`."""
-    roles = config.placement.roles
-    mapping = {role: next(roles[key] for key in _PLACEMENT_KEYS[role] if key in roles) for role in active_roles(config)}
+    """The pools of `placement.pools`, and the pool of each active role by `placement.roles`.
+
+    Raises:
+        ConfigError: a role has no pool.
+    """
+    roles, mapping = config.placement.roles, {}
+    for spec in active_roles(config):
+        pool = next((roles[key] for key in spec.placement if key in roles), None)
+        if pool is None:
+            raise ConfigError(
+                f"placement.roles.{spec.placement[0]} is missing; name the pool that {spec.name} lives in"
+            )
+        mapping[spec.name] = pool
     used = {name: list(config.placement.pools[name]) for name in dict.fromkeys(mapping.values())}
     rollout = config.actor_rollout_ref.rollout
     if rollout.nnodes and rollout.name in names.ENGINES:
-        mapping[Role.Rollout] = ROLLOUT_POOL
+        mapping[ROLLOUT] = ROLLOUT_POOL
         used[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
     return ResourcePoolManager(resource_pool_spec=used, mapping=mapping, use_gpu=USES_GPU[config.trainer.device])
 
 
 def spawn_worker_groups(
     config: PPOTrainerConfig,
-    role_worker_mapping: Mapping[Role, Any] | None = None,
+    role_worker_mapping: Mapping[str, Any] | None = None,
     manager: ResourcePoolManager | None = None,
     ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
-) -> dict[Role, RayWorkerGroup]:
+) -> dict[str, RayWorkerGroup]:
     """Start the processes. Roles of one pool share its processes and take turns; each gets a group of its own to be
     called through.
 
     Args:
         config: says which roles take part and, where `manager` is None, where they live.
-        role_worker_mapping: the worker class of each role; the library's own where None.
+        role_worker_mapping: worker classes by role, in place of those of the table.
     """
-    workers = role_worker_mapping or default_workers()
+    workers = role_worker_mapping or {}
     manager = manager or resource_pools(config)
     manager.create_resource_pool()
-    trainer = config.trainer
-    timeout = {"timeout_s": config.actor_rollout_ref.nccl_timeout}
-    arguments: dict[Role, dict[str, Any]] = {
-        Role.ActorRollout: {"config": config.actor_rollout_ref, "role": "actor_rollout", **timeout},
-        Role.RefPolicy: {"config": config.actor_rollout_ref, "role": "ref", **timeout},
-        Role.Critic: {"config": config.critic, **timeout},
-    }
-    by_pool: dict[str, list[Role]] = {}
-    for role in active_roles(config):
-        by_pool.setdefault(manager.mapping[role], []).append(role)
-    groups: dict[Role, RayWorkerGroup] = {}
-    for roles in by_pool.values():
-        classes = {_GROUP_NAMES[role]: RayClassWithInitArgs(cls=workers[role], **arguments[role]) for role in roles}
+    trainer, timeout_s = config.trainer, config.actor_rollout_ref.nccl_timeout
+    by_pool: dict[str, list[RoleSpec]] = {}
+    for spec in active_roles(config):
+        by_pool.setdefault(manager.mapping[spec.name], []).append(spec)
+    groups: dict[str, RayWorkerGroup] = {}
+    for specs in by_pool.values():
+        classes = {
+            spec.name: RayClassWithInitArgs(
+                cls=workers.get(spec.name) or spec.worker(),
+                config=spec.config_of(config),
+                timeout_s=timeout_s,
+                **spec.arguments,
+            )
+            for spec in specs
+        }
         fused = ray_worker_group_cls(
-            resource_pool=manager.get_resource_pool(roles[0]),
+            resource_pool=manager.get_resource_pool(specs[0].name),
             ray_cls_with_init=create_colocated_worker_cls(classes),
             ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
             timeout_s=trainer.phase_timeout_s,
             threads=trainer.threads_per_worker,
         )
-        spawned = fused.spawn(prefix_set=classes.keys())
-        groups |= {role: spawned[_GROUP_NAMES[role]] for role in roles}
+        groups |= fused.spawn(prefix_set=classes.keys())
     return groups

@@ -6,19 +6,23 @@ from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.single_controller.ray import RayWorkerGroup
-from hybridrl.trainer.ppo.roles import Role, resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.startup import workers_starting
 
 
-def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[Role, Any] | None = None) -> None:
+def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None = None) -> None:
     """Train as `config` says.
 
     Args:
-        role_worker_mapping: worker classes of one's own; the library's where None.
+        role_worker_mapping: worker classes by role, in place of the library's own.
     """
+    if config.actor_rollout_ref.model.external_lib:  # it may register roles, whose workers start first
+        from hybridrl.models.loading import import_external_lib
+
+        import_external_lib(config.actor_rollout_ref.model.external_lib)
     manager = resource_pools(config)
 
-    def spawn() -> dict[Role, RayWorkerGroup]:
+    def spawn() -> dict[str, RayWorkerGroup]:
         return spawn_worker_groups(config, role_worker_mapping, manager)
 
     with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:

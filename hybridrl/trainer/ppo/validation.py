@@ -1,31 +1,41 @@
 """Validation: answers to held-out prompts, scored and summarised by data source."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from hybridrl.config import RolloutConfig
 from hybridrl.observe.metrics import validation_metrics
+from hybridrl.protocol import DataProto
+from hybridrl.reward import RewardManager
+from hybridrl.rollout import Rollout
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
+from hybridrl.trainer.ppo.sampler import respond
 from hybridrl.trainer.ppo.samples import Samples
 
-if TYPE_CHECKING:
-    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
+def validate(
+    prompts: Iterable[DataProto],
+    rollout: Rollout,
+    reward_fn: RewardManager,
+    settings: RolloutConfig,
+    step: int,
+    samples: Samples,
+) -> dict[str, float]:
+    """Generate `val_kwargs.n` answers to every validation prompt and score them.
 
-def validate(trainer: "RayPPOTrainer") -> dict[str, float]:
-    """Generate `rollout.val_kwargs.n` answers to every validation prompt, score them and keep them in `validation/`.
+    Args:
+        prompts: batches of validation prompts.
+        rollout: generates, with the weights that it has.
+        reward_fn: scores the answers.
+        settings: `actor_rollout_ref.rollout`.
+        step: training steps that the weights have seen.
+        samples: every answer is added to it.
 
     Returns:
-        `val-core/*` and `val-aux/*` (see `hybridrl.observe.validation_metrics`) and `timing_s/testing`.
+        `val-core/*` and `val-aux/*`; see `hybridrl.observe.validation_metrics`.
     """
-    run, settings = trainer.run, trainer.config.trainer
-    n = trainer.config.actor_rollout_ref.rollout.val_kwargs.n
-    samples = Samples(trainer.tokenizer)
-    assert trainer.val_loader is not None
-    with run.phase("testing"):
-        for prompts in trainer.val_loader:
-            batch = trainer.sample(repeat_for_sampling(prompts, n), validate=True)
-            result = trainer.val_reward_fn(batch, return_dict=True)
-            samples.add(batch, result["reward_tensor"].sum(dim=-1).tolist(), result["reward_extra_info"])
-        metrics = validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})
-    samples.write(run.validation_folder, run.step)
-    run.tracking.log_generations(samples.rows(settings.log_val_generations), step=run.step)
-    return metrics | {"timing_s/testing": run.timing.pop("testing")}
+    for batch in prompts:
+        asked = repeat_for_sampling(batch, settings.val_kwargs.n)
+        answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True)
+        result = reward_fn(answered, return_dict=True)
+        samples.add(answered, result["reward_tensor"].sum(dim=-1).tolist(), result["reward_extra_info"])
+    return validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})

@@ -1,7 +1,6 @@
 """Supervised fine-tuning over a worker group: `SFTTrainer.fit` is the algorithm."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,42 +57,44 @@ class SFTTrainer:
         with self.run:
             self.restore()
             for batch in self.run.batches(self.train_loader):
-                with self.step():
-                    self.update(batch)
+                with self.run.measured_step():
+                    metrics = self.update(batch)
                     self.train_loader.after_step(batch)  # for a sampler or data set that learns from it
+                self.report(metrics)
                 self.validate_if_due()
                 self.save_if_due()
             self.save_if_due()  # a wish to stop may come between the last save and the end of the loop
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Count and time a step, and report it when it is done."""
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step."""
         run = self.run
-        with run.measured_step():
-            yield
-        metrics = run.metrics | {
-            "training/global_step": run.step,
-            "training/epoch": (run.step - 1) // len(self.train_loader),
-        }
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in run.timing.items()}
         tokens_per_second = metrics["perf/total_num_tokens"] / run.timing["step"]
-        run.report(metrics | {"perf/throughput": tokens_per_second / self.group.world_size})
+        run.report(
+            {
+                **metrics,
+                "training/global_step": run.step,
+                "training/epoch": (run.step - 1) // len(self.train_loader),
+                **{f"timing_s/{name}": seconds for name, seconds in run.timing.items()},
+                "perf/throughput": tokens_per_second / self.group.world_size,
+            }
+        )
 
-    def update(self, batch: DataProto) -> None:
-        """One optimizer step on the whole batch."""
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on the whole batch; returns its metrics."""
         batch = as_responses(batch)
         dp_size = self.group.dp_size(MESH)
         shards, mini_batches = spread_over_ranks(batch, [np.arange(len(batch))], dp_size)
         skip = self.config.trainer.on_nonfinite == "skip"
         UpdatePlan(mini_batches=mini_batches, dp_size=dp_size, updates=1, skip_nonfinite=skip).attach_to(shards)
-        with self.run.phase("update_model"), self.run.keeping_batch_on_error(batch):
+        with self.run.phase("update_model"), self.run.failed_batches.keeping(batch, self.run.step):
             updated = self.group.update_model(shards).get()
         of_ranks = updated.meta_info["metrics"]
-        self.run.keep_if_skipped(batch, of_ranks)
+        self.run.failed_batches.keep_if_skipped(batch, self.run.step, of_ranks)
         merged = merge_metrics({name: metric} for name, found in of_ranks.items() for metric in found)
-        self.run.metrics |= reduce_to_floats(merged)
-        self.run.metrics["train/global_tokens"] = int(batch.batch["response_mask"].sum())
-        self.run.metrics["perf/total_num_tokens"] = int(batch.batch["attention_mask"].sum())
+        return reduce_to_floats(merged) | {
+            "train/global_tokens": int(batch.batch["response_mask"].sum()),
+            "perf/total_num_tokens": int(batch.batch["attention_mask"].sum()),
+        }
 
     def validate_if_due(self) -> None:
         """`val/loss`: the mean negative log-likelihood of the validation data's learnt tokens."""

@@ -1,0 +1,57 @@
+"""Batches of updates that failed, kept in the run's folder to be examined and replayed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridrl.notify import notify
+from hybridrl.protocol import DataProto
+from hybridrl.protocol.storage import StorageError
+from hybridrl.single_controller import WorkerError
+from hybridrl.utils.metrics import Metric
+
+KEPT_BATCHES = 8  # a run that skips update after update must not fill the disk
+
+
+class FailedBatches:
+    """Keeps the batches of failed updates.
+
+    Args:
+        folder: the run's folder; a batch goes to `failed_batch_step_N` in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextmanager
+    def keeping(self, batch: DataProto, step: int) -> Iterator[None]:
+        """Keep `batch` if a worker fails inside the block; the error says where it is."""
+        try:
+            yield
+        except WorkerError as error:
+            error.add_note(self._keep(batch, step))
+            raise
+
+    def keep_if_skipped(self, batch: DataProto, step: int, metrics: Mapping[str, Iterable[Metric]]) -> None:
+        """Keep the batch of an update in which a step was skipped (`trainer.on_nonfinite=skip`), and report it.
+
+        Args:
+            metrics: what the workers' update returned.
+        """
+        if any(
+            float(metric.value) > 0 for name in metrics if name.endswith("/skipped_steps") for metric in metrics[name]
+        ):
+            what = f"step {step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
+            notify(f"{what}; {self._keep(batch, step)}", "warning")
+
+    def _keep(self, batch: DataProto, step: int) -> str:
+        """Write the batch and return what became of it, for a message."""
+        path = self.folder / f"failed_batch_step_{step}"
+        if len(list(self.folder.glob("failed_batch_step_*"))) >= KEPT_BATCHES and not path.exists():
+            return f"the batch of this update is not kept: {KEPT_BATCHES} are in {self.folder} already"
+        known = [name for name in ("temperature",) if name in batch.meta_info]
+        try:
+            batch.select(meta_info_keys=known).save_to_disk(path)
+        except (OSError, StorageError) as error:  # the failure itself matters more
+            return f"the batch of this update could not be kept in {path}: {error}"
+        return f"the batch of this update is kept in {path} (DataProto.load_from_disk)"

@@ -1,0 +1,277 @@
+"""From a scored batch to updated models: `Learner.learn` evaluates, corrects, estimates advantages and updates.
+
+Shapes: B sequences, T response tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.protocol import DataProto
+from hybridrl.single_controller import RayWorkerGroup
+from hybridrl.trainer.failed_batches import FailedBatches
+from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.advantage import (
+    SLOT,
+    apply_kl_penalty,
+    compute_advantage,
+    critic_metrics,
+    draw_by_reward,
+)
+from hybridrl.trainer.ppo.batching import balanced_order, epochs_of_mini_batches, seed_of, spread_over_ranks
+from hybridrl.trainer.ppo.correction import PROBE_ROWS, TRAINED_MASK, correct_rollout
+from hybridrl.trainer.ppo.memory import memory_advice
+from hybridrl.trainer.ppo.needs import Needs
+from hybridrl.trainer.ppo.reward_transform import RewardTransform
+from hybridrl.trainer.ppo.roles import POLICY, ROLES, RoleSpec, Update, active_roles
+from hybridrl.trainer.ppo.sampler import Sampled
+from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
+from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
+from hybridrl.workers.loss_prepass import ROW_IDS
+from hybridrl.workers.update_plan import UpdatePlan
+
+MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of learning did.
+
+    Attributes:
+        step: its number, from 1.
+        batch: the batch that was learned from, rows in the sampler's order, with what was computed on the way
+            (`old_log_probs`, `ref_log_prob`, `values`, `token_level_rewards`, `advantages`, `returns` [B, T]).
+        metrics: of evaluation, correction, advantages and updates.
+        timing: seconds per phase: `old_log_prob`, `ref`, `values`, `rollout_corr`, `adv`, `update_critic`,
+            `update_actor`.
+    """
+
+    step: int
+    batch: DataProto
+    metrics: dict[str, float]
+    timing: dict[str, float]
+
+
+class Learner:
+    """Learns from scored batches; owns the worker groups, the KL controller and the reward transform.
+
+    Args:
+        config: the whole configuration.
+        groups: the started worker groups, by role.
+        failed_batches: keeps batches whose update failed.
+
+    Attributes:
+        roles: those that take part, in the order of evaluation; see `ROLES`.
+        step: number of batches learned from.
+    """
+
+    def __init__(
+        self, config: PPOTrainerConfig, groups: Mapping[str, RayWorkerGroup], failed_batches: FailedBatches
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.roles = [spec for spec in active_roles(config) if spec.name in groups]
+        self.policy = groups[POLICY]
+        self.failed_batches = failed_batches
+        self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.reward_transform = RewardTransform(config.algorithm)
+        self.needs = Needs.of(config)
+        self.step = 0
+
+    def init_models(self, total_steps: int) -> None:
+        """Have the workers build and load their models, with schedules of `total_steps` training steps."""
+        for spec in reversed(self.roles):
+            steps, updates = total_steps, 1
+            if spec.update is not None:
+                steps = max(total_steps - spec.update.after(self.config), 1)
+                updates = self._updates_per_step(spec.update.settings(self.config))
+            self.groups[spec.name].init_model(steps, updates)
+
+    def learn(self, sampled: Sampled) -> StepResult:
+        """One step: evaluate, correct, advantages, update."""
+        self.step += 1
+        timer = PhaseTimer(memory_advice())
+        batch = sampled.batch.select()  # what is added here is not added to the sampler's batch
+        metrics = self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
+        metrics |= self.correct(batch, sampled.probe, timer)  # for where sampler and trainer differ
+        metrics |= self.estimate_advantages(batch, timer)
+        metrics |= self.update(batch, timer)  # critic, then actor
+        return StepResult(self.step, batch, metrics, dict(timer.seconds))
+
+    # ------------------------------------------------------------------ the phases; each adds to the batch
+
+    def evaluate(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
+        """Add log-probabilities before the update, reference log-probabilities and values, each if it is needed.
+
+        All are asked for before the first is waited for, so that models on different devices compute side by side.
+        With `trainer.balance_batch` the rows are ordered so that every rank gets about the same work; what comes back
+        is in the batch's order again.
+        """
+        inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
+        inputs, back, metrics = self._balanced(inputs)
+        inputs.meta_info["ref_kl"] = self.needs.ref_kl
+        pending = [
+            (one.phase, getattr(self.groups[spec.name], one.method)(inputs))
+            for spec in self.roles
+            for one in spec.passes
+            if one.needed(self.needs)
+        ]
+        for phase, future in pending:
+            with timer.phase(phase):
+                found = future.get()
+                batch.union(found if back is None else found.select_idxs(back))
+        if "entropys" in batch.batch.keys():
+            entropy = batch.pop(batch_keys=["entropys"]).batch["entropys"]
+            metrics["actor/entropy"] = masked_mean(entropy, batch.batch["response_mask"]).item()
+        return metrics | self._add_scores(batch)
+
+    def _add_scores(self, batch: DataProto) -> dict[str, float]:
+        """Add the scores of the roles that have some to those of the reward function."""
+        metrics: dict[str, float] = {}
+        for spec in self.roles:
+            if spec.scores is not None:
+                found = torch.where(batch.batch["response_mask"].bool(), spec.scores(batch), 0.0)
+                batch.batch["token_level_scores"] = batch.batch["token_level_scores"] + found
+                metrics[f"{spec.name}/score/mean"] = found.sum(dim=-1).mean().item()
+        return metrics
+
+    def _balanced(self, inputs: DataProto) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
+        """The rows in balanced order, the order that undoes it (None where nothing was reordered), and metrics."""
+        ranks = self.policy.dp_size(ROLES[POLICY].mesh)
+        if not self.config.trainer.balance_batch or ranks == 1 or len(inputs) % ranks:
+            return inputs, None, {}
+        order = balanced_order(inputs, ranks)
+        lengths = inputs.batch["attention_mask"].sum(dim=1)
+        shards = [shard.tolist() for shard in order.chunk(ranks)]
+        metrics = log_seqlen_unbalance(lengths.tolist(), shards, prefix="global_seqlen")
+        return inputs.select_idxs(order), torch.argsort(order), metrics
+
+    def correct(self, batch: DataProto, probe: DataProto | None, timer: PhaseTimer) -> dict[str, float]:
+        """Measure how far sampler and trainer are apart, and correct for it as `algorithm.rollout_correction` says.
+
+        On the first step a difference that no rounding explains ends the run.
+        """
+        settings, metrics = self.config.algorithm.rollout_correction, {}
+        with timer.phase("rollout_corr"):
+            if self.step == 1 and settings.probe_threshold is not None:
+                metrics = self.compare_with_sampler(batch if probe is None else probe, settings.probe_threshold)
+            return metrics | correct_rollout(batch, settings)
+
+    def compare_with_sampler(self, batch: DataProto, threshold: float) -> dict[str, float]:
+        """Compare sampler and trainer on tokens sampled at temperature alone, under the same weights.
+
+        Args:
+            batch: as generated; log-probabilities are computed for a few of its rows if it has none.
+
+        Returns:
+            `rollout_corr/probe_*`.
+
+        Raises:
+            AlgorithmError: they differ by more than `threshold`: not the same model.
+        """
+        if "old_log_probs" not in batch.batch.keys():
+            batch = batch[:PROBE_ROWS]
+            inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
+            found = self.policy.compute_log_prob(inputs).get()
+            batch = batch.union(found.select(batch_keys=["old_log_probs"]))
+        fields = batch.batch
+        return check_probe(fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"], threshold)
+
+    def estimate_advantages(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
+        """Add rewards (normalised, clipped and less a KL penalty, as configured), `advantages` and `returns`."""
+        algorithm, fields = self.config.algorithm, batch.batch
+        metrics: dict[str, float] = {}
+        with timer.phase("adv"):
+            fields["token_level_rewards"], baselines = self.reward_transform(
+                fields["token_level_scores"], fields["response_mask"], fields.get("reward_baselines", None)
+            )
+            if baselines is not None:
+                fields["reward_baselines"] = baselines
+            if algorithm.use_kl_in_reward:
+                batch, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            compute_advantage(batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, algorithm)
+            if self.needs.values:
+                metrics |= critic_metrics(batch, algorithm.gamma)
+        return metrics
+
+    def update(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
+        """Every epoch of mini-batches of the critic, then, once the critic is warmed up, of the policy."""
+        algorithm = self.config.algorithm
+        if algorithm.use_pf_ppo:
+            seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.step)
+            batch = draw_by_reward(batch, algorithm.pf_ppo, seed)
+        pending: list[tuple[str, Any]] = []
+        for spec in reversed(self.roles):
+            if spec.update is not None and self.step > spec.update.after(self.config):
+                call = getattr(self.groups[spec.name], spec.update.method)
+                pending += [
+                    (spec.update.phase, call(shards)) for shards in self._update_batches(batch, spec, spec.update)
+                ]
+        parts: list[dict[str, Metric]] = []
+        for phase, future in pending:
+            with timer.phase(phase), self.failed_batches.keeping(batch, self.step):
+                metrics = future.get().meta_info["metrics"]
+            self.failed_batches.keep_if_skipped(batch, self.step, metrics)
+            parts += [{name: metric} for name, found in metrics.items() for metric in found]
+        return reduce_to_floats(merge_metrics(parts))
+
+    def _updates_per_step(self, settings: Any) -> int:
+        """Optimizer steps that a model takes in each training step."""
+        return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
+
+    def _update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
+        """One batch per epoch, arranged for `ModelWorker.update`."""
+        settings, dp_size = update.settings(self.config), self.groups[spec.name].dp_size(spec.mesh)
+        fields = [*MODEL_INPUTS, *update.fields, *(name for name in update.optional if name in batch.batch.keys())]
+        objects = batch.non_tensor_batch
+        epochs = list(
+            epochs_of_mini_batches(
+                objects.get(SLOT, objects["uid"]),
+                prompts_per_mini_batch=settings.ppo_mini_batch_size,
+                epochs=settings.ppo_epochs,
+                shuffle=settings.shuffle,
+                seed=settings.data_loader_seed + self.step,
+            )
+        )
+        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
+        if TRAINED_MASK in batch.batch.keys():
+            chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
+        chosen.batch[ROW_IDS] = torch.arange(len(batch))
+        seed = partial(seed_of, settings.data_loader_seed, self.step)
+        for epoch, mini_batches in enumerate(epochs):
+            seeds = [seed(epoch, number) for number in range(len(mini_batches))]
+            spread, planned = spread_over_ranks(chosen, mini_batches, dp_size, seeds)
+            yield UpdatePlan(
+                mini_batches=planned,
+                dp_size=dp_size,
+                updates=sum(map(len, epochs)),
+                skip_nonfinite=self.config.trainer.on_nonfinite == "skip",
+                response_length=self.config.actor_rollout_ref.rollout.response_length,
+                temperature=self.config.actor_rollout_ref.rollout.temperature,
+                rollout_correction=self.config.algorithm.rollout_correction,
+            ).attach_to(spread)
+
+    # ------------------------------------------------------------------ state
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the models, and return the rest of the state."""
+        for spec in self.roles:
+            if spec.saved is not None:
+                contents = spec.saved.settings(self.config).save_contents
+                self.groups[spec.name].save_checkpoint(str(folder / spec.saved.folder), contents)
+        return {"kl_ctrl": self.kl_ctrl.state_dict(), "reward_transform": self.reward_transform.state_dict()}
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Weights, optimizers and schedules of a checkpoint, the KL coefficient and the running reward statistics."""
+        for spec in self.roles:
+            if spec.saved is not None:
+                contents = spec.saved.settings(self.config).load_contents
+                self.groups[spec.name].load_checkpoint(str(folder / spec.saved.folder), contents)
+        self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        self.reward_transform.load_state_dict(state["reward_transform"])

@@ -1,0 +1,142 @@
+"""The learner over worker groups that run in this process: order, what is handed on, and what comes back."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.config import load_config
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.failed_batches import FailedBatches
+from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.learner import Learner
+from hybridrl.trainer.ppo.sampler import Sampled
+from hybridrl.utils.metrics import Metric
+from hybridrl.workers.loss_prepass import ROW_IDS
+from hybridrl.workers.update_plan import UpdatePlan
+
+PROMPTS, SAMPLES, WIDTH = 4, 2, 6
+
+
+class PlainGroup:
+    """Two shards of a policy whose log-probability of a token is minus a hundredth of its id."""
+
+    def __init__(self) -> None:
+        self.evaluated: list[DataProto] = []
+        self.updated: list[DataProto] = []
+
+    def dp_size(self, mesh: str) -> int:
+        assert mesh == "actor"
+        return 2
+
+    def compute_log_prob(self, batch: DataProto) -> Any:
+        self.evaluated.append(batch)
+        values = -batch.batch["responses"] / 100
+        found = DataProto.from_dict(tensors={"old_log_probs": values, "entropys": -2 * values})
+        return SimpleNamespace(get=lambda: found)
+
+    def update_actor(self, batch: DataProto) -> Any:
+        self.updated.append(batch)
+        number = float(len(self.updated))
+        done = DataProto(meta_info={"metrics": {"actor/pg_loss": [Metric(number, 1.0)]}})
+        return SimpleNamespace(get=lambda: done)
+
+
+def sampled_batch(seed: int = 0) -> Sampled:
+    rows = PROMPTS * SAMPLES
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(WIDTH)[None] < torch.arange(1, rows + 1)[:, None].clamp(max=WIDTH)).long()
+    ids = torch.randint(1, 90, (rows, 2 + WIDTH), generator=generator)
+    scores = torch.zeros(rows, WIDTH)
+    scores[:, 0] = torch.randn(rows, generator=generator)
+    attention = torch.cat([torch.ones(rows, 2, dtype=torch.int64), mask], 1)
+    batch = DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :2],
+            "responses": ids[:, 2:],
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": attention.cumsum(1) - 1,
+            "response_mask": mask,
+            "rollout_log_probs": -ids[:, 2:] / 100,
+            "token_level_scores": scores,
+        },
+        non_tensors={"uid": np.repeat([f"0-{p}" for p in range(PROMPTS)], SAMPLES).astype(object)},
+        meta_info={"temperature": 1.0},
+    )
+    return Sampled(batch, {}, {})
+
+
+def learner_of(group: PlainGroup, folder: Path, *words: str) -> Learner:
+    config = load_config(
+        "ppo_trainer",
+        [
+            "algorithm.adv_estimator=grpo",
+            f"data.train_batch_size={PROMPTS}",
+            f"actor_rollout_ref.rollout.n={SAMPLES}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+            *words,
+        ],
+    )
+    return Learner(config, {"actor_rollout": group}, FailedBatches(folder))  # type: ignore[dict-item]
+
+
+def test_rows_are_balanced_for_evaluation_and_come_back_in_order(tmp_path) -> None:
+    group, sampled = PlainGroup(), sampled_batch()
+    before = {name: tensor.clone() for name, tensor in sampled.batch.batch.items()}
+    result = learner_of(group, tmp_path).learn(sampled)
+    (asked,) = group.evaluated
+    assert not torch.equal(asked.batch["responses"], before["responses"])  # reordered on the way
+    shares = [int(half.sum()) for half in asked.batch["attention_mask"].sum(1).chunk(2)]
+    assert abs(shares[0] - shares[1]) <= WIDTH
+    fields = result.batch.batch
+    assert torch.equal(fields["responses"], before["responses"])
+    torch.testing.assert_close(fields["old_log_probs"], -before["responses"] / 100)
+    totals = before["token_level_scores"].sum(1).view(PROMPTS, SAMPLES)
+    expected = (totals - totals.mean(1, keepdim=True)) / (totals.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(fields["advantages"][:, 0], expected.flatten(), atol=1e-5, rtol=1e-5)
+    assert set(sampled.batch.batch.keys()) == set(before)  # the sampler's batch is as it was
+    assert all(torch.equal(sampled.batch.batch[name], tensor) for name, tensor in before.items())
+
+
+def test_a_result_holds_metrics_and_timing_and_cannot_be_changed(tmp_path) -> None:
+    group = PlainGroup()
+    learner = learner_of(group, tmp_path, "actor_rollout_ref.actor.ppo_epochs=3")
+    first, second = learner.learn(sampled_batch()), learner.learn(sampled_batch(1))
+    assert (first.step, second.step, learner.step) == (1, 2, 2)
+    assert first.metrics["actor/pg_loss"] == 2.0 and second.metrics["actor/pg_loss"] == 5.0  # means of three calls
+    mask = first.batch.batch["response_mask"].bool()
+    assert first.metrics["actor/entropy"] == pytest.approx(
+        float(first.batch.batch["responses"][mask].sum() / 50 / mask.sum())
+    )
+    assert first.timing.keys() == {"old_log_prob", "rollout_corr", "adv", "update_actor"}
+    assert first.metrics["global_seqlen/balanced_max"] >= first.metrics["global_seqlen/balanced_min"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.step = 3  # type: ignore[misc]
+
+
+def test_each_epoch_uses_every_row_once(tmp_path) -> None:
+    group = PlainGroup()
+    learner_of(group, tmp_path, "actor_rollout_ref.actor.ppo_epochs=2").learn(sampled_batch())
+    assert len(group.updated) == 2
+    for shards in group.updated:
+        plan = UpdatePlan.of(shards)
+        assert plan.dp_size == 2 and sum(part.rows for part in plan.mini_batches) * 2 == len(shards)
+        assert sorted(shards.batch[ROW_IDS].tolist()) == list(range(PROMPTS * SAMPLES))
+
+
+def test_phases_add_up_and_an_error_for_want_of_memory_says_what_to_change() -> None:
+    timer = PhaseTimer({"ref": "lower x"})
+    for _ in range(2):
+        with timer.phase("adv"):
+            pass
+    with pytest.raises(RuntimeError) as caught, timer.phase("ref"):
+        raise RuntimeError("CUDA out of memory")
+    assert any("'ref'" in note and "lower x" in note for note in caught.value.__notes__)
+    with pytest.raises(RuntimeError) as other, timer.phase("ref"):
+        raise RuntimeError("something else")
+    assert not hasattr(other.value, "__notes__") and timer.seconds.keys() == {"adv", "ref"}

@@ -1,0 +1,134 @@
+"""The table of roles: what stands in it, and a model of the test's own as one more row."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_tools import trained
+
+from hybridrl.config import load_config, validate
+from hybridrl.errors import ConfigError
+from hybridrl.trainer.ppo.memory import memory_advice
+from hybridrl.trainer.ppo.roles import ROLES, Role, active_roles, phases_per_token, register_role, resource_pools
+from hybridrl.trainer.ppo.run_ppo import run_ppo
+from hybridrl.utils.user_code import load_module
+
+FILE = Path(__file__).parent / "scorer_role.py"  # a user's file, as `external_lib` names it
+
+
+@pytest.fixture
+def scorer() -> Iterator[Any]:
+    """The user's module; the table has its row."""
+    module = load_module(str(FILE), "external_lib")
+    yield module
+    del ROLES["scorer"], sys.modules[module.__name__]
+
+
+def config_of(*words: str):
+    return load_config("ppo_trainer", ["algorithm.adv_estimator=gae", *words])
+
+
+def test_roles_take_part_where_they_are_needed_and_live_where_they_are_placed() -> None:
+    assert [spec.name for spec in active_roles(config_of())] == ["actor_rollout", "critic"]
+    config = config_of("actor_rollout_ref.actor.use_kl_loss=True", "critic.enable=False")
+    assert [spec.name for spec in active_roles(config)] == ["actor_rollout", "ref"]
+    assert resource_pools(config).mapping == {"actor_rollout": "global", "ref": "global"}
+    apart = config_of(
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "placement.pools={a: [1], b: [2]}",
+        "placement.roles={actor_rollout_ref: a, critic: b, ref: b}",
+    )
+    manager = resource_pools(apart)
+    assert manager.mapping == {"actor_rollout": "a", "ref": "b", "critic": "b"}
+    assert manager.mapping[Role.RefPolicy] == "b" and Role.ActorRollout == "actor_rollout"  # verl's names
+
+
+def test_phases_are_those_of_the_table(scorer) -> None:
+    assert phases_per_token() == ("ref", "values", "scorer", "adv", "update_actor", "update_critic")
+    assert "lower data.train_batch_size" in memory_advice()["scorer"]
+    assert {"gen", "update_weights", "old_log_prob", "ref", "values", "update_actor"} <= memory_advice().keys()
+    with pytest.raises(ValueError, match="'scorer'"):
+        register_role(scorer.SCORER)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["roles.judge.seed=1"], r"roles\.judge.*actor_rollout, ref, critic, scorer"),
+        (["roles.scorer.seed=1", "roles.scorer.sed=1"], r"roles\.scorer\.sed.*seed, vocabulary"),
+        (["roles.scorer.vocabulary=9"], r"roles\.scorer\.seed is missing"),
+    ],
+)
+def test_settings_of_a_role_that_cannot_work_are_refused(scorer, words, named) -> None:
+    with pytest.raises(ConfigError, match=named):
+        for spec in active_roles(config_of(*words)):
+            spec.config_of(config_of(*words))
+
+
+def test_external_lib_registers_roles_before_workers_start(micro_model, tmp_path) -> None:
+    module = tmp_path / "own_role.py"
+    module.write_text(
+        "import dataclasses\n"
+        "from hybridrl.trainer.ppo.roles import ROLES\n"
+        "def needed(config):\n"
+        "    raise LookupError('asked for ' + str(config.roles))\n"
+        "ROLES['own'] = dataclasses.replace(ROLES['ref'], name='own', needed=needed)\n"
+    )
+    words = [f"actor_rollout_ref.model.path={micro_model}", f"actor_rollout_ref.model.external_lib={module}"]
+    try:
+        with pytest.raises(LookupError, match=r"asked for .*'own': .*'x': 1"):
+            run_ppo(config_of(*words, "roles.own.x=1"))
+    finally:
+        ROLES.pop("own", None)
+
+
+def test_a_second_frozen_model_is_one_more_row(scorer, ray_session, micro_model, sort_data, tmp_path: Path) -> None:
+    reward = tmp_path / "letters.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(char < 'm' for char in solution_str) / max(len(solution_str), 1)\n"
+    )
+    words = [
+        f"actor_rollout_ref.model.path={micro_model}",
+        f"data.train_files={sort_data / 'train.parquet'}",
+        f"reward.custom_reward_function.path={reward}",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=24",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+        "trainer.logger=[file]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        "placement.pools={policy: [1], judges: [2]}",
+        "placement.roles={actor_rollout_ref: policy, scorer: judges}",
+        "roles.scorer.seed=7",
+        f"actor_rollout_ref.model.external_lib={FILE}",
+    ]
+    validate(load_config("ppo_trainer", words))
+    with trained(*words) as (trainer, result):
+        assert {name: group.world_size for name, group in trainer.groups.items()} == {"actor_rollout": 1, "scorer": 2}
+    fields = result.batch.batch
+    mask = fields["response_mask"].bool()
+    expected = torch.where(mask, scorer.frozen_model(scorer.ScorerSettings(seed=7))(fields["responses"])[..., 0], 0.0)
+    torch.testing.assert_close(torch.where(mask, fields["scorer_values"], 0.0), expected)
+    texts = trainer.tokenizer.batch_decode(
+        [row[keep].tolist() for row, keep in zip(fields["responses"], mask, strict=True)], skip_special_tokens=True
+    )
+    own = torch.tensor([sum(char < "m" for char in text) / max(len(text), 1) for text in texts])
+    scores = own + 0.5 * expected.sum(1)
+    torch.testing.assert_close(fields["token_level_rewards"].sum(1), scores, atol=1e-5, rtol=1e-5)
+    groups = scores.view(4, 3)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(fields["advantages"][:, 0], advantages.flatten(), atol=1e-4, rtol=1e-4)
+    (record,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert record["scorer/score/mean"] == pytest.approx(0.5 * expected.sum(1).mean().item(), abs=1e-5)
+    assert record["timing_s/scorer"] > 0 and record["timing_per_token_ms/scorer"] > 0
+    saved = tmp_path / "run" / "global_step_1"
+    assert (saved / "actor").is_dir() and not (saved / "scorer").exists()

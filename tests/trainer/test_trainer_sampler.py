@@ -1,0 +1,222 @@
+"""The sampler with rollouts and rewards of the test's own: what it hands out, asks for and refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridrl.config import load_config
+from hybridrl.data import PromptLoader
+from hybridrl.errors import RolloutError
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.rollout import Rollout
+from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
+from hybridrl.rollout.trajectory import Trajectory
+from hybridrl.trainer.ppo.prompt_pool import PromptPool
+from hybridrl.trainer.ppo.sampler import Sampler, respond
+
+PAD = 0
+WIDTH = 4
+
+
+def prompts_of(uids: list[str], samples: int = 1) -> DataProto:
+    rows = len(uids) * samples
+    ids = torch.arange(1, rows + 1)[:, None].expand(-1, 2).clone()
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(2).expand(rows, 2).clone(),
+        },
+        non_tensors={
+            "uid": np.repeat(np.array(uids, dtype=object), samples),
+            "sample": np.tile(np.arange(samples), len(uids)).astype(object),
+            "raw_prompt": object_array([[{"role": "user", "content": str(row)}] for row in range(rows)]),
+            "extra_info": np.array([{"row": row} for row in range(rows)], dtype=object),
+        },
+    )
+
+
+class OwnRollout(Rollout):
+    """Answers with what `change` makes of the plain answer, and remembers what it was asked.
+
+    Args:
+        change: gets the plain answer (row by row, with `uid` and `sample`) and the prompts.
+    """
+
+    def __init__(self, change: Callable[[DataProto, DataProto], DataProto]) -> None:
+        self.change = change
+        self.asked: list[DataProto] = []
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        self.asked.append(prompts)
+        trajectories = []
+        for row, (ids, uid, sample) in enumerate(zip(prompt_ids_of(prompts), *names_of(prompts), strict=True)):
+            tokens = [row + 10] * (row % WIDTH + 1)
+            zeros = [0.0] * len(tokens)
+            trajectories.append(Trajectory(uid, sample, ids, tokens, [1] * len(tokens), zeros, [(0, len(tokens))]))
+        return self.change(batch_of(trajectories, PAD, response_width=WIDTH), prompts)
+
+    def client(self) -> Any:
+        raise NotImplementedError("no test asks for single requests")
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        return {}
+
+    def pause(self) -> None: ...
+
+    def unpause(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def health(self) -> list[str]:
+        return []
+
+
+def same(answer: DataProto, prompts: DataProto) -> DataProto:
+    return answer
+
+
+def test_what_a_rollout_returns_is_kept_and_what_prompts_carry_reaches_it() -> None:
+    def with_turns(answer: DataProto, prompts: DataProto) -> DataProto:
+        answer.non_tensor_batch["turns"] = np.array([1, 2, 3], dtype=object)
+        answer.non_tensor_batch["extra_info"] = np.array([{"tool": row["row"]} for row in objects["extra_info"]])
+        return answer
+
+    prompts = prompts_of(["a", "b", "c"])
+    objects = prompts.non_tensor_batch
+    rollout = OwnRollout(with_turns)
+    answer = respond(rollout, prompts, 0.5, global_steps=7, validate=True, top_p=0.3)
+    (asked,) = rollout.asked
+    assert asked.non_tensor_batch.keys() == objects.keys()
+    assert asked.non_tensor_batch["raw_prompt"][1] == [{"role": "user", "content": "1"}]
+    assert asked.meta_info == {"global_steps": 7, "validate": True, "top_p": 0.3}
+    found = answer.non_tensor_batch
+    assert found["turns"].tolist() == [1, 2, 3]
+    assert found["extra_info"].tolist() == [{"tool": 0}, {"tool": 1}, {"tool": 2}]
+    assert found["uid"].tolist() == ["a", "b", "c"] and found["raw_prompt"][2][0]["content"] == "2"
+    assert answer.meta_info == {"temperature": 0.5}
+    assert objects["extra_info"][1] == {"row": 1}  # the prompts are as they were
+
+
+def test_a_rollout_may_return_other_rows_in_another_order() -> None:
+    """Prompt a's second sample took three rows, b's first was answered last."""
+    order = [3, 1, 1, 1, 0, 2]
+
+    def sessions(answer: DataProto, prompts: DataProto) -> DataProto:
+        return answer.select_idxs(order)
+
+    answer = respond(OwnRollout(sessions), prompts_of(["a", "b"], samples=2), 1.0)
+    found = answer.non_tensor_batch
+    assert found["uid"].tolist() == ["b", "a", "a", "a", "a", "b"]
+    assert found["sample"].tolist() == [1, 1, 1, 1, 0, 0]
+    assert [info["row"] for info in found["extra_info"]] == order
+    assert (answer.batch["prompts"][:, 0] - 1).tolist() == order
+
+
+@pytest.mark.parametrize(
+    ("rows", "uids", "named"),
+    [
+        ([0, 1], None, "returned 2 rows for 3.*'uid'"),
+        ([0, 1], ["a", "b"], r"without an answer.*c"),
+        ([0, 1, 2], ["a", "b", "z"], r"not asked for.*z"),
+    ],
+)
+def test_a_rollout_that_loses_or_invents_rows_is_refused(rows, uids, named) -> None:
+    def change(answer: DataProto, prompts: DataProto) -> DataProto:
+        answer = answer.select_idxs(rows)
+        answer.non_tensor_batch = {} if uids is None else {"uid": np.array(uids, dtype=object)}
+        return answer
+
+    with pytest.raises(RolloutError, match=named):
+        respond(OwnRollout(change), prompts_of(["a", "b", "c"]), 1.0)
+
+
+class Rows:
+    """A data set of prompts `[index + 1] * 2`."""
+
+    pad_token_id = PAD
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict:
+        return {"input_ids": [index + 1] * 2, "index": index, "extra_info": {"index": index}}
+
+
+def reward(batch: DataProto, return_dict: bool = False):
+    """The prompt's id plus a hundredth of the sample's number, on the last token; one timeout per call."""
+    scores = torch.zeros(batch.batch["responses"].shape)
+    samples = [int(sample) for sample in batch.non_tensor_batch["sample"]]
+    scores[:, 0] = batch.batch["prompts"][:, -1] + torch.tensor(samples) / 100
+    if not return_dict:
+        return scores
+    return {"reward_tensor": scores, "reward_extra_info": {"acc": samples}, "metrics": {"reward/timeouts": 1.0}}
+
+
+def sampler_of(rollout: Rollout, *words: str) -> Sampler:
+    config = load_config(
+        "ppo_trainer",
+        ["algorithm.adv_estimator=grpo", "data.train_batch_size=3", "actor_rollout_ref.rollout.n=2", *words],
+    )
+    loader = PromptLoader(Rows(), config.data.gen_batch_size or 3)
+    pool = PromptPool(config.algorithm.filter_groups, 3, 2, len(Rows()), PAD)
+    return Sampler(config, rollout, reward, loader, pool)  # type: ignore[arg-type]
+
+
+def test_batches_come_one_after_the_other_with_their_metrics() -> None:
+    rollout = OwnRollout(same)
+    sampler = sampler_of(rollout, "data.gen_batch_size=2")
+    first, second, third = (sampler.next() for _ in range(3))
+    uids = [list(dict.fromkeys(sampled.batch.non_tensor_batch["uid"])) for sampled in (first, second, third)]
+    assert uids == [["0-0", "0-1", "0-2"], ["0-3", "0-4", "0-5"], ["0-6", "0-7", "0-8"]]
+    assert first.metrics["reward/timeouts"] == 2.0 and second.metrics["reward/timeouts"] == 1.0  # a call is a timeout
+    assert second.metrics["filter_groups/carried_over"] == 1.0
+    assert first.timing.keys() == {"gen", "reward"} and first.reward_columns == ("acc",)
+    assert [asked.meta_info["global_steps"] for asked in rollout.asked] == [1, 1, 2, 3, 3]
+    scores = first.batch.batch["token_level_scores"].sum(1)
+    torch.testing.assert_close(scores, torch.tensor([1.0, 1.01, 2.0, 2.01, 3.0, 3.01]))
+    assert first.batch.non_tensor_batch["acc"].tolist() == [0, 1] * 3
+    assert [info["index"] for info in first.batch.non_tensor_batch["extra_info"]] == [0, 0, 1, 1, 2, 2]
+
+
+def test_greedy_baselines_find_their_rows_by_uid() -> None:
+    def backwards(answer: DataProto, prompts: DataProto) -> DataProto:
+        return answer.select_idxs(list(range(len(prompts)))[::-1])
+
+    rollout = OwnRollout(backwards)
+    sampled = sampler_of(rollout, "algorithm.adv_estimator=remax").next()
+    assert sampled.batch.batch["prompts"][:, -1].tolist() == [3, 3, 2, 2, 1, 1]
+    assert sampled.batch.batch["reward_baselines"].tolist() == [3, 3, 2, 2, 1, 1]
+    assert sampled.metrics["critic/reward_baselines/mean"] == 2.0 and "gen_max" in sampled.timing
+    assert rollout.asked[1].meta_info["do_sample"] is False
+
+
+def test_a_sampler_continues_from_its_state(tmp_path) -> None:
+    words = ["data.gen_batch_size=2"]
+    whole, cut = sampler_of(OwnRollout(same), *words), sampler_of(OwnRollout(same), *words)
+    whole.next(), cut.next()
+    state = cut.save(tmp_path)
+    resumed = sampler_of(OwnRollout(same), *words)
+    resumed.load(tmp_path, state)
+    resumed.step = 1
+    for _ in range(2):
+        expected, found = whole.next(), resumed.next()
+        assert found.batch.non_tensor_batch["uid"].tolist() == expected.batch.non_tensor_batch["uid"].tolist()
+        assert torch.equal(found.batch.batch["responses"], expected.batch.batch["responses"])
+        assert found.metrics == expected.metrics and found.reward_columns == expected.reward_columns
+    assert resumed.step == whole.step == 3
+
+
+def test_the_first_batch_brings_a_probe_where_sampling_is_truncated() -> None:
+    words = ["algorithm.rollout_correction.probe_threshold=1e-3"]
+    plain = sampler_of(OwnRollout(same), *words)
+    assert plain.next().probe is None
+    rollout = OwnRollout(same)
+    truncated = sampler_of(rollout, *words, "actor_rollout_ref.rollout.top_k=2")
+    first, second = truncated.next(), truncated.next()
+    assert first.probe is not None and second.probe is None
+    assert first.probe.batch["prompts"].tolist() == first.batch.batch["prompts"].tolist()
+    assert rollout.asked[1].meta_info["top_k"] == -1
