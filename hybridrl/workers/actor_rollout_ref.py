@@ -15,7 +15,7 @@ from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.device import memory_stats
 from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
-from hybridrl.workers.loss_prepass import Preparation
+from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 from hybridrl.workers.update_plan import UpdatePlan
@@ -173,7 +173,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 micro,
                 policy_loss_fn(actor, correction),
                 entropy=needs_entropy,
-                preparation=None if loss.prepare is None else Preparation(loss, micro),
+                prepass=None if loss.prepare is None else LossPrepass(loss, micro),
                 ref_kl=compares,
             )
 

@@ -22,7 +22,7 @@ FIELDS = ("old_log_probs", "log_probs", "advantages", "response_mask")
 
 
 @dataclass(frozen=True)
-class Preparation:
+class LossPrepass:
     """Runs a loss's preliminary pass.
 
     Attributes:

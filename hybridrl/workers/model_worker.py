@@ -15,7 +15,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, Worker, register
 from hybridrl.utils.distributed import init_process_group
 from hybridrl.utils.metrics import Metric, merge_metrics
-from hybridrl.workers.loss_prepass import Preparation
+from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import CountedLossFn, LossCounts
 from hybridrl.workers.update_plan import UpdatePlan
 
@@ -78,14 +78,14 @@ class ModelWorker(Worker):
         micro: MicroBatching,
         loss_fn: CountedLossFn,
         entropy: bool = False,
-        preparation: Preparation | None = None,
+        prepass: LossPrepass | None = None,
         ref_kl: bool = False,
     ) -> DataProto:
         """One optimizer step for each mini-batch of the shard.
 
         Args:
             batch: this rank's rows, mini-batch after mini-batch, with an `UpdatePlan`.
-            preparation: run on each mini-batch, over all ranks, before its update.
+            prepass: run on each mini-batch, over all ranks, before its update.
             ref_kl: the loss needs the KL to the reference policy over the vocabulary.
 
         Returns:
@@ -102,8 +102,8 @@ class ModelWorker(Worker):
             for planned in plan.mini_batches:
                 mini_batch = batch[start : start + planned.rows]
                 start += planned.rows
-                if preparation is not None:
-                    preparation.add_to(mini_batch, self.engine, planned.seed, plan.temperature)
+                if prepass is not None:
+                    prepass.add_to(mini_batch, self.engine, planned.seed, plan.temperature)
                 metrics = self.engine.train_batch(
                     mini_batch,
                     micro,

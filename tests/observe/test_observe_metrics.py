@@ -137,6 +137,9 @@ def test_timing_and_throughput() -> None:
             "timing_per_token_ms/update_actor": 1000 / 10,
         }
     )
+    own = compute_timing_metrics(batch, {"scorer": 1.0, "update_actor": 1.0}, whole_phases=("scorer",))
+    assert own["timing_per_token_ms/scorer"] == pytest.approx(1000 / 10)
+    assert "timing_per_token_ms/update_actor" not in own
     assert compute_throughout_metrics(batch, {"step": 2.0}, n_gpus=5) == {
         "perf/total_num_tokens": 10,
         "perf/time_per_step": 2.0,

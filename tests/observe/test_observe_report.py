@@ -15,7 +15,8 @@ import pytest
 from hybridrl.errors import UserError
 from hybridrl.observe import textplot
 from hybridrl.observe.dump import dump_generations
-from hybridrl.observe.history import best, load_history, show_number, show_seconds
+from hybridrl.observe.figures import panels
+from hybridrl.observe.history import Curve, RunHistory, best, load_history, show_number, show_seconds
 from hybridrl.observe.report import main, summarize, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking
@@ -224,3 +225,17 @@ def test_charts_that_would_tell_nothing_are_left_out(tmp_path: Path) -> None:
     assert "KL divergence" not in page
     assert "Reward (mean score" in page, "a reward that stays at zero is worth seeing"
     assert "KL divergence" in write_report(make_run(tmp_path / "b", 5, **{"actor/ppo_kl": 1e-9})).read_text()
+
+
+def test_phases_of_roles_that_the_user_registered_are_drawn(tmp_path: Path) -> None:
+    points = Curve(np.arange(3), np.ones(3))
+    names = (
+        "timing_s/gen",
+        "timing_s/scorer",
+        "timing_per_token_ms/gen",
+        "timing_per_token_ms/scorer",
+        "timing_s/step",
+    )
+    found = panels(RunHistory(tmp_path, dict.fromkeys(names, points), last_step=2))
+    (phases,) = [panel for panel in found if panel.kind == "stack"]
+    assert phases.lines == (("timing_s/gen", "gen"), ("timing_s/scorer", "scorer"))

@@ -21,11 +21,11 @@ class PolicyLossConfig(ConfigNode):
         open_names=True,
     )
     dro_beta: float | None = key(None, "dro: weight of the quadratic term; must be set for it", gt=0)
-    clip_cov_ratio: float = key(0.0002, "clip_cov: share of the tokens that is left out", ge=0, le=1)
-    clip_cov_lb: float = key(1.0, "clip_cov: they are drawn from those with a covariance above this")
+    clip_cov_ratio: float = key(0.0002, "clip_cov: share of the tokens that is excluded", ge=0, le=1)
+    clip_cov_lb: float = key(1.0, "clip_cov: tokens are drawn from those with a covariance above this")
     clip_cov_ub: float = key(5.0, "clip_cov: and below this")
     kl_cov_ratio: float = key(
-        0.0002, "kl_cov: share of the tokens that is penalised, those of largest covariance", ge=0, le=1
+        0.0002, "kl_cov: share of the tokens, those with the largest covariance, that is penalised", ge=0, le=1
     )
     ppo_kl_coef: float = key(0.1, "kl_cov: weight of that penalty", ge=0)
 
@@ -41,21 +41,21 @@ class ActorConfig(ConfigNode):
         later=names.STRATEGIES_LATER,
         synonyms=names.STRATEGY_SYNONYMS,
     )
-    ppo_mini_batch_size: int = key(256, "prompts an optimizer step, counted over all processes", gt=0)
-    ppo_micro_batch_size_per_gpu: int = key(MICRO_BATCH_SIZE, "sequences a process puts through at once", gt=0)
+    ppo_mini_batch_size: int = key(256, "prompts per optimizer step, counted over all processes", gt=0)
+    ppo_micro_batch_size_per_gpu: int = key(MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0)
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
-    ppo_max_token_len_per_gpu: int = key(16384, "tokens a micro-batch with use_dynamic_bsz", gt=0)
+    ppo_max_token_len_per_gpu: int = key(16384, "tokens per micro-batch with use_dynamic_bsz", gt=0)
     ppo_epochs: int = key(1, "passes over a batch", gt=0)
-    shuffle: bool = key(False, "shuffle the batch before it is cut into mini-batches")
-    data_loader_seed: int = key(42, "seed of that shuffle", ge=0)
+    shuffle: bool = key(False, "shuffle the batch before it is split into mini-batches")
+    data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
     clip_ratio: float = key(0.2, "clip range of the probability ratio, both sides", ge=0)
     clip_ratio_low: float = key(0.2, "clip range below 1", follows="${.clip_ratio}", ge=0)
     clip_ratio_high: float = key(0.2, "clip range above 1", follows="${.clip_ratio}", ge=0)
     clip_ratio_c: float = key(3.0, "bound of the dual clip for negative advantages", gt=1)
-    tau_pos: float = key(1.0, "sapo: temperature where the advantage is positive", gt=0)
-    tau_neg: float = key(1.05, "sapo: temperature where it is negative", gt=0)
+    tau_pos: float = key(1.0, "sapo: temperature for positive advantages", gt=0)
+    tau_neg: float = key(1.05, "sapo: temperature for negative advantages", gt=0)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig)
-    loss_agg_mode: str = key("token-mean", "how the loss of tokens becomes one number", choices=names.LOSS_AGG_MODES)
+    loss_agg_mode: str = key("token-mean", "how token losses are aggregated", choices=names.LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
         None, "divisor of seq-mean-token-sum-norm; null: rollout.response_length", gt=0
     )
@@ -66,14 +66,14 @@ class ActorConfig(ConfigNode):
     calculate_entropy: bool = key(False, "report entropy even with entropy_coeff 0")
     use_kl_loss: bool = key(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = key(0.001, "weight of that KL", ge=0)
-    kl_loss_type: str = key("low_var_kl", "its estimator", choices=names.KL_PENALTIES)
+    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=names.KL_PENALTIES)
     recompute_old_log_prob: str = key(
         "auto",
         "auto: skip the extra pass when a batch has one update (old = detached current); always: never skip it",
         choices=("auto", "always"),
     )
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
-    rollout_n: int = key(1, "samples a prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
+    rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     optim: OptimConfig = group(OptimConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     fsdp_config: FSDPConfig = group(
@@ -97,7 +97,7 @@ class RefConfig(ConfigNode):
     )
     log_prob_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
-        "sequences a process puts through at once",
+        "sequences that a process computes at once",
         follows="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
         gt=0,
     )
@@ -108,7 +108,7 @@ class RefConfig(ConfigNode):
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
-        "tokens a micro-batch",
+        "tokens per micro-batch",
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
     )
@@ -117,7 +117,7 @@ class RefConfig(ConfigNode):
         "compile the model",
         follows="${oc.select:actor_rollout_ref.actor.use_torch_compile,false}",
     )
-    rollout_n: int = key(1, "samples a prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
+    rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     fsdp_config: FSDPConfig = group(
         FSDPConfig,
         forward_only=True,

@@ -11,9 +11,9 @@ class KLControlConfig(ConfigNode):
     """`algorithm.kl_ctrl`: the weight of the KL penalty in the reward."""
 
     type: str = key("fixed", "fixed, or adaptive towards target_kl", choices=("fixed", "adaptive"))
-    kl_coef: float = key(0.001, "the weight, or its first value", ge=0)
-    horizon: int = key(10000, "adaptive: samples over which the weight may double or halve, roughly", gt=0)
-    target_kl: float = key(0.1, "adaptive: the KL to hold", gt=0)
+    kl_coef: float = key(0.001, "weight of the KL; adaptive: its initial value", ge=0)
+    horizon: int = key(10000, "adaptive: approximate number of samples in which the weight may double or halve", gt=0)
+    target_kl: float = key(0.1, "adaptive: target of the KL", gt=0)
 
 
 @dataclass
@@ -24,12 +24,14 @@ class RolloutCorrectionConfig(ConfigNode):
         None, "level of the importance weights on the loss; null: none", choices=("token", "sequence")
     )
     rollout_is_threshold: float | str | None = key(
-        2.0, "a number: larger weights are cut to it; lo_hi: weights outside are 0 (IcePop)"
+        2.0, "a number: larger weights are clipped to it; lo_hi: weights outside are 0 (IcePop)"
     )
     rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the batch")
     rollout_rs: str | None = key(None, "what is rejected: token_k1, seq_mean_k3, ..., several separated by commas")
-    rollout_rs_threshold: float | str | None = key(None, "where: lo_hi for k1, an upper bound for k2 and k3")
-    bypass_mode: bool = key(False, "take the sampler's log-probabilities as the old ones")
+    rollout_rs_threshold: float | str | None = key(
+        None, "threshold of rejection: lo_hi for k1, an upper bound for k2 and k3"
+    )
+    bypass_mode: bool = key(False, "use the sampler's log-probabilities as the old ones")
     loss_type: str = key("ppo_clip", "the loss in bypass mode", choices=names.BYPASS_LOSSES)
     probe_threshold: float | None = key(
         0.2, "mean |log pi_train - log pi_rollout| of the first step above which the run is stopped; null: never", gt=0
@@ -47,7 +49,7 @@ class FilterGroupsConfig(ConfigNode):
         "beside it; null: score",
     )
     max_num_gen_batches: int = key(
-        0, "stop the run when a step needs more generation batches; 0: when a pass over the data did not fill it", ge=0
+        0, "stop the run if a step needs more generation batches; 0: if one pass over the data does not fill it", ge=0
     )
 
 
@@ -55,7 +57,9 @@ class FilterGroupsConfig(ConfigNode):
 class PFPPOConfig(ConfigNode):
     """`algorithm.pf_ppo`: policy filtration, rows drawn by their reward."""
 
-    reweight_method: str = key("pow", "how likely a row is drawn", choices=names.PF_PPO_METHODS)
+    reweight_method: str = key(
+        "pow", "how the probability of drawing a row depends on its score", choices=names.PF_PPO_METHODS
+    )
     weight_pow: float = key(2.0, "pow: by |score| to this power", gt=0)
 
 
@@ -72,7 +76,7 @@ class AlgorithmConfig(ConfigNode):
     gamma: float = key(1.0, "discount of a token's reward", ge=0, le=1)
     lam: float = key(1.0, "lambda of GAE", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = key(True, "GRPO: divide by the group's standard deviation (false: Dr. GRPO)")
-    gdpo_reward_keys: list[str] = key([], "gdpo: the reward components, by the names the reward function returns")
+    gdpo_reward_keys: list[str] = key([], "gdpo: names of the reward components that the reward function returns")
     gdpo_reward_weights: list[float] | None = key(None, "gdpo: their weights; null: 1 each")
     normalize_rewards: str = key(
         "none",
@@ -80,7 +84,9 @@ class AlgorithmConfig(ConfigNode):
         "run so far",
         choices=names.REWARD_NORMS,
     )
-    clip_rewards: float | None = key(None, "then cut a sequence's score to plus or minus this; null: do not", gt=0)
+    clip_rewards: float | None = key(
+        None, "then clip a sequence's score to plus or minus this; null: no clipping", gt=0
+    )
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference policy from the reward")
     kl_penalty: str = key("kl", "estimator of that KL", choices=names.KL_PENALTIES)
     kl_ctrl: KLControlConfig = group(KLControlConfig)

@@ -35,39 +35,42 @@ class CriticConfig(ConfigNode):
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
     ppo_mini_batch_size: int = key(
         256,
-        "prompts an optimizer step, counted over all processes",
+        "prompts per optimizer step, counted over all processes",
         follows="${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,256}",
         gt=0,
     )
     ppo_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
-        "sequences a process puts through at once",
+        "sequences that a process computes at once",
         follows="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
         gt=0,
     )
     forward_micro_batch_size_per_gpu: int = key(
-        MICRO_BATCH_SIZE, "the same for computing values", follows="${.ppo_micro_batch_size_per_gpu}", gt=0
+        MICRO_BATCH_SIZE,
+        "sequences that a process computes at once for values",
+        follows="${.ppo_micro_batch_size_per_gpu}",
+        gt=0,
     )
     use_dynamic_bsz: bool = key(
         False,
         "fill micro-batches by tokens, not by sequences",
         follows="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
     )
-    ppo_max_token_len_per_gpu: int = key(32768, "tokens a micro-batch with use_dynamic_bsz", gt=0)
+    ppo_max_token_len_per_gpu: int = key(32768, "tokens per micro-batch with use_dynamic_bsz", gt=0)
     forward_max_token_len_per_gpu: int = key(
-        32768, "the same for computing values", follows="${.ppo_max_token_len_per_gpu}", gt=0
+        32768, "sequences that a process computes at once for values", follows="${.ppo_max_token_len_per_gpu}", gt=0
     )
     ppo_epochs: int = key(1, "passes over a batch", follows="${oc.select:actor_rollout_ref.actor.ppo_epochs,1}", gt=0)
     shuffle: bool = key(
         False,
-        "shuffle the batch before it is cut into mini-batches",
+        "shuffle the batch before it is split into mini-batches",
         follows="${oc.select:actor_rollout_ref.actor.shuffle,false}",
     )
-    data_loader_seed: int = key(42, "seed of that shuffle", ge=0)
+    data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
     cliprange_value: float = key(0.5, "clip range of the value around its old value", gt=0)
     loss_agg_mode: str = key(
         "token-mean",
-        "how the loss of tokens becomes one number",
+        "how token losses are aggregated",
         follows="${oc.select:actor_rollout_ref.actor.loss_agg_mode,token-mean}",
         choices=names.LOSS_AGG_MODES,
     )
@@ -77,6 +80,6 @@ class CriticConfig(ConfigNode):
         follows="${oc.select:actor_rollout_ref.actor.loss_scale_factor,null}",
         gt=0,
     )
-    rollout_n: int = key(1, "samples a prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
+    rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     fsdp: FSDPConfig = group(FSDPConfig, strategy=Follow("${critic.strategy}", "fsdp2"))

@@ -12,7 +12,7 @@ _TRUNCATION = ("error", "left", "right", "middle")
 class CustomClassConfig(ConfigNode):
     """A class of the user: `data.custom_cls`."""
 
-    path: str | None = key(None, "Python file or importable module that holds it; null: the library's own")
+    path: str | None = key(None, "Python file or importable module with the class; null: the library's class")
     name: str | None = key(None, "name of the class")
 
 
@@ -29,13 +29,13 @@ class PromptConfig(ConfigNode):
     """How rows become prompts, for training and for generation."""
 
     prompt_key: str = key("prompt", "column of the chat messages")
-    max_prompt_length: int = key(512, "most tokens a prompt", gt=0)
-    max_response_length: int = key(512, "most tokens a response", gt=0)
-    filter_overlong_prompts: bool = key(False, "drop prompts over max_prompt_length")
+    max_prompt_length: int = key(512, "maximum tokens per prompt", gt=0)
+    max_response_length: int = key(512, "maximum tokens per response", gt=0)
+    filter_overlong_prompts: bool = key(False, "drop prompts that are longer than max_prompt_length")
     filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
     truncation: str = key("error", "what happens to an overlong prompt that was not dropped", choices=_TRUNCATION)
-    shuffle: bool = key(False, "where the number of rows is limited: draw them at random; false: the first ones")
-    seed: int | None = key(None, "seed of what is shuffled or drawn; null: 1", ge=0)
+    shuffle: bool = key(False, "if the number of rows is limited: draw them at random; false: use the first ones")
+    seed: int | None = key(None, "seed of shuffling and drawing; null: 1", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
 
@@ -46,17 +46,17 @@ class DataConfig(PromptConfig):
 
     train_files: list[str] = key([], "training files (parquet, json, jsonl), one or several; must be set")
     val_files: list[str] = key([], "validation files; none: no validation")
-    train_max_samples: int = key(-1, "use so many training rows; -1: all", ge=-1)
-    val_max_samples: int = key(-1, "use so many validation rows; -1: all", ge=-1)
-    reward_fn_key: str = key("data_source", "column that chooses the reward function")
-    train_batch_size: int = key(1024, "prompts a step", gt=0)
+    train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1)
+    reward_fn_key: str = key("data_source", "column that selects the reward function")
+    train_batch_size: int = key(1024, "prompts per step", gt=0)
     gen_batch_size: int | None = key(
-        None, "prompts generated for at once, until a step has its prompts; null: train_batch_size", gt=0
+        None, "prompts per generation batch, until a step has its prompts; null: train_batch_size", gt=0
     )
-    val_batch_size: int | None = key(None, "prompts a validation batch; null: all at once", gt=0)
+    val_batch_size: int | None = key(None, "prompts per validation batch; null: all at once", gt=0)
     shuffle: bool = key(True, "shuffle training prompts each epoch")
     validation_shuffle: bool = key(False, "shuffle validation prompts")
-    dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads", ge=0)
+    dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
 
 
@@ -66,20 +66,20 @@ class SFTDataConfig(ConfigNode):
 
     train_files: list[str] = key([], "training files (parquet, json, jsonl), one or several; must be set")
     val_files: list[str] = key([], "validation files; none: no validation")
-    train_max_samples: int = key(-1, "use so many training rows; -1: all", ge=-1)
-    val_max_samples: int = key(-1, "use so many validation rows; -1: all", ge=-1)
+    train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
+    val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1)
     messages_key: str = key("messages", "column of the chat messages; used unless prompt_key and response_key are set")
-    prompt_key: str | None = key(None, "column of the prompt, where rows are prompt and response")
+    prompt_key: str | None = key(None, "column of the prompt, if rows are prompt and response")
     response_key: str | None = key(None, "column of the response")
-    train_batch_size: int = key(256, "sequences an optimizer step, counted over all processes", gt=0)
-    micro_batch_size_per_gpu: int = key(8, "sequences a process puts through at once", gt=0)
+    train_batch_size: int = key(256, "sequences per optimizer step, counted over all processes", gt=0)
+    micro_batch_size_per_gpu: int = key(8, "sequences that a process computes at once", gt=0)
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
-    max_token_len_per_gpu: int = key(8192, "tokens a micro-batch with use_dynamic_bsz", gt=0)
-    max_length: int = key(1024, "most tokens a sequence", gt=0)
+    max_token_len_per_gpu: int = key(8192, "tokens per micro-batch with use_dynamic_bsz", gt=0)
+    max_length: int = key(1024, "maximum tokens per sequence", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
     shuffle: bool = key(True, "shuffle training rows each epoch")
-    seed: int | None = key(None, "seed of that shuffle; null: 1", ge=0)
-    num_workers: int = key(0, "processes that read ahead; 0: the controller reads", ge=0)
+    seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0)
+    num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
 
@@ -89,9 +89,11 @@ class GenerationDataConfig(PromptConfig):
     """`data` of `generation`."""
 
     path: list[str] = key([], "files with prompts (parquet, json, jsonl), one or several; must be set")
-    max_samples: int = key(-1, "use so many rows; -1: all", ge=-1)
-    n_samples: int = key(1, "responses a prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
-    batch_size: int = key(128, "prompts a part: what is kept at once, and generated again at most after a kill", gt=0)
+    max_samples: int = key(-1, "number of rows to use; -1: all", ge=-1)
+    n_samples: int = key(1, "responses per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
+    batch_size: int = key(
+        128, "prompts per part: each part is saved when it is complete, and an interrupted one is generated again", gt=0
+    )
     output_path: str = key("", "parquet file to write: the rows with their responses; must be set")
     response_key: str = key("responses", "column of the responses")
     log_probs: bool = key(False, "keep the log-probability of each token, and the tokens")
@@ -103,9 +105,9 @@ class EvaluationDataConfig(ConfigNode):
     """`data` of `evaluation`."""
 
     path: list[str] = key([], "files with responses (parquet, json, jsonl), one or several; must be set")
-    max_samples: int = key(-1, "score so many rows, the first; -1: all", ge=-1)
+    max_samples: int = key(-1, "number of rows to score, from the first; -1: all", ge=-1)
     response_key: str = key("responses", "column of the responses, a list of texts")
-    data_source_key: str = key("data_source", "column that chooses the reward function")
+    data_source_key: str = key("data_source", "column that selects the reward function")
     reward_model_key: str = key("reward_model", "column with {style, ground_truth}")
     extra_info_key: str = key("extra_info", "column of further information for the reward function")
     output_path: str | None = key(None, "JSON file to write; null: that of the first file, ending in .eval.json")

@@ -11,7 +11,9 @@ from hybridrl.config.schema.node import ConfigNode, group, key
 class WrapPolicyConfig(ConfigNode):
     """`fsdp_config.wrap_policy`."""
 
-    min_num_params: int = key(0, "shard modules of at least so many parameters; 0: one unit a transformer block", ge=0)
+    min_num_params: int = key(
+        0, "shard modules with at least this many parameters; 0: one unit per transformer block", ge=0
+    )
 
 
 @dataclass
@@ -29,9 +31,9 @@ class FSDPConfig(ConfigNode):
     fsdp_size: int = key(-1, "ranks that share one copy of the weights; -1: all (smaller: HSDP)", ge=-1)
     param_offload: bool = key(False, "keep parameters in host memory between uses")
     optimizer_offload: bool = key(False, "keep optimizer state in host memory between updates")
-    offload_policy: bool = key(False, "let FSDP2 itself hold parameters, gradients and optimizer in host memory")
+    offload_policy: bool = key(False, "let FSDP2 itself keep parameters, gradients and optimizer state in host memory")
     reshard_after_forward: bool = key(True, "free gathered weights after the forward pass and gather them again")
-    forward_prefetch: bool = key(False, "gather the next block's weights while the present one computes")
+    forward_prefetch: bool = key(False, "gather the next block's weights while the current one computes")
     model_dtype: str = key(
         "float32", "dtype of the master weights", choices=names.DTYPES, synonyms=names.DTYPE_SYNONYMS
     )
@@ -52,20 +54,20 @@ class FSDPConfig(ConfigNode):
 class OptimConfig(ConfigNode):
     """`actor.optim`, `critic.optim`, and `optim` of supervised fine-tuning."""
 
-    optimizer: str = key("AdamW", "class name in `optimizer_impl`; Muon: with AdamW for what is no hidden matrix")
+    optimizer: str = key("AdamW", "class name in `optimizer_impl`; Muon: with AdamW for everything but hidden matrices")
     optimizer_impl: str = key(
         "torch.optim", "module that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
     )
     lr: float = key(1e-6, "peak learning rate", ge=0)
     betas: list[float] = key([0.9, 0.999], "Adam's decay rates", ge=0, lt=1)
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
-    clip_grad: float = key(1.0, "largest global norm of the gradient", gt=0)
+    clip_grad: float = key(1.0, "maximum global gradient norm", gt=0)
     lr_scheduler_type: str = key("constant", "shape of the schedule after warm-up", choices=names.LR_SCHEDULERS)
     lr_warmup_steps: int = key(-1, "training steps of linear warm-up; 0 or less: lr_warmup_steps_ratio decides")
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
     min_lr_ratio: float = key(0.0, "learning rate at the end of linear or cosine decay, as a share of lr", ge=0, le=1)
-    num_cycles: float = key(0.5, "waves of the cosine; 0.5 goes down once", gt=0)
-    total_training_steps: int = key(-1, "length of the schedule in steps; negative: the trainer fills it in")
+    num_cycles: float = key(0.5, "periods of the cosine; 0.5 decays once", gt=0)
+    total_training_steps: int = key(-1, "length of the schedule in steps; negative: set by the trainer")
     override_optimizer_config: dict[str, Any] | None = key(
         None, "further arguments of the optimizer class; with Muon, adamw_* are those of its AdamW"
     )
@@ -76,11 +78,11 @@ class CheckpointConfig(ConfigNode):
     """`actor.checkpoint`, `critic.checkpoint`, and `checkpoint` of supervised fine-tuning."""
 
     save_contents: list[str] = key(
-        ["model", "optimizer", "extra", "hf_model"], "what is written", choices=names.CHECKPOINT_CONTENTS
+        ["model", "optimizer", "extra", "hf_model"], "content of a checkpoint", choices=names.CHECKPOINT_CONTENTS
     )
     load_contents: list[str] = key(
         ["model", "optimizer", "extra", "hf_model"],
-        "what is read on resume; hf_model is for other programs and is never read",
+        "content that is loaded on resume; hf_model is for other programs and is never loaded",
         follows="${.save_contents}",
         choices=names.CHECKPOINT_CONTENTS,
     )

@@ -12,7 +12,7 @@ from hybridrl.config.schema.node import ConfigNode, group, key
 class SamplingConfig(ConfigNode):
     """`rollout.val_kwargs`: how validation samples; greedy by default."""
 
-    n: int = key(1, "samples a prompt", gt=0)
+    n: int = key(1, "samples per prompt", gt=0)
     do_sample: bool = key(False, "false: greedy")
     temperature: float = key(0.0, "softmax temperature; 0 is greedy", ge=0)
     top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1)
@@ -40,11 +40,11 @@ class WeightTransferConfig(ConfigNode):
 class ServerConfig(ConfigNode):
     """`rollout.server`: the OpenAI API over the replicas, for agents written elsewhere."""
 
-    enable: bool = key(False, "serve it while the run lasts")
-    host: str | None = key(None, "address to listen on; null: the node's, 0.0.0.0: all")
+    enable: bool = key(False, "serve the policy while the run lasts")
+    host: str | None = key(None, "address to listen on; null: the node's address, 0.0.0.0: all")
     port: int = key(0, "port to listen on; 0: a free one", ge=0, le=65535)
     api_key_env: str | None = key(
-        None, "environment variable with the bearer token that clients send; null: a random token a run"
+        None, "environment variable with the bearer token that clients send; null: a random token per run"
     )
 
 
@@ -52,15 +52,17 @@ class ServerConfig(ConfigNode):
 class PrometheusConfig(ConfigNode):
     """`rollout.prometheus`: telling Prometheus where the servers of this run give their metrics."""
 
-    enable: bool = key(False, "write them into Prometheus' configuration")
-    port: int = key(9090, "port of Prometheus on this machine, asked to read its configuration again", gt=0, le=65535)
+    enable: bool = key(False, "add the servers to Prometheus' configuration")
+    port: int = key(
+        9090, "port of Prometheus on this machine, which is asked to reload its configuration", gt=0, le=65535
+    )
     file: str = key(
         "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml",
-        "Prometheus' configuration; jobs of others in it stay",
+        "Prometheus' configuration file; other jobs in it are kept",
     )
     served_model_name: str | None = key(
         None,
-        "what clients and metrics call the model; null: its path",
+        "name of the model for clients and metrics; null: its path",
         follows="${oc.select:actor_rollout_ref.model.path,null}",
     )
 
@@ -69,17 +71,17 @@ class PrometheusConfig(ConfigNode):
 class OpenAIConfig(ConfigNode):
     """`rollout.openai`: an endpoint that speaks the OpenAI API, for `rollout.name=openai`."""
 
-    base_url: str | None = key(None, "its address, e.g. http://localhost:8000/v1; must be set")
-    model: str | None = key(None, "the model's name there; null: the only one that it lists")
-    api_key_env: str | None = key(None, "environment variable with the API key; null: it wants none")
+    base_url: str | None = key(None, "address of the endpoint, e.g. http://localhost:8000/v1; must be set")
+    model: str | None = key(None, "name of the model at the endpoint; null: the only one that it lists")
+    api_key_env: str | None = key(None, "environment variable with the API key; null: no key")
     max_concurrency: int = key(64, "requests in flight", gt=0)
     timeout_s: float = key(600.0, "seconds a request may take before it is sent again", gt=0)
     max_retries: int = key(
-        6, "times a request is sent again, after 429, 5xx, a time-out or a broken connection; waits grow", ge=0
+        6, "times a request is sent again, after 429, 5xx, a timeout or a broken connection; delays increase", ge=0
     )
     max_tokens_name: str = key(
         "max_tokens",
-        "what the endpoint calls the length limit",
+        "the endpoint's name of the length limit",
         choices=("max_tokens", "max_completion_tokens"),
     )
     extra_body: dict[str, Any] = key({}, "further entries of each request's body")
@@ -95,72 +97,76 @@ class RolloutConfig(ConfigNode):
         choices=names.ROLLOUTS,
         later=names.ROLLOUTS_LATER,
     )
-    n: int = key(1, "samples a prompt", gt=0)
+    n: int = key(1, "samples per prompt", gt=0)
     temperature: float = key(1.0, "softmax temperature, of the sampler and of the trained distribution", gt=0)
     top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
     do_sample: bool = key(True, "false: greedy")
-    ignore_eos: bool = key(False, "generate to the length limit whatever is sampled")
-    stop: list[str] = key([], "end a response behind the token that completes one of these strings")
+    ignore_eos: bool = key(False, "generate up to the length limit, even after EOS")
+    stop: list[str] = key([], "end a response after the token that completes one of these strings")
     val_kwargs: SamplingConfig = group(SamplingConfig)
     prompt_length: int = key(512, "prompt width in tokens", follows="${oc.select:data.max_prompt_length,512}", gt=0)
-    response_length: int = key(512, "most tokens a response", follows="${oc.select:data.max_response_length,512}", gt=0)
-    max_model_len: int | None = key(None, "most tokens of prompt and response together; null: their sum", gt=0)
-    max_num_seqs: int = key(256, "sequences generated at once by a process", gt=0)
+    response_length: int = key(
+        512, "maximum tokens per response", follows="${oc.select:data.max_response_length,512}", gt=0
+    )
+    max_model_len: int | None = key(None, "maximum tokens of prompt plus response; null: the sum of both limits", gt=0)
+    max_num_seqs: int = key(256, "sequences that a process generates at once", gt=0)
     dtype: str = key(
         "auto",
         "dtype of generation; auto: bfloat16 on a GPU, float32 on a CPU",
         choices=(*names.DTYPES, "float16"),
         synonyms=names.DTYPE_SYNONYMS,
     )
-    seed: int = key(42, "seed of the sampling noise", ge=0)
+    seed: int = key(42, "seed of sampling", ge=0)
     full_determinism: bool = key(
-        False, "engines: a seed for every request, and batch-invariant kernels where there are; slower. hf: always so"
+        False, "engines: a seed for every request, and batch-invariant kernels if available; slower. hf: always"
     )
     tensor_model_parallel_size: int = key(1, "engines: devices that share each layer of a replica", gt=0)
     pipeline_model_parallel_size: int = key(1, "engines: groups of devices that share a replica's layers", gt=0)
     data_parallel_size: int = key(1, "engines: copies of the model inside a replica", gt=0)
     expert_parallel_size: int = key(1, "engines: devices that share the experts of a mixture-of-experts model", gt=0)
-    nnodes: int = key(0, "engines: nodes of a pool of its own for generation; 0: on the policy's devices", ge=0)
+    nnodes: int = key(0, "engines: nodes of a separate pool for generation; 0: generate on the policy's devices", ge=0)
     n_gpus_per_node: int = key(
-        8, "engines: devices a node of that pool", follows="${oc.select:trainer.n_gpus_per_node,8}", gt=0
+        8, "engines: devices per node of that pool", follows="${oc.select:trainer.n_gpus_per_node,8}", gt=0
     )
     gpu_memory_utilization: float = key(0.5, "engines: share of a GPU's memory for weights and KV cache", gt=0, le=1)
-    free_cache_engine: bool = key(True, "engines: give that memory back while the policy trains")
+    free_cache_engine: bool = key(True, "engines: release that memory while the policy trains")
     load_format: str = key(
         "dummy",
-        "engines: dummy: weights come from the trainer; auto: read the checkpoint first",
+        "engines: dummy: start without weights, which come from the trainer; auto: load the checkpoint first",
         choices=names.LOAD_FORMATS,
     )
     enforce_eager: bool = key(False, "engines: no CUDA graphs")
-    cudagraph_capture_sizes: list[int] | None = key(None, "engines: batch sizes of CUDA graphs; null: the engine's own")
-    enable_chunked_prefill: bool = key(True, "engines: read long prompts in pieces, between other requests' tokens")
-    enable_prefix_caching: bool = key(True, "engines: read what prompts have in common once")
+    cudagraph_capture_sizes: list[int] | None = key(
+        None, "engines: batch sizes of CUDA graphs; null: the engine's default"
+    )
+    enable_chunked_prefill: bool = key(True, "engines: process long prompts in chunks, interleaved with other requests")
+    enable_prefix_caching: bool = key(True, "engines: compute common prefixes of prompts once")
     max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0)
-    scheduling_policy: str = key("fcfs", "engines: which request goes first", choices=("fcfs", "priority"))
+    scheduling_policy: str = key("fcfs", "engines: order of requests", choices=("fcfs", "priority"))
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
     checkpoint_engine: WeightTransferConfig = group(WeightTransferConfig)
     stuck_timeout_s: float = key(
-        300.0, "engines: a replica that computes nothing for so long, with requests waiting, is restarted", gt=0
+        300.0, "engines: seconds without progress, with requests waiting, after which a replica is restarted", gt=0
     )
     max_restarts: int = key(
-        3, "engines: restarts of a replica, without a finished request between, before giving up", ge=0
+        3, "engines: restarts of a replica, without a finished request in between, before the run ends", ge=0
     )
     calculate_log_probs: bool = key(True, "keep the sampler's own log-probabilities")
     log_prob_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
-        "sequences a process puts through at once for old log-probabilities",
+        "sequences that a process computes at once for old log-probabilities",
         follows="${oc.select:actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,8}",
         gt=0,
     )
     log_prob_use_dynamic_bsz: bool = key(
         False,
-        "fill those micro-batches by tokens",
+        "fill these micro-batches by tokens",
         follows="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
-        "tokens of such a micro-batch",
+        "tokens per such micro-batch",
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
     )

@@ -12,11 +12,11 @@ class JobConfig(ConfigNode):
     """`trainer` of `generation`, and what every program with worker processes shares: devices and processes."""
 
     device: str = key(
-        "auto", "auto: cuda where there is a GPU, else cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
+        "auto", "auto: cuda if there is a GPU, otherwise cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
     )
     nnodes: int = key(1, "machines", gt=0)
-    n_gpus_per_node: int = key(1, "processes a machine: one a GPU, or so many on a CPU", gt=0)
-    threads_per_worker: int | None = key(None, "CPU threads a worker computes with; null: cores shared evenly", gt=0)
+    n_gpus_per_node: int = key(1, "processes per machine: one per GPU, or this many on a CPU", gt=0)
+    threads_per_worker: int | None = key(None, "CPU threads per worker; null: cores are divided evenly", gt=0)
     phase_timeout_s: float = key(7200.0, "seconds a phase of a step may take before the run is ended", gt=0)
     ray_wait_register_center_timeout: int = key(300, "seconds a worker group may take to start", gt=0)
     progress_bar: bool = key(True, "show a progress bar")
@@ -37,10 +37,10 @@ class RunConfig(JobConfig):
         ["console"], "where metrics go besides metrics.jsonl", choices=names.LOGGERS, later=names.LOGGERS_LATER
     )
     total_epochs: int = key(30, "passes over the training data", gt=0)
-    total_training_steps: int | None = key(None, "end after so many steps; null: total_epochs decides", gt=0)
+    total_training_steps: int | None = key(None, "end after this many steps; null: total_epochs decides", gt=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", ge=-1)
     test_freq: int = key(-1, "steps between validations; -1: none", ge=-1)
-    max_actor_ckpt_to_keep: int | None = key(None, "checkpoints kept, the newest; null: all", gt=0)
+    max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; null: all", gt=0)
     resume_mode: str = key(
         "auto",
         "auto: continue from the newest checkpoint of default_local_dir; resume_path: from resume_from_path",
@@ -57,11 +57,11 @@ class RunConfig(JobConfig):
 class HealthCheckConfig(ConfigNode):
     """One check of `trainer.health`."""
 
-    threshold: float = key(0.0, "the value that must not be passed; see the check for its direction")
-    patience: int = key(1, "steps in a row that pass it before something is done", gt=0)
+    threshold: float = key(0.0, "limit of the value; see the check for its direction")
+    patience: int = key(1, "consecutive steps beyond the threshold before the action is taken", gt=0)
     action: str = key(
         "warn",
-        "warn: say so; stop: end the run; rollback: go back to the last checkpoint's models; off: do not look",
+        "warn: report it; stop: end the run; rollback: return to the last good checkpoint; off: no check",
         choices=names.HEALTH_ACTIONS,
     )
 
@@ -71,7 +71,7 @@ class LengthCheckConfig(HealthCheckConfig):
     """`trainer.health.length_hacking`."""
 
     growth: float = key(
-        0.1, "what the mean response must also be longer than over the last 20 steps or so, as a share", ge=0
+        0.1, "relative growth of the mean response length over about 20 steps that is needed as well", ge=0
     )
 
 
@@ -85,7 +85,7 @@ class HealthConfig(ConfigNode):
     length_hacking: LengthCheckConfig = group(LengthCheckConfig, threshold=0.5, patience=10)
     logprob_mismatch: HealthCheckConfig = group(HealthCheckConfig, threshold=0.1, patience=3)
     dead_critic: HealthCheckConfig = group(HealthCheckConfig, threshold=-0.5, patience=20)
-    max_rollbacks: int = key(3, "times a run goes back before it is stopped instead", ge=0)
+    max_rollbacks: int = key(3, "number of rollbacks before the run is stopped instead", ge=0)
 
 
 @dataclass
@@ -93,12 +93,15 @@ class TrainerConfig(RunConfig):
     """`trainer` of `ppo_trainer`."""
 
     balance_batch: bool = key(True, "give every process about the same number of tokens")
-    critic_warmup: int = key(0, "steps in which only the critic learns; the policy joins in the one after", ge=0)
+    critic_warmup: int = key(0, "steps in which only the critic learns, before the policy starts to learn", ge=0)
     val_before_train: bool = key(True, "validate before the first step")
-    val_only: bool = key(False, "validate and end")
+    val_only: bool = key(False, "validate and exit")
     log_val_generations: int = key(0, "validation samples sent to tracking", ge=0)
     max_critic_ckpt_to_keep: int | None = key(
-        None, "must be the same: actor and critic are one checkpoint here", follows="${.max_actor_ckpt_to_keep}", gt=0
+        None,
+        "must be the same, because actor and critic share one checkpoint",
+        follows="${.max_actor_ckpt_to_keep}",
+        gt=0,
     )
     dump_freq: int = key(
         10,
@@ -106,7 +109,7 @@ class TrainerConfig(RunConfig):
         follows="${if_set:${.rollout_data_dir},1,10}",
         ge=-1,
     )
-    rollout_data_dir: str | None = key(None, "folder of those dumps; null: rollouts/ in default_local_dir")
+    rollout_data_dir: str | None = key(None, "folder of these dumps; null: rollouts/ in default_local_dir")
     validation_data_dir: str | None = key(None, "folder of validation dumps; null: validation/ in default_local_dir")
     health: HealthConfig = group(HealthConfig)
 
@@ -123,7 +126,7 @@ class PlacementConfig(ConfigNode):
     )
     roles: dict[str, str] = key(
         {"actor_rollout_ref": "global", "critic": "global"},
-        "pool of actor_rollout_ref and critic; ref: only where it has workers of its own",
+        "pools of actor_rollout_ref and critic; ref: only if it has its own workers",
     )
 
 
