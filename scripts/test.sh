@@ -1,21 +1,32 @@
 #!/usr/bin/env bash
-# Install into .venv, with vLLM, then lint, check formatting, types and layers, and run all tests. Words are passed on to
-# pytest:
+# Install into .venv, with vLLM, then check lint, formatting, types and layers, and run all tests, two at a time:
 #
-#   bash scripts/test.sh [tests/algorithms -k grpo ...]
+#   bash scripts/test.sh [--fast] [--skip-sglang] [PYTEST'S WORDS ...]
 #
-# Tests that need a GPU stand in tests/gpu and are skipped where there is none. Those of SGLang run in its own environment,
-# .venv-sglang, which is built first; --skip-sglang, as the first word, or HYBRIDRL_SKIP_SGLANG=1 leaves them out. They are
-# left out, too, when words for pytest choose tests.
+# --fast         no tests that start Ray, an engine or a program (what pytest -m "not slow" chooses): a few minutes
+# --skip-sglang  no tests in SGLang's own environment, .venv-sglang, which is built first; HYBRIDRL_SKIP_SGLANG=1 likewise
+# --help         this text
+#
+# Other words are passed on to pytest, and SGLang's tests are left out then:
+#
+#   bash scripts/test.sh tests/algorithms -k grpo
+#   bash scripts/test.sh tests/engine -n 0 --pdb       (-n: how many processes run tests; 2 by default)
+#
+# Tests that need a GPU stand in tests/gpu and are skipped where there is none. Each run of pytest ends with its own summary,
+# and the last lines say which checks failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
 
-skip_sglang=${HYBRIDRL_SKIP_SGLANG:-}
-if [ "${1:-}" = --skip-sglang ]; then
-    skip_sglang=1
-    shift
-fi
+fast="" skip_sglang=${HYBRIDRL_SKIP_SGLANG:-}
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+        --fast) fast=1 skip_sglang=1; shift ;;
+        --skip-sglang) skip_sglang=1; shift ;;
+        *) break ;;
+    esac
+done
 [ $# -eq 0 ] || skip_sglang=1
 sglang_tests=(tests/rollout/test_rollout_sglang.py tests/trainer/test_trainer_rollouts.py)
 
@@ -24,35 +35,75 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q 
 bash scripts/install.sh auto dev "$engine" || exit 1
 bin=${HYBRIDRL_VENV:-.venv}/bin
 
-failed=""
-check() { # check NAME COMMAND...: all checks run, even when an earlier one failed
-    local name=$1 started=$SECONDS
-    shift
-    printf '\n== %s\n' "$name"
-    if "$@"; then printf '%s: passed in %d s\n' "$name" $((SECONDS - started)); else failed="$failed '$name'"; fi
+logs=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+failed="" summary=""
+title() { printf '\n== %s\n' "$1"; }
+told() { # told NAME STATUS SECONDS [TEXT]
+    local verdict=passed
+    [ "$2" -eq 0 ] || { verdict=FAILED; failed="$failed '$1'"; }
+    summary+=$(printf '%-32s %s in %d s%s' "$1" "$verdict" "$3" "${4:+: $4}")$'\n'
 }
 
-check "ruff check" "$bin/ruff" check .
-check "ruff format" "$bin/ruff" format --check .
-check "mypy" "$bin/mypy"
-check "import layers" "$bin/lint-imports"
-check "pytest" "$bin/python" -m pytest "$@"
+beside() { # beside NAME COMMAND...: in the background, all checks one after the other; `collect` shows what they said
+    local name=$1 started=$SECONDS status=0
+    shift
+    "$@" >"$logs/$name.out" 2>&1 || status=$?
+    printf '%d %d\n' "$status" $((SECONDS - started)) >"$logs/$name.status"
+}
+collect() { # collect NAME
+    local status seconds
+    read -r status seconds <"$logs/$1.status" || return 1
+    title "$1"
+    cat "$logs/$1.out"
+    told "$1" "$status" "$seconds"
+    return "$status"
+}
 
-sglang_note=""
-if [ -n "$skip_sglang" ]; then
-    sglang_note="not run in the SGLang environment: ${sglang_tests[*]} (bash scripts/test.sh, without --skip-sglang)"
-else
-    sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
-    if HYBRIDRL_VENV=$sglang_venv bash scripts/install.sh auto dev sglang; then
-        check "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"
-    else
-        failed="$failed 'SGLang environment'"
+tests() { # tests NAME COMMAND...: in the foreground
+    local name=$1 started=$SECONDS status
+    shift
+    title "$name"
+    "$@" 2>&1 | tee "$logs/pytest.out"
+    status=${PIPESTATUS[0]}
+    told "$name" "$status" $((SECONDS - started)) "$(tail -n 1 "$logs/pytest.out" | tr -d '=' | sed 's/^ *//;s/ *$//')"
+}
+
+static=("ruff check" "ruff format" "mypy" "import layers")
+(
+    beside "ruff check" "$bin/ruff" check .
+    beside "ruff format" "$bin/ruff" format --check .
+    beside "mypy" "$bin/mypy"
+    beside "import layers" "$bin/lint-imports"
+) &
+static_job=$!
+sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
+if [ -z "$skip_sglang" ]; then # mostly network, beside the tests
+    HYBRIDRL_VENV=$sglang_venv beside "SGLang environment" bash scripts/install.sh auto dev sglang &
+    sglang_job=$!
+fi
+
+# tests/conftest.py says which tests stay in one process, and in which order these groups start
+tests "pytest" "$bin/python" -m pytest -n 2 ${fast:+-m "not slow"} "$@"
+
+wait "$static_job"
+for name in "${static[@]}"; do collect "$name"; done
+if [ -z "$skip_sglang" ]; then
+    wait "$sglang_job"
+    if collect "SGLang environment"; then
+        tests "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"
     fi
 fi
 
-[ -z "$sglang_note" ] || printf '\n%s\n' "$sglang_note"
+printf '\n%s' "$summary"
+[ -z "$skip_sglang" ] ||
+    printf 'not run in the SGLang environment: %s (bash scripts/test.sh, without other words)\n' "${sglang_tests[*]}"
 if [ -n "$failed" ]; then
     printf '\nfailed:%s\n' "$failed" >&2
     exit 1
 fi
+[ -z "$fast" ] || { printf '\nthe fast checks passed\n'; exit 0; }
 printf '\nall checks passed\n'

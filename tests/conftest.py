@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,14 @@ os.environ.update(
     MKL_NUM_THREADS="1",
     WANDB_MODE="offline",
 )
+# Each process that runs tests has a folder of its own for Ray: jobs would join a cluster that a shared folder names.
+# Its path is short because those of sockets have a limit.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if WORKER is None:
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="hybridrl-")
+else:
+    os.environ["RAY_TMPDIR"] = os.path.join(os.environ["RAY_TMPDIR"], WORKER)
+    os.makedirs(os.environ["RAY_TMPDIR"])
 # Started in the background of a shell, tests ignore Ctrl-C, and what they start would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +52,69 @@ import torch  # noqa: E402  (the environment comes first)
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("tests", deadline=None)  # an example may wait for its turn on a busy machine
 hypothesis.settings.load_profile("tests")
+
+
+# What a test costs by what it uses, in seconds of processor time; what is not named here costs next to nothing.
+COSTS = {
+    "start": 40,  # a whole job: imports, a Ray and workers of its own
+    "run_driver": 15,
+    "trained": 15,
+    "finish": 12,  # a command in a process of its own
+    "call": 12,
+    "rollout": 10,
+    "replica": 10,
+    "run": 8,  # a job in a process that has imports and Ray (tests/e2e/many_runs.py)
+    "ray_session": 5,  # a worker group, on the Ray that all tests of the process share
+}
+SLOW = 60  # of a test that its author marks
+LEAST = 0.2
+# Inference engines take gigabytes of memory each: files whose tests start them never run side by side.
+ENGINES = ("rollout_vllm", "rollout_sglang", "trainer_rollouts")
+
+
+def cost(item: pytest.Item) -> float:
+    """Seconds of processor time that a test takes, roughly."""
+    if item.get_closest_marker("slow"):
+        return SLOW
+    return max((COSTS.get(name, LEAST) for name in getattr(item, "fixturenames", ())), default=LEAST)
+
+
+def group(nodeid: str) -> str:
+    """Tests of a group run in one process, one after the other: those of a file share its fixtures."""
+    file = nodeid.split("::")[0]
+    return "engines" if any(word in file for word in ENGINES) else file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is not for a quick answer; side by side, start the longest groups first."""
+    total: dict[str, float] = {}
+    for item in items:
+        total[group(item.nodeid)] = total.get(group(item.nodeid), 0) + cost(item)
+    if WORKER is not None:
+        items.sort(key=lambda item: (-total[group(item.nodeid)], group(item.nodeid)))  # keeps the order in a group
+    for item in items:
+        if cost(item) > LEAST:
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: whole groups go to the processes, in the order of `pytest_collection_modifyitems`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Ray's logs are kept where something failed."""
+    if WORKER is None and exitstatus == 0:
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -95,12 +168,15 @@ def sort_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One Ray for all tests of the session: 16 logical CPUs whatever the machine has, a 256 MB object store."""
+    import fork_server
     import ray
 
     from hybridrl.single_controller.ray.cluster import start_ray
 
-    started = not ray.is_initialized()
-    if started:
+    if ray.is_initialized():
+        yield
+        return
+    with fork_server.running(Path(os.environ["RAY_TMPDIR"])):
         start_ray(
             address="local",  # another's cluster on this machine is none of ours
             num_cpus=16,
@@ -109,6 +185,5 @@ def ray_session() -> Iterator[None]:
             log_to_driver=True,
             logging_level="ERROR",
         )
-    yield
-    if started:
+        yield
         ray.shutdown()

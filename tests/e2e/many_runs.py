@@ -9,6 +9,8 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
+from typing import IO
 
 import psutil
 import ray
@@ -16,6 +18,9 @@ import ray
 from hybridrl.config import cli
 from hybridrl.single_controller.ray.cluster import start_ray
 from hybridrl.trainer.main_ppo import run
+
+sys.path.append(str(Path(__file__).parents[1]))
+import fork_server
 
 CPUS = 4
 
@@ -47,6 +52,11 @@ def left_after(children: set[int]) -> list[str]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
+    with fork_server.running(Path(os.environ["RAY_TMPDIR"])):
+        answer_all(answers)
+
+
+def answer_all(answers: IO[str]) -> None:
     start_ray(address="local", num_cpus=CPUS, num_gpus=0, include_dashboard=False, object_store_memory=128 * 1024**2)
     children = {child.pid for child in psutil.Process().children()}
     for line in sys.stdin:

@@ -103,6 +103,14 @@ def test_install_refuses_what_cannot_work(call: Call, tmp_path: Path, arguments:
     assert not venv.exists()
 
 
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_of_the_checks_needs_no_environment(call: Call, tmp_path: Path, word: str) -> None:
+    status, output, errors = call("test.sh", "--fast", word, HYBRIDRL_VENV=str(tmp_path / "env"))
+    assert (status, errors) == (0, "")
+    assert "--fast" in output and "--skip-sglang" in output and "set -" not in output
+    assert not (tmp_path / "env").exists()
+
+
 def test_install_names_a_python_that_is_too_old(call: Call, tmp_path: Path) -> None:
     """A stand-in interpreter that answers like an old one: it fails the version check."""
     old = tmp_path / "python3.9"
