@@ -90,7 +90,7 @@ def start_pool(path: str, threads: int, use_gpu: bool, logs: Path) -> Any:
     from hybridrl.config import load_config
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool
-    from hybridrl.rollout.start import replica_places
+    from hybridrl.rollout.start import replica_placements
     from hybridrl.single_controller import RayResourcePool
 
     words = [
@@ -104,9 +104,9 @@ def start_pool(path: str, threads: int, use_gpu: bool, logs: Path) -> Any:
     config = load_config("ppo_trainer", overrides=words).actor_rollout_ref
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
-    places = replica_places(RayResourcePool([1], use_gpu=use_gpu), 1, shared=True)
+    placements = replica_placements(RayResourcePool([1], use_gpu=use_gpu), 1, shared=True)
     spec = EngineSpec(config.rollout, config.model, (1,), 0, threads=threads)
-    pool = ReplicaPool(PoolSettings("vllm", spec, log_folder=logs), places)
+    pool = ReplicaPool(PoolSettings("vllm", spec, log_folder=logs), placements)
     pool.start()
     return pool
 
@@ -127,23 +127,23 @@ def main() -> int:
             Path(folder) / "model", hidden=1024, layers=arguments.layers, heads=16, kv_heads=8, intermediate=4096
         )
         pool = start_pool(str(path), arguments.threads, device.is_gpu(), Path(folder) / "logs")
-        member = pool._members[0]
+        replica = pool.replicas[0]
         options = {"num_cpus": 0, "num_gpus": 0}
-        sender = ray.remote(Sender).options(**options, runtime_env={"env_vars": member.place.environment})
+        sender = ray.remote(Sender).options(**options, runtime_env={"env_vars": replica.placement.environment})
         holder = sender.remote(str(path), arguments.threads)
-        target = Target(member.handle, member.incarnation, member.place.node_id, (0,), 1)
-        size = ray.get(member.handle.call.remote("bench_prepare", str(path)))[0]
+        target = replica.process().target(1)
+        size = ray.get(replica.actor.call.remote("bench_prepare", str(path)))[0]
         best = {"ours": float("inf"), "resident": float("inf"), "memcpy": float("inf")}
         for number in range(arguments.rounds + 1):  # the first allocates
             pool.pause()
             started = time.perf_counter()
-            ray.get(member.handle.begin_update.remote())
+            ray.get(replica.actor.begin_update.remote())
             ray.get(holder.send.remote(target, arguments.bucket_mb))
-            ray.get(member.handle.end_update.remote(number))
+            ray.get(replica.actor.end_update.remote(number))
             found = {"ours": time.perf_counter() - started}
             pool.unpause()
-            found["resident"] = ray.get(member.handle.call.remote("bench_load"))[0]
-            found["memcpy"] = ray.get(member.handle.call.remote("bench_copy"))[0]
+            found["resident"] = ray.get(replica.actor.call.remote("bench_load"))[0]
+            found["memcpy"] = ray.get(replica.actor.call.remote("bench_copy"))[0]
             if number:
                 best = {name: min(found[name], best[name]) for name in best}
                 print("  ".join(f"{name} {seconds:6.3f} s" for name, seconds in found.items()), flush=True)

@@ -35,6 +35,8 @@ mkdir -p "$tree"
 for part in README.md CONTRIBUTING.md CHANGELOG.md LICENSE configs docs examples recipes; do
     ln -s "$PWD/$part" "$tree/$part"
 done
+mkdir "$tree/tests"
+ln -s "$PWD/tests/README.md" "$tree/tests/README.md"
 
 export NO_MKDOCS_2_WARNING=1 # about a future release; the version is pinned
 exec "$venv/bin/mkdocs" "$command"

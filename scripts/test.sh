@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install into .venv, with vLLM, then check lint, formatting, types and layers, and run all tests, two at a time:
+# Install into .venv, with vLLM, then check lint, formatting, types, layers and the documentation site, and run all tests,
+# two at a time:
 #
 #   bash scripts/test.sh [--fast] [--skip-sglang] [PYTEST'S WORDS ...]
 #
@@ -73,11 +74,14 @@ tests() { # tests NAME COMMAND...: in the foreground
 }
 
 static=("ruff check" "ruff format" "mypy" "import layers")
+docs=""
+if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
 (
     beside "ruff check" "$bin/ruff" check .
     beside "ruff format" "$bin/ruff" format --check .
     beside "mypy" "$bin/mypy"
     beside "import layers" "$bin/lint-imports"
+    [ -z "$docs" ] || PYTHON=$bin/python beside "documentation" bash scripts/docs.sh
 ) &
 static_job=$!
 sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang

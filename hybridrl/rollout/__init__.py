@@ -1,4 +1,4 @@
-"""A model that generates: one interface, in place or by engines of their own."""
+"""Generation: one interface, by the training weights in place or by separate engines."""
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.hf.rollout import HFRollout

@@ -1,8 +1,8 @@
-"""Sampling noise that belongs to a sample, not to a process.
+"""Sampling noise that is keyed by sample, not by process.
 
-Each response draws its uniforms from a stream keyed by (seed, step, purpose, prompt, sample index), so that how a batch
-is split over ranks, ordered or padded changes nothing, and a resumed run draws what the uninterrupted one would have
-drawn.
+Each response draws its uniforms from a stream keyed by (seed, step, purpose, prompt, sample index). How a batch is
+split over ranks, ordered or padded therefore changes nothing, and a resumed run draws what the uninterrupted one would
+have drawn.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def stream_keys(seed: int, step: int, purpose: str, uids: Sequence[str], samples: Sequence[int]) -> np.ndarray:
-    """One 64-bit key a row, [B] uint64.
+    """One 64-bit key per row, [B] uint64.
 
     Args:
         seed: the run's sampling seed (`rollout.seed`).
         step: the training step.
-        purpose: "train", "validate", ...: streams of different purposes never meet.
-        uids: the prompt's uid, one a row.
+        purpose: "train", "validate", ...: streams of different purposes are independent.
+        uids: the prompt's uid, one per row.
         samples: which of the prompt's samples the row is.
     """
     keys = [

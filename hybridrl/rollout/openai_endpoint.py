@@ -1,4 +1,4 @@
-"""`rollout.name=openai`: responses from any endpoint that speaks the OpenAI chat API. It takes no weights."""
+"""`rollout.name=openai`: responses from any endpoint with the OpenAI chat API. It takes no weights."""
 
 import asyncio
 import importlib.util
@@ -19,11 +19,11 @@ _KEY = "actor_rollout_ref.rollout.openai"
 
 @dataclass(frozen=True)
 class Reply:
-    """One response of an endpoint; what it does not tell is None.
+    """One response of an endpoint; values that it does not report are None.
 
     Attributes:
         text: the message's content.
-        finish_reason: in the endpoint's words; usually "stop" or "length".
+        finish_reason: as the endpoint reports it; usually "stop" or "length".
         prompt_tokens, tokens: counted by the endpoint.
         log_probs: of each token, where they were asked for.
         token_ids: where the endpoint adds them (hybridrl's own server, vLLM with `return_token_ids`).
@@ -41,14 +41,14 @@ class Reply:
     "openai", packages=("openai",), takes_weights=False, serves=False, install="pip install 'hybridrl[openai]'"
 )
 class Endpoint:
-    """A client with an event loop in a thread of its own; at most `max_concurrency` requests are in flight.
+    """A client with an event loop in its own thread; at most `max_concurrency` requests are in flight.
 
     Args:
         settings: `rollout.openai`.
 
     Raises:
         RolloutError: the package `openai` is missing, the key's variable is not set, or (where `model` is null) the
-            endpoint cannot be asked for its models or has not exactly one.
+            endpoint cannot list its models or does not have exactly one.
     """
 
     def __init__(self, settings: OpenAIConfig) -> None:
@@ -82,8 +82,8 @@ class Endpoint:
     ) -> "Future[Reply]":
         """Ask for one response.
 
-        A 429, a 5xx, a time-out and a broken connection are tried again, with waits that grow (and as the endpoint says
-        in `Retry-After`), up to `max_retries` times. The future raises `RolloutError` with the endpoint's own words.
+        A 429, a 5xx, a timeout and a broken connection are retried up to `max_retries` times, with growing waits (or as
+        long as `Retry-After` asks). The future raises `RolloutError` with the endpoint's message.
         """
         return asyncio.run_coroutine_threadsafe(self._chat(messages, sampling, log_probs), self._loop)
 
@@ -105,7 +105,7 @@ class Endpoint:
             "temperature": sampling.temperature if sampling.do_sample else 0,
             settings.max_tokens_name: sampling.max_new_tokens,
         }
-        beyond: dict[str, Any] = {}  # of OpenAI's own API
+        beyond: dict[str, Any] = {}  # parameters that OpenAI's own API lacks
         if sampling.top_p < 1:
             body["top_p"] = sampling.top_p
         if sampling.do_sample and sampling.seed is not None:
@@ -164,7 +164,7 @@ class Endpoint:
         return found[0]
 
     def close(self) -> None:
-        """End what is in flight, and the thread."""
+        """Cancel requests in flight, and end the thread."""
 
         async def end() -> None:
             for task in self._tasks:

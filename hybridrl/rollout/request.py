@@ -1,4 +1,4 @@
-"""What is asked of an inference engine and what it answers."""
+"""Requests to an inference engine, and its completions."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from hybridrl.rollout.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-#: what of an engine's memory can be released and resumed
+#: the parts of an engine's memory that can be released and resumed
 MEMORY_TAGS = ("weights", "kv_cache")
 #: training comes before the clients of the HTTP server
 TRAINING_PRIORITY, GUEST_PRIORITY = 0, 1
@@ -19,7 +19,7 @@ class Request:
     Attributes:
         id: unique among the requests of a run.
         prompt_ids: the prompt's tokens, without padding.
-        sampling: `max_new_tokens` is of this request; what does not fit the engine's length ends with "length".
+        sampling: with this request's `max_new_tokens`. A response that reaches the engine's length ends with "length".
         session: requests of one session share a prefix and go to the same replica.
         priority: requests that wait are served in this order, the lowest first.
     """
@@ -33,14 +33,14 @@ class Request:
 
 @dataclass(slots=True)
 class Completion:
-    """What came of a request.
+    """The result of a request.
 
     Attributes:
         id: the request's.
         token_ids: generated tokens, the EOS included.
         log_probs: of each token, under the distribution that it was drawn from (temperature, top-k and top-p applied);
             of a greedy token, under the untruncated distribution at temperature 1.
-        finish_reason: "stop" (EOS or a stop string), "length", "abort" (what there is), "error".
+        finish_reason: "stop" (EOS or a stop string), "length", "abort" (the tokens so far), "error".
         versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.

@@ -1,4 +1,4 @@
-"""What generates for a trainer: one interface, whether the training weights do it in place or separate engines.
+"""One interface for generation, by the training weights in place or by separate engines.
 
 Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 """
@@ -24,8 +24,8 @@ class Rollout(ABC):
     """Generates responses with the policy's weights, as they were when `update_weights` was last called.
 
     Attributes:
-        version: of those weights: how many training steps they have seen; -1 before the first update.
-        in_place: the training weights themselves generate, so there is nothing to move and nothing to release.
+        version: number of training steps of those weights; -1 before the first update.
+        in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
     """
 
@@ -35,14 +35,13 @@ class Rollout(ABC):
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:
-        """One response a row, in the rows' order.
+        """One response per row, in the rows' order.
 
         Args:
-            prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one a
-                prompt) and, where a prompt has several rows, `sample` (which of them), and whatever else the prompts
-                carry (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`,
-                `seeded` (every request draws from a seed of its own, so that what else is generated does not matter),
-                and any field of `SamplingParams` to override.
+            prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one
+                per prompt) and, where a prompt has several rows, `sample` (which of them), and other columns of the
+                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `seeded` (every request
+                draws with its own seed, so that other requests do not matter), and any field of `SamplingParams`.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
@@ -53,9 +52,9 @@ class Rollout(ABC):
 
     @abstractmethod
     def update_weights(self, version: int) -> dict[str, float]:
-        """Generate with the policy's present weights from now on.
+        """Generate with the policy's present weights from here on.
 
-        Responses in flight wait, keep their tokens, and go on under the new weights.
+        Responses in flight wait, keep their tokens, and continue under the new weights.
 
         Returns:
             Metrics of the transfer.
@@ -68,19 +67,19 @@ class Rollout(ABC):
         """
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027
-        """Take that memory again."""
+        """Take that memory back."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop generating; what is in flight keeps its tokens."""
+        """Stop generating; requests in flight keep their tokens."""
 
     @abstractmethod
     def unpause(self) -> None:
-        """Go on."""
+        """Continue generating."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End what is in flight: `generate` returns the tokens generated so far."""
+        """End requests in flight: `generate` returns the tokens generated so far."""
 
     @abstractmethod
     def client(self) -> GenerationClient:
@@ -91,18 +90,18 @@ class Rollout(ABC):
 
     @abstractmethod
     def health(self) -> list[str]:
-        """The state of each part that generates, in a word."""
+        """The state of each replica or worker in one word, such as `ready`."""
 
     def metrics(self) -> dict[str, float]:
-        """What there is to tell of the time since the last call."""
+        """Metrics accumulated since the previous call."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """End what was started for generating."""
+        """End what was started for generation."""
 
 
 class InPlaceRollout(Rollout):
-    """The workers that train also generate, with the weights as they stand: nothing is ever out of date.
+    """The training workers also generate, with the present weights, so that they are never out of date.
 
     Args:
         policy: a worker group with `generate_sequences`.
@@ -173,7 +172,7 @@ class InPlaceRollout(Rollout):
 
 
 class ReplicatedRollout(Rollout):
-    """Batches through a pool of replicas.
+    """Generates with a pool of replicas.
 
     Args:
         pool: started.
@@ -182,7 +181,7 @@ class ReplicatedRollout(Rollout):
     def __init__(self, pool: ReplicaPool) -> None:
         self.pool = pool
         self._config = pool.settings.spec.config
-        self.gives_memory_back = self._config.free_cache_engine and bool(pool.places[0].devices)
+        self.gives_memory_back = self._config.free_cache_engine and bool(pool.placements[0].devices)
         self._generating_s = 0.0
         self._before: dict[str, dict[str, float]] = {}
         self._restarts = self._rerun = 0
@@ -190,7 +189,7 @@ class ReplicatedRollout(Rollout):
         self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto) -> DataProto:
-        self.resume()  # the KV cache sleeps until there is something to generate
+        self.resume()  # the KV cache is released until there is something to generate
         started = time.perf_counter()
         requests = requests_of(prompts, self._config, request_number)
         completions = self.pool.generate(requests)
@@ -249,21 +248,21 @@ class ReplicatedRollout(Rollout):
         since = dict.fromkeys(_COUNTERS, 0.0)
         for index, part in now.items():
             before = self._before.get(index, {})
-            for name in _COUNTERS:  # a replica that was started again counts from zero
+            for name in _COUNTERS:  # a restarted replica counts from zero
                 count, known = part.get(name, 0.0), before.get(name, 0.0)
                 since[name] += count - known if count >= known else count
         found = {
             "rollout/replicas": float(len(now)),
             "rollout/restarts": float(self.pool.restarts - self._restarts),
             "rollout/requests_rerun": float(self.pool.rerun - self._rerun),
-            "rollout/in_flight/max": float(self.pool.peak),
+            "rollout/in_flight/max": float(self.pool.take_peak()),
             "rollout/prompt_tokens": since["prompt_tokens"],
             "rollout/prefix_cache_hit_rate": since["prefix_cache_hits"] / max(since["prefix_cache_queries"], 1.0),
         }
         if self._generating_s:
             found["rollout/tokens_per_s"] = since["generated_tokens"] / self._generating_s
         self._before, self._restarts, self._rerun = now, self.pool.restarts, self.pool.rerun
-        self._generating_s, self.pool.peak = 0.0, 0
+        self._generating_s = 0.0
         return found
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one generation call asks of an engine.
+    """Sampling settings of one generation call.
 
     Attributes:
         do_sample: False takes the most likely token.
@@ -23,10 +23,10 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
         top_k: keep the k most likely tokens; -1 keeps all.
         max_new_tokens: length limit of a response, the EOS included.
-        ignore_eos: go on to the limit whatever is sampled.
-        stop: end behind the token that completes one of these strings; it stays in the response.
-        seed: of the noise of this request alone; None draws from the engine's stream. The hf rollout, whose noise
-            always belongs to the sample, does not look at it.
+        ignore_eos: continue to the limit whatever is sampled.
+        stop: end after the token that completes one of these strings; the token stays in the response.
+        seed: of this request's noise; None draws from the engine's stream. Batches of the hf rollout ignore it, because
+            their noise is keyed by the sample.
     """
 
     do_sample: bool
@@ -63,7 +63,7 @@ class SamplingParams:
 
     @classmethod
     def for_validation(cls, rollout: RolloutConfig) -> "SamplingParams":
-        """`rollout.val_kwargs`; verl's rule holds: temperature 0 means greedy, whatever `do_sample` says."""
+        """`rollout.val_kwargs`; as in verl, temperature 0 means greedy, whatever `do_sample` says."""
         val = rollout.val_kwargs
         do_sample = val.do_sample and val.temperature > 0
         return cls(
@@ -85,9 +85,9 @@ class SamplingParams:
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row and its log-probability under the distribution that it was drawn from.
+    """One token per row and its log-probability under the distribution that it was drawn from.
 
-    The draw inverts the cumulative distribution at `uniform`, so that one number a token decides it. A greedy token's
+    The draw inverts the cumulative distribution at `uniform`, so that one number per token decides it. A greedy token's
     log-probability is that of the untruncated distribution at temperature 1.
 
     Args:

@@ -1,4 +1,4 @@
-"""The rollout of a policy: who generates, where replicas stand, and how they get the policy's weights."""
+"""Starts the rollout of a policy: which engine, where its replicas run, and how they get the policy's weights."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
+from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
@@ -42,35 +42,35 @@ def start_rollout(
     threads: int | None = None,
     log_folder: Path | None = None,
 ) -> Rollout:
-    """What generates for `policy`, started; it has no weights before `update_weights`.
+    """Start the rollout for `policy`; it has no weights before `update_weights`.
 
     With `rollout.server.enable` or `rollout.prometheus.enable` it is served over HTTP as long as it lives.
 
     Args:
         config: `actor_rollout_ref`.
         policy: the workers that train, or at least hold the weights; None: engines read the checkpoint, in `own_pool`.
-        own_pool: devices for replicas alone; without, they stand on the policy's and take turns with it.
+        own_pool: devices for the replicas alone; None: they take turns with the policy on its devices.
         start_timeout_s: how long an engine may take to start.
-        threads: threads for arithmetic, of each engine process on a CPU; None shares a node's cores.
+        threads: compute threads of each engine process on a CPU; None divides a node's cores.
         log_folder: where replicas' output goes; None leaves it to Ray.
 
     Raises:
-        RolloutError: the engine cannot be had, or does not start.
+        RolloutError: the engine is not available, or does not start.
     """
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
     if InferenceEngines.facts(name).in_place:
         return InPlaceRollout(policy, config.rollout)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
-    places = replica_places(pool, devices_per_replica(config), shared=own_pool is None)
+    placements = replica_placements(pool, devices_per_replica(config), shared=own_pool is None)
 
-    settings = _settings(config, name, places, start_timeout_s, threads, log_folder)
+    settings = _settings(config, name, placements, start_timeout_s, threads, log_folder)
     if policy is None:
         settings.spec = replace(settings.spec, load_weights=True)
-    replicas = ReplicaPool(settings, places, None if policy is None else policy.send_weights)
+    replicas = ReplicaPool(settings, placements, None if policy is None else policy.send_weights)
     rollout = ReplicatedRollout(replicas)
     try:
-        server = _make_server(config, rollout) if is_served(config.rollout) else None  # a taken port is told now
+        server = _make_server(config, rollout) if is_served(config.rollout) else None  # fails now if the port is taken
         replicas.start()
         if server is not None:
             _serve(config, rollout, *server, log_folder)
@@ -81,7 +81,7 @@ def start_rollout(
 
 
 def _make_server(config: ActorRolloutRefConfig, rollout: ReplicatedRollout) -> tuple["OpenAIServer", "Access"]:
-    """A router over the replicas, behind a port that is taken and not yet answered."""
+    """A server over all replicas that has its port and does not answer yet."""
     from hybridrl.rollout.server import make_server
 
     seeded = InferenceEngines.get(rollout.pool.settings.engine_name).heeds_seeds(config.rollout)
@@ -97,7 +97,7 @@ def _serve(
     access: "Access",
     log_folder: Path | None,
 ) -> None:
-    """Answer, in a thread of this process; what clients need goes into the run's folder."""
+    """Serve in a thread of this process, and write address and key into the run's folder."""
     from hybridrl.rollout.server import write_scrape_config
 
     server.start_thread()
@@ -110,7 +110,7 @@ def _serve(
 def _settings(
     config: ActorRolloutRefConfig,
     name: str,
-    places: Sequence[ReplicaPlace],
+    placements: Sequence[ReplicaPlacement],
     start_timeout_s: float,
     threads: int | None,
     log_folder: Path | None,
@@ -118,7 +118,7 @@ def _settings(
     model, rollout = config.model, config.rollout
     tokenizer = tokenizer_of(model)
     processes = devices_per_replica(config)
-    together = processes * len(places)
+    together = processes * len(placements)
     spec = EngineSpec(
         config=rollout,
         model=model,
@@ -138,7 +138,7 @@ def _settings(
 
 
 def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
-    """Refuse replicas of `size` devices that do not come out even on nodes with so many slots.
+    """Refuse replicas of `size` devices that do not divide nodes with so many slots.
 
     Raises:
         RolloutError: names the sizes that fit.
@@ -147,33 +147,33 @@ def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
         return
     fitting = [n for n in range(1, max(slots_on_nodes) + 1) if all(slots % n == 0 for slots in slots_on_nodes)]
     raise RolloutError(
-        f"{_KEY}: tensor, pipeline and data parallel sizes make {size} devices a replica, and a replica has to fit "
-        f"into a node, whose slots are {', '.join(map(str, slots_on_nodes))}: choose sizes with a product of "
+        f"{_KEY}: tensor, pipeline and data parallel sizes make {size} devices per replica. A replica has to fit "
+        f"on one node, and the nodes have {', '.join(map(str, slots_on_nodes))} slots: choose sizes with a product of "
         f"{', '.join(map(str, fitting))}"
     )
 
 
-def replica_places(pool: RayResourcePool, size: int, shared: bool) -> list[ReplicaPlace]:
-    """Where replicas of `size` devices stand in a pool, slot after slot.
+def replica_placements(pool: RayResourcePool, size: int, shared: bool) -> list[ReplicaPlacement]:
+    """Placements of replicas of `size` devices in a pool, slot after slot.
 
     Args:
         shared: the slots belong to training ranks, in the same order.
 
     Raises:
-        RolloutError: they do not come out even, or one would span nodes.
+        RolloutError: the slots cannot be divided, or a replica would span nodes.
     """
     slots = pool.slots()
     nodes = _nodes_of(slots)
     check_layout(size, [nodes.count(node) for node in dict.fromkeys(nodes)])
     gpus = _gpus_of(slots) if pool.use_gpu else [""] * len(slots)
-    places = []
+    placements = []
     for first in range(0, len(slots), size):
         ranks = range(first, first + size)
         group, bundle = slots[ranks[0]]
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks) if pool.use_gpu else ""}
         devices = tuple(range(size)) if pool.use_gpu else ()
-        places.append(
-            ReplicaPlace(
+        placements.append(
+            ReplicaPlacement(
                 placement_group=group,
                 bundle=bundle,
                 node_id=nodes[ranks[0]],
@@ -182,17 +182,17 @@ def replica_places(pool: RayResourcePool, size: int, shared: bool) -> list[Repli
                 devices=devices,
             )
         )
-    return places
+    return placements
 
 
 def _nodes_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
-    """Ray's name of each slot's node."""
+    """Ray's id of each slot's node."""
     table = ray.util.placement_group_table()
     return [table[group.id.hex()]["bundles_to_node_id"][bundle] for group, bundle in slots]
 
 
 def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
-    """What CUDA calls each slot's GPU on its node."""
+    """CUDA's index of each slot's GPU on its node."""
 
     @ray.remote(num_cpus=0, num_gpus=0.01)
     def visible() -> str:
@@ -206,7 +206,7 @@ def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
         found: list[str] = ray.get(asked, timeout=_FIND_GPU_S)
     except ray.exceptions.GetTimeoutError as error:
         raise RolloutError(
-            f"no task found room beside the training workers within {_FIND_GPU_S:.0f} s to see which GPUs they have: "
-            "give the pool max_colocate_count=2 or more, so that workers leave a share of each GPU"
+            f"no task could be placed next to the training workers within {_FIND_GPU_S:.0f} s to see which GPUs they "
+            "have: give the pool max_colocate_count=2 or more, so that workers leave a share of each GPU"
         ) from error
     return found

@@ -1,11 +1,11 @@
-"""Stop strings on a stream of tokens, for engines that look at tokens alone."""
+"""Stop strings in a stream of tokens, for engines that see only tokens."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 class StopStrings:
-    """Tells when a response holds one of some strings.
+    """Finds out when a response contains one of some strings.
 
     Args:
         tokenizer: decodes token ids to text.
@@ -15,22 +15,22 @@ class StopStrings:
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
-        # A token is a byte at least, so a string that ends with the last token starts among so many.
+        # A token has at least one byte, so a string that ends with the last token starts within this many.
         self._window = max((len(string.encode()) for string in strings), default=0)
 
     def ends(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token completed a string; the tokens before it have been looked at."""
+        """Whether the last token completed a string; earlier tokens are assumed to have been checked."""
         if not self._strings:
             return False
         text = self._tokenizer.decode(list(token_ids[-self._window :]), skip_special_tokens=False)
         return any(string in text for string in self._strings)
 
     def first_end(self, token_ids: Sequence[int], seen: int) -> int | None:
-        """How many tokens there are up to the one that completes a string; None where none does.
+        """Number of tokens up to the one that completes a string; None where none does.
 
         Args:
             token_ids: all tokens so far.
-            seen: how many of them have been looked at.
+            seen: how many of them have been checked.
         """
         for count in range(seen + 1, len(token_ids) + 1):
             if self.ends(token_ids[max(0, count - self._window) : count]):

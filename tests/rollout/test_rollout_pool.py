@@ -27,7 +27,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.balancer import Balancer
-from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlace, ReplicaPool
+from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
 from hybridrl.rollout.request import GUEST_PRIORITY, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import make_server
@@ -73,7 +73,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
         path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
         path[HANGS_VARIABLE] = hangs
         places = [
-            ReplicaPlace(group, bundle, node, ranks=(rank,), environment=path, devices=devices)
+            ReplicaPlacement(group, bundle, node, ranks=(rank,), environment=path, devices=devices)
             for rank, (group, bundle) in enumerate(slots[:replicas])
         ]
         spec = EngineSpec(config.rollout, config.model, eos_token_ids=(5,), pad_token_id=0)
@@ -119,7 +119,7 @@ def requests(count: int, prefix: str, first: int = 6, sampling: SamplingParams =
 
 def until_ready(pool: ReplicaPool) -> None:
     """Wait until all replicas have weights."""
-    until(pool, ["ready"] * len(pool.places))
+    until(pool, ["ready"] * len(pool.placements))
 
 
 def until(pool: ReplicaPool, states: list[str]) -> None:
@@ -160,7 +160,7 @@ def test_every_request_is_answered_once_and_in_order(pool, model) -> None:
         torch.testing.assert_close(
             torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=1e-5, rtol=0
         )
-    assert pool.peak >= 40
+    assert pool.take_peak() >= 40
     with pytest.raises(RolloutError, match="prompt is too long"):
         pool.generate([Request("long", list(range(6, 110)) * 2, SAMPLED)])
     assert len(pool.generate(requests(2, "after"))) == 2  # a refused request harms nobody
@@ -230,7 +230,7 @@ def test_pausing_keeps_tokens_and_aborting_returns_them(pool) -> None:
 
 def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool, model) -> None:
     asked = requests(30, "e", first=SLOW, sampling=SamplingParams(True, 1.0, 1.0, -1, 40, ignore_eos=True))
-    first, before = pool._members[0].info.pid, pool.restarts
+    first, before = pool.replicas[0].info.pid, pool.restarts
     with ThreadPoolExecutor(1) as thread:
         generating = thread.submit(pool.generate, asked)
         until_each_generates(pool)
@@ -239,7 +239,7 @@ def test_a_killed_replica_is_started_again_and_no_sample_is_lost_or_doubled(pool
     assert Counter(answer.id for answer in answers) == Counter(request.id for request in asked)
     assert all(len(answer.token_ids) == 40 for answer in answers) and pool.rerun
     until_ready(pool)
-    assert pool.restarts == before + 1 and pool._members[0].info.pid != first
+    assert pool.restarts == before + 1 and pool.replicas[0].info.pid != first
     for request, answer in zip(requests(20, "f"), pool.generate(requests(20, "f")), strict=True):
         # the new process has the trainer's weights, not the folder's
         torch.testing.assert_close(
@@ -255,11 +255,11 @@ def test_a_replica_restarted_under_submit_alone_gets_its_weights(pool, model) ->
     asked = requests(8, "submit", first=SLOW)
     futures = pool.submit(asked)
     until_each_generates(pool)
-    before = [member.info.pid for member in pool._members]
+    before = [member.info.pid for member in pool.replicas]
     os.kill(before[0], signal.SIGKILL)
     until(pool, ["empty", "ready"])
     until_ready(pool)  # nobody calls `generate` or `update_weights`
-    assert pool._members[0].info.pid != before[0]
+    assert pool.replicas[0].info.pid != before[0]
     asked += (later := requests(20, "submit-later"))
     for request, future in zip(asked, [*futures, *pool.submit(later)], strict=True):
         answer = future.result(timeout=120)
@@ -274,7 +274,7 @@ def test_weights_that_training_is_changing_are_not_sent(pool, model) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    os.kill(pool._members[0].info.pid, signal.SIGKILL)
+    os.kill(pool.replicas[0].info.pid, signal.SIGKILL)
     until(pool, ["empty", "ready"])
     time.sleep(2)
     assert pool.health() == ["empty", "ready"]
@@ -284,23 +284,23 @@ def test_weights_that_training_is_changing_are_not_sent(pool, model) -> None:
 
 def test_a_process_is_lost_once_however_many_calls_to_it_fail(pool) -> None:
     before = pool.restarts
-    with pool._lock:  # as the pool's thread sees two of them fail before the restart has begun
-        up = pool._members[0].up()
-        pool._lose(up, "its process ended")
-        pool._lose(up, "its process ended, says another call")
+    process = pool.replicas[0].process()
+    with pool.supervisor._lock:  # two calls fail before the restart has begun
+        pool.supervisor.handle_loss(process, "its process ended")
+        pool.supervisor.handle_loss(process, "its process ended, says another call")
     until_ready(pool)
     assert pool.restarts == before + 1
 
 
 def test_a_replica_killed_during_an_update_gets_its_weights_later(pool, model, monkeypatch) -> None:
-    send, victim, before = pool._send_weights, pool._members[1].info.pid, pool.restarts
+    send, victim, before = pool.supervisor._send_weights, pool.replicas[1].info.pid, pool.restarts
 
     def killing(targets):
         if len(targets) == 2:
             os.kill(victim, signal.SIGKILL)
         return send(targets)
 
-    monkeypatch.setattr(pool, "_send_weights", killing)
+    monkeypatch.setattr(pool.supervisor, "_send_weights", killing)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -319,7 +319,7 @@ def test_while_memory_is_lent_nothing_runs_and_nothing_starts(make_pool) -> None
     pool = make_pool(devices=(0,))
     pool.release()
     futures = pool.submit(requests(4, "lent"))
-    os.kill(pool._members[0].info.pid, signal.SIGKILL)
+    os.kill(pool.replicas[0].info.pid, signal.SIGKILL)
     until(pool, ["down", "ready"])
     time.sleep(1.5)
     assert pool.health() == ["down", "ready"] and not any(future.done() for future in futures)
@@ -346,7 +346,7 @@ def test_the_only_replica_gets_its_weights_back_where_no_cache_is_in_the_way(mak
     with ThreadPoolExecutor(1) as thread:
         generating = thread.submit(pool.generate, requests(4, "alone", first=SLOW))
         until_each_generates(pool)
-        os.kill(pool._members[0].info.pid, signal.SIGKILL)
+        os.kill(pool.replicas[0].info.pid, signal.SIGKILL)
         assert [answer.versions for answer in generating.result()] == [[(0, 12)]] * 4
     assert pool.restarts == 1 and pool.statistics()["0"]["loads_beside_cache"] == 0
 
@@ -356,11 +356,11 @@ def test_a_replica_that_hangs_while_memory_is_lent_is_ended(
     make_pool, monkeypatch, tmp_path: Path, method: str
 ) -> None:
     """Its process holds what others wait for: the trainer's bucket, or the device's memory."""
-    monkeypatch.setattr("hybridrl.rollout.replicas.pool._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor._HEALTH_EVERY_S", 0.2)
     hangs = tmp_path / "hangs"
     pool = make_pool(devices=(0,), hangs=str(hangs))
     pool.settings.stuck_timeout_s = 3.0
-    victim = pool._members[1].info.pid
+    victim = pool.replicas[1].info.pid
     hangs.write_text(f"{method} 1")
     pool.release()
     pool.resume(["weights"])
@@ -389,7 +389,7 @@ def test_a_replica_that_ray_ends_for_lack_of_memory_is_lost_like_any_other(pool,
             raise errors.pop()
         return real(ref, **options)
 
-    monkeypatch.setattr("hybridrl.rollout.replicas.pool.ray.get", get)
+    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor.ray.get", get)
     pool.update_weights(pool.version + 1)
     until_ready(pool)
     assert not errors and pool.restarts == before + 1
@@ -397,11 +397,11 @@ def test_a_replica_that_ray_ends_for_lack_of_memory_is_lost_like_any_other(pool,
 
 def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, monkeypatch) -> None:
     """A pool whose weights never change; the restart looked before, and pauses after `unpause`."""
-    place = pool._members[0].place
+    place = pool.replicas[0].placement
     spec = replace(pool.settings.spec, load_weights=True)
     other = ReplicaPool(PoolSettings(ENGINE, spec), [place])
     other.start()
-    ask = other._ask
+    ask = other.supervisor._call
 
     def late(ups, method, *args):
         if method == "pause" and threading.current_thread().name.startswith("replica-restart"):
@@ -410,8 +410,8 @@ def test_unpaused_while_a_replica_starts_it_generates(slots, micro_model, pool, 
 
     try:
         other.pause()
-        monkeypatch.setattr(other, "_ask", late)
-        os.kill(other._members[0].info.pid, signal.SIGKILL)
+        monkeypatch.setattr(other.supervisor, "_call", late)
+        os.kill(other.replicas[0].info.pid, signal.SIGKILL)
         while other.health() == ["ready"]:
             time.sleep(0.05)
         (future,) = other.submit(requests(1, "unpaused"))
@@ -431,14 +431,14 @@ def test_a_crash_loop_ends_with_the_engines_own_words(make_pool) -> None:
 
 def test_a_request_that_kills_every_replica_is_given_up_and_others_go_on(make_pool) -> None:
     pool = make_pool(max_restarts=1)
-    with pytest.raises(RolloutError, match=r"failed: its replica was lost 2 times \(rollout.max_restarts\); now its"):
+    with pytest.raises(RolloutError, match=r"failed: its replica was lost 2 times \(rollout.max_restarts=1\)"):
         pool.generate(requests(1, "j", first=DEADLY))
     until_ready(pool)
     assert len(pool.generate(requests(4, "k"))) == 4 and pool.restarts == 2
 
 
 def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
-    monkeypatch.setattr("hybridrl.rollout.replicas.pool._HEALTH_EVERY_S", 0.2)
+    monkeypatch.setattr("hybridrl.rollout.replicas.supervisor._HEALTH_EVERY_S", 0.2)
     pool = make_pool(replicas=1, max_restarts=0)
     pool.settings.stuck_timeout_s = 3.0
     with pytest.raises(RolloutError, match=r"computed nothing for .*stuck_timeout_s"):
@@ -447,7 +447,7 @@ def test_a_stuck_engine_is_found_and_named(make_pool, monkeypatch) -> None:
 
 def test_an_engine_that_does_not_start_says_why(slots, pool, tmp_path) -> None:
     broken = EngineSpec(pool.settings.spec.config, type(pool.settings.spec.model)(path=str(tmp_path)), (5,), 0)
-    other = ReplicaPool(PoolSettings(ENGINE, broken), [pool._members[0].place])
+    other = ReplicaPool(PoolSettings(ENGINE, broken), [pool.replicas[0].placement])
     with pytest.raises(RolloutError, match="replica 0 did not start"):
         other.start()
     other.close()
@@ -522,7 +522,7 @@ def test_a_lost_replicas_requests_come_before_those_that_waited() -> None:
 def test_many_sessions_of_several_turns_survive_a_lost_replica(pool, model, monkeypatch) -> None:
     """Each turn's prompt is all tokens before and a tool's answer; a session stays at its replica."""
     client, homes = pool_client_and_homes(pool, monkeypatch)
-    victim, restarts = pool._members[0].info.pid, pool.restarts
+    victim, restarts = pool.replicas[0].info.pid, pool.restarts
     turns: list[tuple[Request, list[int], list[float]]] = []
 
     async def session(number: int) -> None:
@@ -555,7 +555,7 @@ def test_many_sessions_of_several_turns_survive_a_lost_replica(pool, model, monk
 def pool_client_and_homes(pool, monkeypatch) -> tuple[PoolClient, dict[str, set[int]]]:
     """A client, and the replicas that each session's requests go to from now on."""
     homes: dict[str, set[int]] = {}
-    take = pool._balancer.take
+    take = pool.scheduler._balancer.take
 
     def noting(loads):
         given = take(loads)
@@ -564,7 +564,7 @@ def pool_client_and_homes(pool, monkeypatch) -> tuple[PoolClient, dict[str, set[
                 homes.setdefault(request.session, set()).add(index)
         return given
 
-    monkeypatch.setattr(pool._balancer, "take", noting)
+    monkeypatch.setattr(pool.scheduler._balancer, "take", noting)
     return PoolClient(pool), homes
 
 
@@ -592,14 +592,14 @@ def test_a_client_aborts_single_requests_and_gives_up_calls(pool) -> None:
 def test_training_comes_before_guests(make_pool, monkeypatch) -> None:
     pool = make_pool(replicas=1)
     order: list[str] = []
-    take = pool._balancer.take
+    take = pool.scheduler._balancer.take
 
     def noting(loads):
         given = take(loads)
         order.extend(request.id for found in given.values() for request in found)
         return given
 
-    monkeypatch.setattr(pool._balancer, "take", noting)
+    monkeypatch.setattr(pool.scheduler._balancer, "take", noting)
     pool.pause()
     guests = [replace(request, priority=GUEST_PRIORITY) for request in requests(200, "guest")]
     futures = pool.submit(guests) + pool.submit(requests(30, "training"))
@@ -667,7 +667,7 @@ def test_an_engine_that_breaks_over_its_own_address_is_started_again_without_its
     client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="a token of 16 letters", max_retries=0)
     (model,) = client.models.list().data
     assert client.completions.create(model=model.id, prompt=[6, 7, 8], max_tokens=5).choices
-    old = pool._members[0].info.pid
+    old = pool.replicas[0].info.pid
     with pytest.raises(openai.APIConnectionError):
         client.completions.create(model=model.id, prompt=[BROKEN, 7, 8], max_tokens=5)
     wait_until_gone(old)

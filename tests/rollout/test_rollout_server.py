@@ -259,7 +259,7 @@ def test_only_the_token_of_the_run_is_served(stage: Stage, header: str) -> None:
 def test_the_client_library_raises_its_own_errors(stage: Stage) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=stage.server.url, api_key="no", max_retries=0).models.list()
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt' here; this is 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match=r"no model 'gpt' here.*'tiny'"):
         stage.client.completions.create(model="gpt", prompt="a")
     with pytest.raises(openai.BadRequestError, match="the limit is 2048") as caught:
         stage.client.completions.create(model="tiny", prompt="a" * 10, max_tokens=LIMIT)

@@ -127,7 +127,7 @@ def test_prometheus_is_told_where_to_scrape(stage: Stage, tmp_path: Path, capsys
     assert f"127.0.0.1:{config.port}" in capsys.readouterr().err, "no Prometheus is a notice, not an error"
     assert write_scrape_config(PrometheusConfig(file=str(file)), []) is None
     file.write_text("- a list")
-    with pytest.raises(RolloutError, match=r"prometheus\.file=.*something else than a Prometheus configuration"):
+    with pytest.raises(RolloutError, match=r"prometheus\.file="):
         write_scrape_config(config, ["10.0.0.1:1"])
 
 

@@ -220,7 +220,7 @@ def test_a_replica_killed_while_generating_costs_no_sample(policy, rollout) -> N
     """Its engine's process is killed, not ours: what happens when a GPU falls off the bus."""
     from psutil import Process
 
-    victim = rollout.pool._members[0].info.pid
+    victim = rollout.pool.replicas[0].info.pid
     cores = [child.pid for child in Process(victim).children(recursive=True)]
     asked = prompts_of(64, n=8, ignore_eos=True)
     batch = generate_while(rollout, asked, lambda: [os.kill(pid, signal.SIGKILL) for pid in cores])
@@ -284,7 +284,7 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
 
 
 def test_what_cannot_work_is_told_before_anything_starts(micro_model, tiny_model, policy) -> None:
-    with pytest.raises(RolloutError, match="attention heads of size 16, and vLLM on a CPU knows 32"):
+    with pytest.raises(RolloutError, match=r"attention heads of size 16.* 32"):
         resolve_rollout(settings(micro_model))
     with pytest.raises(RolloutError, match=r"tensor_model_parallel_size=3 does not divide .* use one of 1, 2, 4"):
         resolve_rollout(settings(tiny_model, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"))
@@ -295,9 +295,7 @@ def test_what_cannot_work_is_told_before_anything_starts(micro_model, tiny_model
         words = [f"actor_rollout_ref.rollout.name={name}", "actor_rollout_ref.rollout.response_length=1000000"]
         with pytest.raises(RolloutError, match=r"prompt and response are 1000080 tokens .* was made for"):
             resolve_rollout(settings(tiny_model, *words))
-    with pytest.raises(
-        RolloutError, match=r"4 devices a replica.*whose slots are 2: choose sizes with a product of 1, 2"
-    ):
+    with pytest.raises(RolloutError, match=r"4 devices per replica.* 2 slots.*1, 2"):
         start_rollout(settings(tiny_model, "actor_rollout_ref.rollout.tensor_model_parallel_size=4"), policy)
     with pytest.raises(RolloutError, match=r"replica 0 did not start.*takes no tensor_parallel_sizes"):
         start_rollout(

@@ -1,7 +1,7 @@
-"""A key-value cache that is written in place and from which finished rows are dropped.
+"""A key-value cache that is written in place and drops finished rows.
 
-The stock dynamic cache concatenates at every token, which copies all that was kept so far. Here a layer owns a buffer
-with room to spare and hands attention a view of the filled part.
+The stock dynamic cache concatenates at every token, which copies everything. Here a layer owns a buffer with spare
+capacity and gives attention a view of the filled part.
 
 Shapes: B rows, H key-value heads, L tokens so far, D head size.
 """
@@ -30,7 +30,7 @@ class InPlaceLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H, n, D] and return everything kept, [B, H, L + n, D]."""
+        """Append [B, H, n, D] and return the whole cache, [B, H, L + n, D]."""
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.is_initialized = True
@@ -58,7 +58,7 @@ class InPlaceLayer(DynamicLayer):
         return buffer
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep (or repeat) the rows `indices` [B'], with the room that was there."""
+        """Keep (or repeat) the rows `indices` [B'], with their spare capacity."""
         if not self.is_initialized or self._key_buffer is None or self._value_buffer is None:
             return
         length = self.keys.shape[-2]
@@ -76,7 +76,7 @@ class InPlaceLayer(DynamicLayer):
 
 
 def make_cache(config: PretrainedConfig) -> DynamicCache:
-    """The cache that the model's layer types ask for, its full-attention layers kept in place."""
+    """The cache for the model's layer types; full-attention layers are written in place."""
     cache = DynamicCache(config=config)
     cache.layers = [InPlaceLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -1,7 +1,7 @@
 """Generation with the training weights in place: no second copy, no engine to install, any causal LM of transformers.
 
-Prompts that occur several times are read once; rows that have ended are dropped from the batch and its cache, so that
-they cost nothing. Every rank holds whole weights while it generates, so ranks may end at different lengths without
+Prompts that occur several times are processed once. Rows that have ended are dropped from the batch and its cache, so
+that they cost nothing. Every rank holds whole weights while it generates, so ranks may end at different lengths without
 waiting for each other.
 
 Shapes: B rows, U distinct prompts, P prompt width, T response width, V vocabulary.
@@ -27,7 +27,7 @@ from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.utils.device import current_device
 
-_COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch: dropping copies the cache
+_COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch, because dropping copies the cache
 
 
 @InferenceEngines.register("hf", in_place=True, serves=False)
@@ -38,7 +38,7 @@ class HFRollout:
         config: `rollout.max_num_seqs` bounds the rows generated at once, `rollout.seed` keys the noise.
         engine: whose weights generate.
         eos_token_ids: a response ends with the first of these.
-        pad_token_id: fills responses behind their end; may be one of the EOS ids.
+        pad_token_id: fills responses after their end; may be one of the EOS ids.
         tokenizer: finds stop strings; needed where there are any.
     """
 
@@ -138,7 +138,7 @@ class _Prompts:
     def distinct(cls, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> "_Prompts":
         first = int(mask.any(dim=0).int().argmax()) if mask.any() else 0
         ids, mask, positions = ids[:, first:], mask[:, first:], positions[:, first:]
-        # Padding and prompt may hold the same id: only ids and mask together tell prompts apart.
+        # Padding and prompt may hold the same id, so prompts are compared by ids and mask together.
         _, row_of = torch.unique(torch.cat([ids, mask.to(ids.dtype)], dim=1), dim=0, return_inverse=True)
         count = int(row_of.max()) + 1
         example = torch.empty(count, dtype=torch.int64, device=ids.device)
@@ -175,9 +175,7 @@ def _decode(
         use_cache=True,
         logits_to_keep=1,
     )
-    rows = torch.arange(
-        prompts.row_of.shape[0], device=prompts.ids.device
-    )  # the output row of each row still in the batch
+    rows = torch.arange(prompts.row_of.shape[0], device=prompts.ids.device)  # output row of each row in the batch
     logits = result.logits[:, -1].index_select(0, prompts.row_of)
     mask = prompts.mask.index_select(0, prompts.row_of)
     position = prompts.positions[:, -1:].index_select(0, prompts.row_of)

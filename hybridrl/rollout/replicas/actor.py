@@ -1,4 +1,4 @@
-"""One engine and its process: a Ray actor that takes requests, hands completions out, and takes new weights in."""
+"""One engine and its process: a Ray actor that takes requests, returns completions, and loads new weights."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,12 @@ from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.weight_sync.messages import Bucket
 
-#: completions travel together, for a call of Ray's costs milliseconds: as many as this part of the requests in flight,
-#: or as there are after this time
+#: completions are returned together, because a Ray call costs milliseconds: this part of the requests in flight, or
+#: whatever has completed after this time
 _GATHER_PART, _GATHER_S = 8, 0.05
 _DRAIN_POLL_S = 0.01
 _WARM_UP_TOKENS = 2
-#: values of `rollout.server.host` that mean the same on every node; another is the router's alone
+#: values of `rollout.server.host` that are valid on every node; others apply to the server over all replicas only
 _ANY_NODES_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _LOG_LINES = 60
 
@@ -45,11 +45,11 @@ class ReplicaInfo:
 
 @dataclass(frozen=True)
 class ReplicaHealth:
-    """How a replica is.
+    """Health of a replica.
 
     Attributes:
-        in_flight: requests that were taken and not handed out.
-        silent_s: seconds without a sign of the engine while it had something to do; 0 where it has nothing.
+        in_flight: number of requests that were submitted and not collected.
+        silent_s: seconds without progress of the engine while it has something to do; else 0.
         version: of the weights.
     """
 
@@ -64,7 +64,7 @@ class Replica:
     Args:
         engine_name: `rollout.name`.
         spec: what the engine is started with.
-        environment: variables that have to stand before the engine's library is imported.
+        environment: variables that have to be set before the engine's library is imported.
         log_file: where this process and the engine's write; None leaves it to Ray.
     """
 
@@ -81,23 +81,23 @@ class Replica:
         self._engine_name = engine_name
         self._engine: InferenceEngine
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._inside: set[str] = set()  # requests that the engine has
+        self._inside: set[str] = set()  # requests that the engine works on
         self._tokenizer: Any = None
-        self._direct: set[str] = set()  # requests that came over HTTP and not from the pool
+        self._direct: set[str] = set()  # requests over HTTP, not from the pool
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
-        self._awaited = 1  # so many of `_done` are news
+        self._awaited = 1  # signal `_news` at this many completions
         self._news = asyncio.Event()
         self._generating = spec.load_weights  # else from the end of the first update
         self._changed = asyncio.Condition()  # `_generating` or `_aborted` did
         self._busy_since = 0.0
-        self._doing: dict[object, float] = {}  # since when it does what is neither generating nor idling
+        self._doing: dict[object, float] = {}  # start times of what it does besides generating
 
     async def start(self) -> ReplicaInfo:
-        """Start the engine, and let it generate a few tokens: the first call compiles.
+        """Start the engine, and generate a few tokens, because the first call compiles.
 
         Raises:
-            RolloutError: with the end of the log, which may lie on another node than the reader.
+            RolloutError: with the end of the log, which may be on another node.
         """
         started = time.perf_counter()
         try:
@@ -115,21 +115,21 @@ class Replica:
     # ------------------------------------------------------------------ requests
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests; their completions are handed out by `collect`."""
+        """Take requests; `collect` returns their completions."""
         for request in requests:
             if not self._tasks:
                 self._busy_since = time.monotonic()
             self._tasks[request.id] = asyncio.create_task(self._answer(request))
 
     async def collect(self, wait_s: float) -> list[Completion]:
-        """Completions since the last call; waits up to `wait_s` for the first, and a moment for more."""
+        """Completions since the last call; waits up to `wait_s` for the first, and briefly for more."""
         if await self._await_done(1, wait_s):
             await self._await_done(max(1, len(self._tasks) // _GATHER_PART), _GATHER_S)
         found, self._done = self._done, []
         return found
 
     async def _await_done(self, count: int, wait_s: float) -> bool:
-        """Wait for so many completions, or the last there can be; False where none came in time."""
+        """Wait for so many completions, or for the last one; False where none came in time."""
         self._awaited = count
         if len(self._done) < count and (self._tasks or not self._done):
             self._news.clear()
@@ -138,9 +138,9 @@ class Replica:
         return bool(self._done)
 
     async def generate(self, request: Request) -> Completion:
-        """The completion of one request; `versions` say which weights each token comes from.
+        """The completion of one request; `versions` say which weights generated each token.
 
-        A request that is in flight while weights are updated goes on with its tokens under the new ones.
+        A request in flight during a weight update keeps its tokens and continues under the new weights.
         """
         answer = Completion(request.id, [], [], "abort")
         try:
@@ -163,7 +163,7 @@ class Replica:
                 if answer.finish_reason != "abort":
                     break
                 if not request.sampling.ignore_eos and set(answer.token_ids[-1:]) & set(self.spec.eos_token_ids):
-                    answer.finish_reason = "stop"  # the token that an engine was at when it was told to end
+                    answer.finish_reason = "stop"  # the engine was generating it when it was aborted
                     break
                 if len(answer.token_ids) >= request.sampling.max_new_tokens:
                     answer.finish_reason = "length"
@@ -173,7 +173,7 @@ class Replica:
         return answer
 
     def _cut_at_stop(self, answer: Completion, stop: Sequence[str], new: int) -> None:
-        """End an answer at a stop string that its engine missed: begun in the part before, or cut off by an abort."""
+        """End a completion at a stop string that the engine missed, because an abort divided it."""
         whole = new == len(answer.token_ids) and answer.finish_reason != "abort"
         if not stop or not new or whole:
             return
@@ -208,10 +208,10 @@ class Replica:
             self._news.set()
 
     async def serve(self, token: str, port: int = 0) -> str:
-        """Speak the OpenAI API on this node's address, until the process ends; returns `host:port`.
+        """Serve the OpenAI API at this node's address until the process ends; returns `host:port`.
 
         Args:
-            token: that clients have to send.
+            token: which clients have to send.
             port: 0 takes a free one.
         """
         from hybridrl.rollout.server import make_server
@@ -230,7 +230,7 @@ class Replica:
         return server.address
 
     def _die(self) -> NoReturn:
-        """The engine is broken: whoever started this replica finds it dead, starts it again and asks again."""
+        """End the process, because the engine is broken; the pool restarts the replica and runs its requests again."""
         traceback.print_exc()
         notify(f"replica {self.spec.index}: the engine failed, see above", "error")
         os._exit(70)
@@ -247,10 +247,10 @@ class Replica:
             del self._doing[work]
 
     async def abort(self, ids: Sequence[str] | None = None, after: Any = None) -> None:
-        """End these requests (all, where None) now; they are handed out with the tokens there are.
+        """End these requests (all, where None) now; they complete with the tokens generated so far.
 
         Args:
-            after: what Ray has to have finished before, such as the call that submitted them.
+            after: reference of a call that has to be finished first, such as the one that submitted them.
         """
         here = self._tasks.keys() | self._direct
         chosen = here if ids is None else here & set(ids)
@@ -261,14 +261,14 @@ class Replica:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def pause(self) -> None:
-        """Stop generating; requests keep their tokens and go on at `unpause`."""
+        """Stop generating; requests keep their tokens and continue at `unpause`."""
         self._generating = False
-        while self._inside:  # one may just be on its way into the engine, which does not know it yet
+        while self._inside:  # the engine may not know a request yet that was just submitted
             await self._engine_does(self._engine.abort(list(self._inside)))
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def unpause(self) -> None:
-        """Go on generating; without weights, from the first `unpause` behind an update."""
+        """Continue generating; a replica without weights begins with the first `unpause` after an update."""
         self._generating = self.version >= 0
         self._busy_since = time.monotonic()
         await self._wake()
@@ -286,7 +286,7 @@ class Replica:
         await self._engine_does(self._engine.begin_update())
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Take in a part of the weights; when this returns the bucket may be overwritten."""
+        """Load a part of the weights; when this returns the bucket may be overwritten."""
         await self._engine_does(self._engine.load_bucket(bucket))
 
     async def end_update(self, version: int) -> None:
@@ -295,7 +295,7 @@ class Replica:
         self.version = version
 
     async def release(self, tags: Sequence[str]) -> None:
-        """Give the device memory of `tags` back; nothing may be in flight."""
+        """Release the device memory of `tags`; no request may be in flight."""
         if self._inside:
             raise RuntimeError(
                 f"memory of {', '.join(tags)} is released while {len(self._inside)} requests are in flight"
@@ -303,13 +303,13 @@ class Replica:
         await self._engine_does(self._engine.release(tags))
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Take the device memory of `tags` again."""
+        """Take the device memory of `tags` back."""
         await self._engine_does(self._engine.resume(tags))
 
     # ------------------------------------------------------------------ state
 
     async def health(self) -> ReplicaHealth:
-        """How this replica is."""
+        """Health of this replica."""
         silent = 0.0
         if self._doing:
             silent = time.monotonic() - min(self._doing.values())
@@ -360,7 +360,7 @@ class _ReplicaClient:
 
 
 def _rest_of(request: Request, so_far: Completion) -> Request:
-    """What is left to generate of a request."""
+    """The rest of a request that has some tokens already."""
     done = len(so_far.token_ids)
     if not done:
         return request
@@ -379,7 +379,7 @@ def end_of_log(log_file: Path | None) -> str:
 
 
 def _write_output_to(path: Path) -> None:
-    """Send what this process and its children print into a file of their own."""
+    """Redirect the output of this process and its children to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

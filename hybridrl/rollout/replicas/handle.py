@@ -1,9 +1,10 @@
-"""One replica as its pool knows it: where it stands, how it is started, and what state it is in."""
+"""One replica as its pool sees it: where it runs, how it is started, and its state."""
 
 import uuid
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -15,18 +16,28 @@ from hybridrl.rollout.replicas.actor import Replica, ReplicaInfo, end_of_log
 from hybridrl.rollout.request import Request
 from hybridrl.weight_sync.send import Target
 
-#: down: not running, and not to be started before its devices' memory is there again. empty: running, without weights.
-State = Literal["down", "starting", "empty", "ready"]
+
+class ReplicaState(Enum):
+    """State of a replica.
+
+    A replica goes from `DOWN` to `STARTING` when its devices' memory is available, to `EMPTY` when its engine runs, to
+    `READY` when it has weights, and back to `DOWN` when its process is lost.
+    """
+
+    DOWN = "down"
+    STARTING = "starting"
+    EMPTY = "empty"
+    READY = "ready"
 
 
 @dataclass(frozen=True)
-class ReplicaPlace:
+class ReplicaPlacement:
     """Where a replica runs, and with what.
 
     Attributes:
         placement_group, bundle: Ray's; the actor takes `resources` of it.
-        node_id: Ray's name of the node.
-        ranks: training ranks on the same devices; none where the replica has its own.
+        node_id: Ray's id of the node.
+        ranks: training ranks on the same devices; none where the replica has devices of its own.
         environment: variables of its process, such as which GPUs it sees.
         devices: their number as the engine sees them; none on a CPU.
     """
@@ -42,10 +53,10 @@ class ReplicaPlace:
 
 @dataclass
 class PoolSettings:
-    """How the pool treats its replicas; see `RolloutConfig` for the values' meaning.
+    """How the pool starts and supervises its replicas; `RolloutConfig` describes the values.
 
     Attributes:
-        processes: of a replica's engine that hold weights.
+        processes: number of processes of a replica's engine that hold weights.
         log_folder: where replicas' output goes; None leaves it to Ray.
     """
 
@@ -58,74 +69,74 @@ class PoolSettings:
     log_folder: Path | None = None
 
 
-class Up(NamedTuple):
-    """A replica's process, as it was when someone looked: the member may have got another since."""
+class ReplicaProcess(NamedTuple):
+    """One process of a replica; the replica may have been restarted in another since."""
 
-    member: "Member"
-    handle: Any
+    replica: "ReplicaHandle"
+    actor: Any
     incarnation: str
 
     def target(self, processes: int) -> Target:
         """Where weights are sent to."""
-        place = self.member.place
-        return Target(self.handle, self.incarnation, place.node_id, place.ranks, processes)
+        placement = self.replica.placement
+        return Target(self.actor, self.incarnation, placement.node_id, placement.ranks, processes)
 
 
 @dataclass
-class Member:
+class ReplicaHandle:
     """What the pool knows of a replica."""
 
     index: int
-    place: ReplicaPlace
-    state: State = "down"
-    handle: Any = None
+    placement: ReplicaPlacement
+    state: ReplicaState = ReplicaState.DOWN
+    actor: Any = None
     incarnation: str = ""
     info: ReplicaInfo | None = None
     in_flight: dict[str, Request] = field(default_factory=dict)
-    failures: int = 0  # in a row, without a completion between
+    failures: int = 0  # in a row, without a completion in between
     restarts: int = 0
     log_file: Path | None = None
-    submitted: Any = None  # the call that brought it requests last
+    submitted: Any = None  # the last call that submitted requests
     collecting: Any = None
     health: Any = None
     health_asked: float = 0.0
     port: int = 0  # of its HTTP server
 
     @property
-    def is_up(self) -> bool:
+    def is_running(self) -> bool:
         """Whether its engine runs."""
-        return self.state in ("empty", "ready")
+        return self.state in (ReplicaState.EMPTY, ReplicaState.READY)
 
-    def up(self) -> Up:
+    def process(self) -> ReplicaProcess:
         """Its present process."""
-        return Up(self, self.handle, self.incarnation)
+        return ReplicaProcess(self, self.actor, self.incarnation)
 
     def create(self, settings: PoolSettings) -> Any:
-        """Ask for a process, and in it for the engine; returns what `wait_started` waits for."""
-        place = self.place
-        self.state = "starting"
+        """Start a process, and the engine in it; returns the reference that `wait_started` waits for."""
+        placement = self.placement
+        self.state = ReplicaState.STARTING
         self.incarnation = f"{self.index}-{uuid.uuid4().hex[:8]}"
         if settings.log_folder is not None:
             self.log_file = settings.log_folder / f"replica_{self.incarnation}.log"
-        spec = replace(settings.spec, index=self.index, devices=place.devices)
+        spec = replace(settings.spec, index=self.index, devices=placement.devices)
         options = {
-            "num_cpus": place.resources.get("CPU", 0),
-            "num_gpus": place.resources.get("GPU", 0),
+            "num_cpus": placement.resources.get("CPU", 0),
+            "num_gpus": placement.resources.get("GPU", 0),
             "max_concurrency": 100_000,
             "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(place.placement_group, place.bundle),
-            "runtime_env": {"env_vars": place.environment} if place.environment else None,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement.placement_group, placement.bundle),
+            "runtime_env": {"env_vars": placement.environment} if placement.environment else None,
         }
         actor = ray.remote(Replica).options(**{name: value for name, value in options.items() if value is not None})
         log_file = None if self.log_file is None else str(self.log_file)
-        self.handle = actor.remote(settings.engine_name, spec, place.environment, log_file)
-        return self.handle.start.remote()
+        self.actor = actor.remote(settings.engine_name, spec, placement.environment, log_file)
+        return self.actor.start.remote()
 
     def wait_started(self, ref: Any, timeout_s: float) -> None:
         """Wait until the engine runs.
 
         Raises:
-            RolloutError: it does not; the message holds the end of its log.
+            RolloutError: it does not start; the message holds the end of its log.
         """
         try:
             self.info = ray.get(ref, timeout=max(timeout_s, 0.1))

@@ -34,10 +34,10 @@ class Served:
 
     Attributes:
         name: what clients call it.
-        tokenizer: renders chats and makes text of tokens.
+        tokenizer: renders chats and decodes tokens.
         max_model_len: most tokens of prompt and response together.
         vocab_size: token ids of prompts lie below it.
-        heeds_seeds: the engine draws by a request's own seed.
+        heeds_seeds: the engine samples with a request's own seed.
     """
 
     name: str
@@ -96,17 +96,17 @@ def create_app(client: GenerationClient, served: Served, token: str | None) -> F
 
 
 class _Api:
-    """From a body to token ids to an answer."""
+    """Makes token ids of a request body, and a response of the completions."""
 
     def __init__(self, client: GenerationClient, served: Served) -> None:
         self.client = client
         self.served = served
 
     def chat_prompt(self, body: ChatRequest) -> list[int]:
-        """Token ids of a conversation, as training renders it.
+        """Token ids of a conversation, rendered as in training.
 
         Raises:
-            ApiError: it is none, or the template refuses it.
+            ApiError: it is not a conversation, or the template refuses it.
         """
         fault = fault_in_messages(body.messages)
         if fault is not None:
@@ -120,14 +120,14 @@ class _Api:
         arguments = {**body.chat_template_kwargs, "add_generation_prompt": True, "tokenize": False}
         try:
             text = tokenizer.apply_chat_template(messages, **arguments)
-        except Exception as error:  # a template is a program of its author: it may fail in any way
+        except Exception as error:  # a template is a program and may fail in any way
             raise ApiError(
                 400, f"the chat template refuses messages: {type(error).__name__}: {error}", param="messages"
             ) from error
         return encode(tokenizer, [text])[0]
 
     def text_prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """Token ids of each prompt; special tokens are added to text, as the tokenizer does it."""
+        """Token ids of each prompt; the tokenizer adds special tokens to text."""
         found = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
@@ -144,18 +144,19 @@ class _Api:
     async def answer(
         self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], http: HttpRequest
     ) -> Response:
-        """Generate for every prompt, and answer whole or as a stream."""
+        """Generate for every prompt, and answer at once or as a stream."""
         body.check_extras()
         if body.seed is not None and not self.served.heeds_seeds:
             raise ApiError(
                 400,
-                "seed: this engine does not draw by it; rollout.full_determinism=True makes SGLang do so on a GPU",
+                "seed: this engine does not use it; with rollout.full_determinism=True SGLang does on a GPU",
                 param="seed",
                 code="unsupported_parameter",
             )
         name = self.served.name
         if body.model not in (None, name):
-            raise ApiError(404, f"there is no model {body.model!r} here; this is {name!r}", "model", "model_not_found")
+            message = f"there is no model {body.model!r} here; this server has {name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
         id = f"{'chatcmpl' if isinstance(body, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"
         session = http.headers.get("x-session-id") or body.session_id or ""
         try:
@@ -184,7 +185,7 @@ class _Api:
         return JSONResponse(answer.whole([completions[index] for index in range(len(requests))]))
 
     def _room(self, body: ChatRequest | CompletionRequest, prompt: list[int]) -> int:
-        """Tokens that a response may have.
+        """Most tokens that the response may have.
 
         Raises:
             ApiError: the prompt is empty, or it and the response do not fit the model's length.
@@ -197,7 +198,7 @@ class _Api:
         if len(prompt) + wanted > limit:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens and {wanted} are asked for, {len(prompt) + wanted} together; the "
+                f"the prompt has {len(prompt)} tokens and {wanted} are requested, {len(prompt) + wanted} together; the "
                 f"limit is {limit} (actor_rollout_ref.rollout.max_model_len). Shorten {field} or max_tokens",
                 param=field,
                 code="context_length_exceeded",
@@ -226,7 +227,7 @@ async def _completed(pending: PendingRequests, timeout_s: float | None = None) -
 
 
 async def _events(pending: PendingRequests, answer: Answer) -> AsyncIterator[str]:
-    """Server-sent events: each choice whole, as soon as it has ended."""
+    """Server-sent events: each choice as a whole, as soon as it is complete."""
     completions: dict[int, Completion] = {}
     try:
         async with pending:
@@ -242,7 +243,7 @@ async def _events(pending: PendingRequests, answer: Answer) -> AsyncIterator[str
         if answer.request.stream_options.get("include_usage"):
             yield _event(answer.usage_chunk([completions[index] for index in sorted(completions)]))
         yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status has been sent: an event has to say it
+    except ApiError as error:  # the status has been sent, so that an event has to report the error
         yield _event(error.body())
     except ClientGone:
         return
@@ -253,14 +254,14 @@ def _event(data: Mapping[str, Any]) -> str:
 
 
 def _flat(content: Any) -> Any:
-    """Text parts joined: most templates take text only."""
+    """Text parts joined, because most templates take text only."""
     if isinstance(content, list):
         return "\n".join(part.get("text", "") for part in content)
     return content
 
 
 def _add_error_answers(app: FastAPI) -> None:
-    """Every fault in OpenAI's format."""
+    """Report every error in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def _(http: HttpRequest, error: ApiError) -> Response:
@@ -282,4 +283,4 @@ def _add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGone)
     async def _(http: HttpRequest, error: ClientGone) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client is gone

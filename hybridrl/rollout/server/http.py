@@ -1,4 +1,4 @@
-"""Where the application is heard: address, port, token, and the life of the HTTP server."""
+"""The HTTP server of an application: address, port, token, start and stop."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ import uvicorn
 from hybridrl.errors import RolloutError
 
 _SERVER = "actor_rollout_ref.rollout.server"
-_STOP_S = 5.0  # for calls that are still answered
+_STOP_S = 5.0  # for calls in progress
 
 
 def new_token(variable: str | None = None) -> str:
@@ -33,13 +33,13 @@ def new_token(variable: str | None = None) -> str:
     if not token:
         raise RolloutError(
             f"{_SERVER}.api_key_env={variable}: the environment variable {variable} is not set; set it to the token "
-            "that clients will send, or leave the key null for a random token a run"
+            "that clients will send, or leave the key null for a random token per run"
         )
     return token
 
 
 def node_address() -> str:
-    """The address under which other machines reach this one."""
+    """The address at which other machines reach this one."""
     import ray
 
     if ray.is_initialized():
@@ -56,7 +56,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one.
 
     Raises:
-        RolloutError: the port is taken or not allowed, or the host is not this machine's.
+        RolloutError: the port is taken or not allowed, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
@@ -90,7 +90,7 @@ class OpenAIServer:
 
     Args:
         app: see `create_app`.
-        host: an address of this machine; None: the one that other machines reach it under.
+        host: an address of this machine; None: the one at which other machines reach it.
         port: 0 takes a free one.
 
     Raises:
@@ -112,13 +112,13 @@ class OpenAIServer:
     def address(self) -> str:
         """`host:port`."""
         host = self.host
-        if host in ("0.0.0.0", "::"):  # listens on all, is called under one
+        if host in ("0.0.0.0", "::"):  # listens on all addresses, is reached at one
             host = node_address()
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """What a client takes as `base_url`."""
+        """The `base_url` for clients."""
         return f"http://{self.address}/v1"
 
     async def start(self) -> None:
@@ -131,14 +131,14 @@ class OpenAIServer:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """End it: no new calls, a few seconds for those that are answered."""
+        """Stop: take no new calls, and give those in progress a few seconds."""
         self._uvicorn.should_exit = True
         if self._task is not None:
             await self._task
         self._socket.close()
 
     def start_thread(self) -> None:
-        """Serve on an event loop of its own, in a thread that ends with the process; for programs without a loop."""
+        """Serve on a separate event loop in a daemon thread; for programs without an event loop."""
         started = threading.Event()
 
         async def serve() -> None:
@@ -157,10 +157,10 @@ class OpenAIServer:
         self._thread.start()
         started.wait()
         if not self._uvicorn.started:
-            raise RolloutError(f"the server on {self.address} could not be started; its error stands above")
+            raise RolloutError(f"the server on {self.address} could not be started; see its error above")
 
     def stop_thread(self) -> None:
-        """End what `start_thread` began."""
+        """Stop the server that `start_thread` started."""
         self._uvicorn.should_exit = True
         if self._thread is not None:
             self._thread.join(_STOP_S + 5)

@@ -18,18 +18,18 @@ from hybridrl.utils.files import write_text
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-#: name of a statistic -> (metric, what it is); Prometheus ends the name of a counter with _total
+#: name of a statistic -> (metric, description); Prometheus appends _total to the name of a counter
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "generated_tokens": ("hybridrl_generated_tokens", "tokens generated"),
-    "prompt_tokens": ("hybridrl_prompt_tokens", "prompt tokens taken in"),
+    "prompt_tokens": ("hybridrl_prompt_tokens", "prompt tokens processed"),
     "prefix_cache_queries": ("hybridrl_prefix_cache_queries", "prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("hybridrl_prefix_cache_hits", "prompt tokens found in the prefix cache"),
-    "restarts": ("hybridrl_replica_restarts", "times the replica was started again"),
+    "restarts": ("hybridrl_replica_restarts", "restarts of the replica"),
 }
 GAUGES: Mapping[str, tuple[str, str]] = {
-    "running": ("hybridrl_requests_running", "requests that are generated for now"),
-    "waiting": ("hybridrl_requests_waiting", "requests that wait for room"),
-    "in_flight": ("hybridrl_requests_in_flight", "requests that the replica was given and has not answered"),
+    "running": ("hybridrl_requests_running", "requests being generated"),
+    "waiting": ("hybridrl_requests_waiting", "requests waiting in the engine"),
+    "in_flight": ("hybridrl_requests_in_flight", "requests sent to the replica and not completed"),
     "queued": ("hybridrl_requests_queued", "requests that no replica has room for yet"),
     "kv_cache_usage": ("hybridrl_kv_cache_usage_ratio", "share of the KV cache in use, 0 to 1"),
     "weights_version": ("hybridrl_weights_version", "training steps in the weights that generate"),
@@ -41,8 +41,8 @@ def metrics_text(stats: Mapping[str, Mapping[str, float]]) -> bytes:
     """The text exposition format.
 
     Args:
-        stats: replica -> name of a statistic -> value; a name that a replica does not tell is left out for it, one that
-            is in neither table is passed over.
+        stats: replica -> name of a statistic -> value; names that a replica does not report are left out for it, and
+            names in neither table are ignored.
     """
     registry = CollectorRegistry()
     registry.register(_Collected(stats))
@@ -50,7 +50,7 @@ def metrics_text(stats: Mapping[str, Mapping[str, float]]) -> bytes:
 
 
 class _Collected:
-    """Counters keep the values of the replicas; `prometheus_client` would count for itself."""
+    """A collector with the replicas' own counts; counters of `prometheus_client` would count again."""
 
     def __init__(self, stats: Mapping[str, Mapping[str, float]]) -> None:
         self._stats = stats
@@ -70,10 +70,10 @@ _KEY = "actor_rollout_ref.rollout.prometheus"
 
 
 def write_scrape_config(config: PrometheusConfig, targets: Sequence[str]) -> Path | None:
-    """Write the servers into Prometheus' configuration and ask it to read that again.
+    """Write the servers into Prometheus' configuration, and have Prometheus reload it.
 
-    A file that is there keeps everything but the job `hybridrl`, which is replaced. A Prometheus that is not running
-    (yet) is no error: it reads the file when it starts.
+    An existing file keeps everything except the job `hybridrl`, which is replaced. It is not an error if Prometheus is
+    not running: it reads the file when it starts.
 
     Args:
         config: `rollout.prometheus`.
@@ -83,7 +83,7 @@ def write_scrape_config(config: PrometheusConfig, targets: Sequence[str]) -> Pat
         The file; None where `enable` is false.
 
     Raises:
-        RolloutError: the file that is there is no Prometheus configuration, or cannot be written.
+        RolloutError: an existing file is not a Prometheus configuration, or the file cannot be written.
     """
     if not config.enable:
         return None
@@ -113,7 +113,7 @@ def _existing(path: Path) -> dict[str, Any]:
         raise RolloutError(f"{_KEY}.file={path}: cannot be read as YAML ({error}); name another file") from error
     jobs = found.get("scrape_configs") or [] if isinstance(found, dict) else None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise RolloutError(f"{_KEY}.file={path}: holds something else than a Prometheus configuration; name another")
+        raise RolloutError(f"{_KEY}.file={path}: is not a Prometheus configuration; name another file")
     return found
 
 
@@ -123,6 +123,6 @@ def _reload(port: int, path: Path) -> None:
         urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=5).close()
     except urllib.error.HTTPError as error:
         hint = "; start it with --web.enable-lifecycle" if error.code == 403 else ""
-        notify(f"Prometheus at {url} did not read {path} again ({error}){hint}")
+        notify(f"Prometheus at {url} did not reload {path} ({error}){hint}")
     except OSError as error:
-        notify(f"no Prometheus answers at {url} ({error}); started with {path} it will")
+        notify(f"Prometheus does not answer at {url} ({error}); start it with {path}")

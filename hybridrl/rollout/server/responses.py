@@ -14,12 +14,12 @@ _LOWEST = -9999.0  # JSON has no infinity
 
 @dataclass
 class Answer:
-    """What is known of one call while its answer is put together.
+    """Builds the response of one call.
 
     Attributes:
         id, model: as the client sees them.
-        tokenizer: makes text of tokens.
-        request: what was asked.
+        tokenizer: decodes tokens.
+        request: its body.
         prompts: token ids of each prompt; choice i belongs to prompt `i // n`.
     """
 

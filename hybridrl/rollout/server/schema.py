@@ -1,4 +1,4 @@
-"""What a client may ask: the bodies of the two endpoints, and which parameters are honoured, ignored or refused."""
+"""Request bodies of the two endpoints, and which parameters are used, ignored or refused."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hybridrl.rollout.sampling import SamplingParams
 
-#: change nothing in the answer
+#: parameters that do not change the response
 IGNORED = frozenset(
     {
         "cache_salt",
@@ -23,7 +23,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-#: not supported; passed at the values that ask for nothing
+#: unsupported parameters, accepted at the values that have no effect
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
@@ -55,13 +55,13 @@ Texts = Annotated[list[str], Field(min_length=1)]
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error format.
+    """An error in OpenAI's format.
 
     Args:
-        status: of the HTTP answer.
+        status: HTTP status.
         message: what is wrong and what to change.
         param: the parameter at fault.
-        code: OpenAI's short name of the fault.
+        code: OpenAI's short name of the error.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -76,7 +76,7 @@ class ApiError(Exception):
 
 
 class SamplingRequest(BaseModel):
-    """What both endpoints take; null stands for the default."""
+    """Parameters of both endpoints; null means the default."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -105,7 +105,7 @@ class SamplingRequest(BaseModel):
         return tuple(text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text)
 
     def check_extras(self) -> None:
-        """Refuse what is not declared and would change the answer.
+        """Refuse parameters that are not declared and would change the response.
 
         Raises:
             ApiError: names the parameter.
@@ -117,7 +117,7 @@ class SamplingRequest(BaseModel):
                 continue
             raise ApiError(
                 400,
-                f"{name}={value!r} is not supported by this server and may change the answer: remove it",
+                f"{name}={value!r} is not supported by this server and may change the response: remove it",
                 param=name,
                 code="unsupported_parameter",
             )

@@ -1,4 +1,4 @@
-"""From the configuration to a running server: `rollout.server` and `rollout.prometheus`."""
+"""Servers made from the configuration: `rollout.server` and `rollout.prometheus`."""
 
 import json
 import os
@@ -17,14 +17,14 @@ ACCESS_FILE = "server.json"
 
 @dataclass(frozen=True)
 class Access:
-    """What a client needs, as the run's folder keeps it in `server.json` (readable by its owner alone)."""
+    """Address and key for clients, kept in `server.json` in the run's folder (readable by its owner only)."""
 
     url: str
     token: str
     model: str
 
     def write(self, folder: Path, replicas: Sequence[str] = ()) -> Path:
-        """Write the file; `replicas` are the addresses of single ones, for clients that choose themselves."""
+        """Write the file; `replicas` are the addresses of single ones, for clients that choose a replica themselves."""
         urls = [f"http://{address}/v1" for address in replicas]
         path = Path(folder) / ACCESS_FILE
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -35,7 +35,7 @@ class Access:
 
 
 def served_model(rollout: RolloutConfig, model: ModelConfig, heeds_seeds: bool = True) -> Served:
-    """What the API says of the model, and how it reads and writes text."""
+    """The model as the API describes it, with its tokenizer."""
     text = config_of(model).get_text_config()
     tokenizer = tokenizer_of(model)
     return Served(
@@ -57,14 +57,14 @@ def make_server(
     port: int | None = None,
     heeds_seeds: bool = True,
 ) -> tuple[OpenAIServer, Access]:
-    """A server that listens already and answers once it is started (`start`, or `start_thread`).
+    """A server that has its port and answers once it is started (`start` or `start_thread`).
 
     Args:
         client: over all replicas, or of one.
         token: the run's; None: by `rollout.server.api_key_env`.
         host: None: the node's address; "": `rollout.server.host`.
         port: None: `rollout.server.port`.
-        heeds_seeds: the engine draws by a request's own seed.
+        heeds_seeds: the engine samples with a request's own seed.
 
     Raises:
         RolloutError: the port is taken, the host is not this machine's, the token's variable is not set.

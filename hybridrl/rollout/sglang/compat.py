@@ -1,6 +1,6 @@
-"""All that depends on SGLang's version: which are known, its arguments, and the calls into it.
+"""Everything that depends on SGLang's version: the known versions, its arguments, and the calls into it.
 
-The upper half runs in any process; `Server` runs in the process that SGLang has for itself (`host.py`).
+The upper half runs in any process; `Server` runs in SGLang's own process (`host.py`).
 """
 
 import importlib.metadata
@@ -24,16 +24,16 @@ from hybridrl.rollout.sglang.weights import LOADER
 if TYPE_CHECKING:
     from hybridrl.weight_sync.messages import Bucket
 
-#: run against this code, on a CPU
+#: tested with this code on a CPU
 TESTED = ("0.5.23",)
-#: 0.5.21 brought sessions of weight updates and log-probabilities of the truncated distribution; it and those before it
-#: pin a transformers that is older than ours
+#: 0.5.21 introduced sessions of weight updates and log-probabilities of the truncated distribution; it and earlier ones
+#: pin a transformers that is too old
 SUPPORTED = (Version("0.5.22"), Version("0.6"))
 #: CUDA packages that SGLang imports at load time, and our stand-ins for a CPU
 STAND_INS = Path(__file__).parent / "cpu"
-#: bytes of keys and values on a CPU, unless engine_kwargs.sglang.max_total_tokens says how many tokens
+#: bytes of the KV cache on a CPU, unless engine_kwargs.sglang.max_total_tokens sets the number of tokens
 CPU_CACHE_BYTES = 2**30
-# SGLang keeps a few tokens of its context length free: it refuses prompts of context - 6 and ends at context - 2.
+# SGLang reserves a few tokens of its context length: it refuses prompts of context - 6 and ends at context - 2.
 _CONTEXT_MARGIN = 6
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -69,9 +69,9 @@ def check_version() -> str | None:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables that have to stand before SGLang is imported; what the user set stays.
+    """Variables that have to be set before SGLang is imported; variables of the user are kept.
 
-    On a CPU each of the engine's processes is told cores of its own, which SGLang's optimised kernels bind to.
+    On a CPU each of the engine's processes gets separate cores, to which SGLang's optimised kernels bind.
     """
     wanted = {"TOKENIZERS_PARALLELISM": "false"}
     if not spec.devices:
@@ -87,19 +87,19 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, sorted(set(group)))) for group in groups),
         }
     return {key: value for key, value in wanted.items() if key not in os.environ} | {
-        # Ours to say: how many threads the processes of this replica may use.
+        # Overrides the user: the number of threads depends on the replicas of the node.
         "OMP_NUM_THREADS": str(spec.threads)
     }
 
 
 def use_stand_ins() -> None:
-    """Let Python find our stand-ins behind everything that is installed, in this process and in those it spawns."""
+    """Let Python find our stand-ins after all installed packages, in this process and in those it spawns."""
     if str(STAND_INS) not in sys.path:
         sys.path.append(str(STAND_INS))
 
 
 def arguments(spec: EngineSpec) -> dict[str, Any]:
-    """SGLang's arguments for an engine; `rollout.engine_kwargs.sglang` wins over all of them."""
+    """SGLang's arguments for an engine; `rollout.engine_kwargs.sglang` overrides all of them."""
     config, model, on_gpu = spec.config, spec.model, bool(spec.devices)
     hf_config = config_of(model).get_text_config()
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
@@ -147,7 +147,7 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _cpu_cache_tokens(spec: EngineSpec, hf_config: Any, dtype_bytes: int) -> int:
-    """As many tokens as all sequences could need, and no more than fit `CPU_CACHE_BYTES`."""
+    """As many tokens as all sequences could need, at most what fits into `CPU_CACHE_BYTES`."""
     heads = hf_config.num_attention_heads
     head_size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
@@ -157,12 +157,12 @@ def _cpu_cache_tokens(spec: EngineSpec, hf_config: Any, dtype_bytes: int) -> int
 
 
 def sampling(params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: int, seeded: bool) -> dict[str, Any]:
-    """SGLang's sampling parameters. Stop strings are not among them: they need a tokenizer inside SGLang.
+    """SGLang's sampling parameters. They hold no stop strings, which need a tokenizer inside SGLang.
 
     Args:
-        params: what is asked for.
+        params: of the request.
         eos_token_ids: end a response, unless `ignore_eos`.
-        max_tokens: what fits.
+        max_tokens: most tokens that fit.
         seeded: whether this engine takes a seed for every request.
     """
     wanted: dict[str, Any] = {
@@ -180,12 +180,12 @@ def sampling(params: SamplingParams, eos_token_ids: Sequence[int], max_tokens: i
 
 @dataclass(slots=True)
 class Output:
-    """What SGLang said of a request so far.
+    """Output of SGLang for a request so far.
 
     Attributes:
-        token_ids: all of them.
+        token_ids: all tokens so far.
         log_probs: of each; none before the end.
-        finish: why it ended: "stop", "length", "abort"; None while it goes on.
+        finish: why it ended: "stop", "length", "abort"; None while it runs.
         message: SGLang's, of an abort.
         cached_tokens: of the prompt, from the prefix cache.
     """
@@ -211,7 +211,7 @@ class Server:
         from sglang.srt.utils.hf_transformers_utils import get_context_length
 
         if spec.max_model_len <= get_context_length(config_of(spec.model).get_text_config()):
-            # Only the margin may lie beyond what the model was made for: no request gets there.
+            # Only the margin may exceed the model's limit; no request uses it.
             os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         self._engine = Engine(**arguments(spec))
         self.loop = self._engine.loop
@@ -241,7 +241,7 @@ class Server:
         sampling = dict(sampling)
         truncated = sampling.get("top_p", 1.0) < 1 or 0 < sampling.get("top_k", -1) < self.vocabulary
         if truncated:
-            # SGLang tells log-probabilities within what was kept only together with that set, and wants a finite top_k.
+            # Log-probabilities of the truncated distribution come only with its token set, and need a finite top_k.
             top_k = sampling["top_k"]
             sampling["top_k"] = min(top_k, self.vocabulary) if top_k > 0 else self.vocabulary
         if stream_interval is not None:
@@ -261,7 +261,7 @@ class Server:
             raise ValueError(error.detail) from error
 
     def abort(self, request_id: str) -> bool:
-        """End a request; it hands out what there is. False where SGLang does not have it (any more)."""
+        """End a request; it completes with its tokens so far. False where SGLang does not know it (any more)."""
         state = self._manager.rid_to_state.get(request_id)
         if state is None:
             return False
@@ -275,7 +275,7 @@ class Server:
         _succeeded(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")))
 
     async def load(self, bucket: "Bucket | None") -> None:
-        """Have every process load a bucket, or (None) let go of the sender's memory."""
+        """Have every process load a bucket, or (None) release the sender's memory."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -293,7 +293,7 @@ class Server:
         _succeeded(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def drop_prefixes(self) -> None:
-        """Empty the prefix cache. SGLang refuses while it works; a request that just ended may be in its books."""
+        """Empty the prefix cache; SGLang refuses while it works, and a request may just be ending."""
         result = await self._manager.flush_cache(timeout_s=60)
         if not result.success:
             raise RolloutError("SGLang did not empty its prefix cache within 60 s after a weight update")
@@ -317,8 +317,8 @@ class Server:
             "kv_cache_usage": max((load.token_usage for load in loads), default=0.0),
         }
 
-    def last_word(self) -> float:
-        """Changes whenever SGLang says something: at the latest every 50 tokens of any response."""
+    def output_mark(self) -> float:
+        """A number that changes whenever SGLang sends something: at the latest every 50 tokens of any response."""
         return float(self._manager.last_receive_tstamp)
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ def _output(said: Mapping[str, Any], truncated: bool) -> Output:
     meta, tokens = said["meta_info"], said["output_ids"]
     finish = meta.get("finish_reason") or {}
     log_probs: list[float] = []
-    if finish:  # before the end only the tokens are looked at
+    if finish:  # before the end only the tokens are used
         if truncated:
             log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs", [])]
         else:

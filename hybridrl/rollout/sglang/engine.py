@@ -1,4 +1,4 @@
-"""SGLang behind `InferenceEngine`, on a GPU and on a CPU. Its engine has a process of its own; see `host.py`."""
+"""SGLang behind `InferenceEngine`, on a GPU and on a CPU. Its engine runs in a separate process; see `host.py`."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ _LAST_LINES_S = 1
     "or pip install 'hybridrl[sglang]'",
 )
 class SGLangEngine(InferenceEngine):
-    """A process with SGLang's engine in it, and the calls to it."""
+    """SGLang's engine in a separate process, and the calls to it."""
 
     always_seeded = False
 
@@ -62,13 +62,13 @@ class SGLangEngine(InferenceEngine):
         key = "actor_rollout_ref.rollout"
         if config.data_parallel_size > 1:
             raise RolloutError(
-                f"{key}.data_parallel_size={config.data_parallel_size}: SGLang's own copies of a model cannot be given "
-                "weights while they run. Leave it at 1: devices that are left over hold further replicas"
+                f"{key}.data_parallel_size={config.data_parallel_size}: SGLang's own copies of a model cannot load "
+                "weights while they run. Leave it at 1: further devices hold further replicas"
             )
         if config.full_determinism and not on_gpu:
             raise RolloutError(
-                f"{key}.full_determinism=True: SGLang draws reproducibly on a GPU only; set it to False, or {key}.name "
-                "to hf or vllm"
+                f"{key}.full_determinism=True: SGLang samples reproducibly on a GPU only; set it to False, or "
+                f"{key}.name to hf or vllm"
             )
 
     async def start(self) -> None:
@@ -106,21 +106,21 @@ class SGLangEngine(InferenceEngine):
         return bool(self.spec.devices) and self.spec.config.free_cache_engine
 
     def last_progress(self) -> float:
-        return self._host.news.heard
+        return self._host.status.last_output
 
     def stats(self) -> dict[str, float]:
-        return self._totals | self._host.news.gauges
+        return self._totals | self._host.status.gauges
 
     async def close(self) -> None:
         await self._host.close()
 
 
 class _HostProcess:
-    """The process, its messages and its output, which is passed on to our own standard error."""
+    """The process, its messages, and its output, which is copied to our standard error."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.news = wire.News(time.monotonic())
+        self.status = wire.Status(time.monotonic())
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
@@ -131,10 +131,10 @@ class _HostProcess:
         self._writer: asyncio.StreamWriter
 
     async def start(self) -> None:
-        """Returns when SGLang is ready.
+        """Start the process; returns when SGLang is ready.
 
         Raises:
-            RolloutError: with the end of what SGLang printed.
+            RolloutError: with the end of SGLang's output.
         """
         ours, theirs = socket.socketpair()
         package_root = str(Path(__file__).resolve().parents[3])
@@ -148,7 +148,7 @@ class _HostProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=variables,
-                start_new_session=True,  # what it starts can be ended with it, and Ctrl-C is ours to handle
+                start_new_session=True,  # so that what it starts can be ended with it, and Ctrl-C does not reach it
                 limit=2**20,
             )
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -164,7 +164,7 @@ class _HostProcess:
             raise RolloutError(f"SGLang did not start: {error}. {_memory_hint(self.spec)}") from None
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What the host's method returns.
+        """Call a method of the host; returns its value.
 
         Raises:
             EngineBrokenError: the method failed there, or SGLang's process has ended.
@@ -202,8 +202,8 @@ class _HostProcess:
         try:
             while True:
                 message = await wire.receive(reader)
-                if message[0] == "news":
-                    self.news = message[1]
+                if message[0] == "status":
+                    self.status = message[1]
                 elif message[0] == "started":
                     self._calls.pop(0).set_result(message[1])
                 else:

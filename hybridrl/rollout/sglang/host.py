@@ -1,11 +1,11 @@
-"""The process that SGLang has for itself: `python -m hybridrl.rollout.sglang.host DESCRIPTOR`, started by `engine.py`.
+"""The process in which SGLang runs alone: `python -m hybridrl.rollout.sglang.host DESCRIPTOR`, started by `engine.py`.
 
-SGLang wants a main thread. It installs signal handlers and an event loop policy, ends its process when one of its
-children dies, and at its end kills every child of its process. In a replica's process all that would hit the replica.
+SGLang needs a main thread. It installs signal handlers and an event loop policy, ends its process when one of its
+children dies, and kills every child of its process when it ends. All of that would affect the replica's process.
 
-Standard input brings the `EngineSpec`, and stays open as long as the replica lives: this process and all that it
-started end with it. The descriptor is a socket. The replica sends (number, method, arguments) and gets (number, value,
-error); besides, ("started", leftovers) comes once and ("news", `wire.News`) all the time.
+Standard input carries the `EngineSpec` and stays open as long as the replica lives: when it closes, this process and
+everything it started end. The descriptor is a socket. The replica sends (number, method, arguments) and receives
+(number, value, error), ("started", leftovers) once, and ("status", `wire.Status`) periodically.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from hybridrl.rollout.stop_strings import StopStrings
     from hybridrl.weight_sync.messages import Bucket
 
-_NEWS_S = 0.25
+_STATUS_S = 0.25
 _ABORT_AGAIN_S = 0.05
-#: tokens between two looks for stop strings; what SGLang generates beyond one is cut off
+#: tokens between two searches for stop strings; tokens after one are cut off
 _STOP_INTERVAL = 8
 
 
@@ -47,7 +47,7 @@ class Host:
         self._tokenizer: Any = None
 
     async def serve(self, connection: socket.socket) -> None:
-        """Until the replica says `close` or is gone."""
+        """Serve until the replica sends `close` or ends."""
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         wire.send(writer, ("started", self.server.leftovers))
         background = {asyncio.create_task(self._report(writer))}
@@ -73,12 +73,12 @@ class Host:
         wire.send(writer, (number, value, error))
 
     async def _report(self, writer: asyncio.StreamWriter) -> None:
-        word, heard = self.server.last_word(), time.monotonic()
+        mark, last_output = self.server.output_mark(), time.monotonic()
         while True:
-            if self.server.last_word() != word:
-                word, heard = self.server.last_word(), time.monotonic()
-            wire.send(writer, ("news", wire.News(heard, await self.server.gauges())))
-            await asyncio.sleep(_NEWS_S)
+            if self.server.output_mark() != mark:
+                mark, last_output = self.server.output_mark(), time.monotonic()
+            wire.send(writer, ("status", wire.Status(last_output, await self.server.gauges())))
+            await asyncio.sleep(_STATUS_S)
 
     # ------------------------------------------------------------------ requests
 
@@ -155,7 +155,7 @@ class Host:
         await self.server.drop_prefixes()
 
     async def release(self, tags: Sequence[str]) -> None:
-        """SGLang's processes die of releasing twice, or while they work."""
+        """Release memory once, and only while idle; otherwise SGLang's processes die."""
         if self._names:
             raise RuntimeError(f"memory is released while {len(self._names)} requests are in flight")
         if wanted := [tag for tag in tags if tag not in self._released]:
@@ -184,7 +184,7 @@ def _completion(request_id: str, output: "Output", end: int | None, aborted: boo
 
 
 def _end_with_replica(leftovers: list[str]) -> None:
-    """End the whole process group as soon as standard input ends; remove what it would leave."""
+    """End the whole process group when standard input ends, and remove the files that it leaves."""
 
     def watch() -> None:
         while os.read(0, 1):

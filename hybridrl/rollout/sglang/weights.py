@@ -1,7 +1,7 @@
-"""What of ours runs inside each process of SGLang that holds weights: a weight loader that SGLang calls by its name.
+"""A weight loader that SGLang calls by name in each of its processes that hold weights.
 
-SGLang gives a custom loader the model and a list of (name, tensor). Ours gets one entry whose name is the message and
-whose tensor is empty, so that nothing but the message goes through SGLang; the weights come from the bucket it names.
+SGLang gives a custom loader the model and a list of (name, tensor). Ours gets one entry whose name is the message
+and whose tensor is empty, so that only the message goes through SGLang; the weights come from the bucket it names.
 """
 
 import base64
@@ -16,7 +16,7 @@ from hybridrl.weight_sync.receive import WeightReceiver
 
 #: how SGLang finds the loader
 LOADER = f"{__name__}.load"
-#: projections that SGLang joins while it loads, and forgets where they do not come in one call
+#: projections that SGLang joins while loading, and loses where they do not come in one call
 _JOINED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -31,13 +31,13 @@ def message(bucket: Bucket | None) -> list[tuple[str, torch.Tensor]]:
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's hook: take in what `message` says."""
+    """SGLang's hook: load what `message` names."""
     global _receiver
     ((text, _),) = named_tensors
     bucket: Bucket | None = pickle.loads(base64.b64decode(text))
     device = next(model.parameters()).device
     if _receiver is None:
-        # SGLang copies what it loads before it returns, so the bucket itself will do.
+        # SGLang copies what it loads before it returns, so that no copy of the bucket is needed.
         _receiver = WeightReceiver(device, torch.distributed.get_rank(), copies=False)
     weights: Weights
     if bucket is None:
@@ -58,7 +58,7 @@ def joined(weights: Weights, waiting: dict[str, torch.Tensor]) -> Iterator[tuple
 
     Args:
         weights: some of a model's.
-        waiting: what was held back so far; kept between calls. Copies, because buckets are overwritten.
+        waiting: tensors held back so far, kept between calls; copies, because buckets are overwritten.
     """
     for name, value in weights:
         mine = next((part for part in _JOINED if part in name), None)

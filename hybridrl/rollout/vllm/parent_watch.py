@@ -1,4 +1,4 @@
-"""A replica that was killed leaves no process behind that holds its memory."""
+"""Ends vLLM's processes when their replica is killed, so that none keeps its memory."""
 
 import contextlib
 import os
@@ -6,20 +6,20 @@ import select
 import signal
 import threading
 
-#: the replica's process, which everything it started shall not outlive
+#: pid of the replica's process; everything it started ends with it
 OWNER_VARIABLE = "HYBRIDRL_REPLICA_PID"
 
 
 def end_with_owner() -> None:
     """End this process, and the engine's core that started it, as soon as the replica is gone.
 
-    vLLM's processes notice the end of their parent when they next talk to it; a replica that was killed would leave
-    its memory taken.
+    vLLM's processes notice the end of their parent only when they next communicate with it; until then they would keep
+    the memory of a killed replica.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if not owner or owner == os.getpid() or not hasattr(os, "pidfd_open"):
         return
-    parent = os.getppid()  # now, for later it may be whoever adopts orphans
+    parent = os.getppid()  # read now, because an orphan gets another parent
     try:
         owners_end = os.pidfd_open(owner)
         core = None if parent == owner else os.pidfd_open(parent)

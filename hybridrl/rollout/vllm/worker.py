@@ -1,6 +1,6 @@
-"""What of ours runs inside each worker process of vLLM: mixed into its worker class by `worker_extension_cls`.
+"""Our extension of vLLM's worker class (`worker_extension_cls`), which runs in each of its worker processes.
 
-Methods are called by name through `collective_rpc`. The names start with `hybridrl_` to stay clear of vLLM's own.
+Methods are called by name through `collective_rpc`. Their names start with `hybridrl_` to avoid vLLM's own.
 """
 
 import os
@@ -15,7 +15,7 @@ from hybridrl.weight_sync.receive import WeightReceiver
 
 
 class WeightReceiverExtension:
-    """Takes new weights in."""
+    """Loads new weights."""
 
     device: torch.device
     rank: int
@@ -23,14 +23,14 @@ class WeightReceiverExtension:
     _hybridrl_receiver: WeightReceiver
 
     def hybridrl_begin_update(self) -> None:
-        """Make the model ready to be loaded anew."""
+        """Prepare the model for loading weights."""
         if not hasattr(self, "_hybridrl_receiver"):
             self._hybridrl_receiver = WeightReceiver(self.device, self.rank, copies=not compat.can_detach_pending())
         with torch.device(self.device):
             compat.begin_loading(self.model_runner.get_model())
 
     def hybridrl_load_bucket(self, pickled: bytes) -> int:
-        """Load a pickled `Bucket`; how many parameters it had."""
+        """Load a pickled `Bucket`; returns the number of its parameters."""
         bucket = pickle.loads(pickled)
         model = self.model_runner.get_model()
         with torch.device(self.device), torch.no_grad():
@@ -42,7 +42,7 @@ class WeightReceiverExtension:
         return len(bucket.entries)
 
     def hybridrl_end_update(self) -> None:
-        """Make what was loaded the weights that generate."""
+        """Generate with the loaded weights."""
         with torch.device(self.device):
             compat.end_loading(self.model_runner.get_model(), self.model_runner.model_config)
         self._hybridrl_receiver.close()

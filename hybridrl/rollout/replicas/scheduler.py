@@ -1,0 +1,141 @@
+"""Requests of a pool: submitted, dispatched to replicas, completed; and run again when their replica is lost."""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.replicas.actor import end_of_log
+from hybridrl.rollout.replicas.balancer import Balancer
+from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaState
+from hybridrl.rollout.request import Completion, Request
+
+
+class Scheduler:
+    """Keeps each request until it is completed, whatever happens to the replica that it runs on.
+
+    Args:
+        settings: `max_restarts` bounds how often a request runs again.
+        replicas: whose `in_flight` the scheduler maintains.
+        lock: guards the scheduler and the replicas' states.
+
+    Attributes:
+        peak: most requests at once since it was last reset, including those that wait for a replica.
+        rerun: number of requests that ran again because their replica was lost.
+        error: why every request fails from now on.
+    """
+
+    def __init__(self, settings: PoolSettings, replicas: Sequence[ReplicaHandle], lock: threading.RLock) -> None:
+        self.peak = self.rerun = 0
+        self.error: RolloutError | None = None
+        self._settings = settings
+        self._replicas = replicas
+        self._lock = lock
+        config = settings.spec.config
+        room = config.max_num_seqs * config.data_parallel_size
+        self._balancer = Balancer(window=room + max(8, room // 4))  # the engine's queue never runs dry
+        self._futures: dict[str, Future[Completion]] = {}
+        self._aborted: set[str] = set()
+        self._losses: Counter[str] = Counter()  # how often a request's replica was lost
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that no replica has room for yet."""
+        return len(self._balancer)
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Queue requests; replicas get them as they have room."""
+        with self._lock:
+            self.raise_if_failed()
+            futures: list[Future[Completion]] = []
+            for request in requests:
+                if request.id in self._futures:
+                    raise ValueError(f"a request with id {request.id} is in flight already")
+                future: Future[Completion] = Future()
+                self._futures[request.id] = future
+                futures.append(future)
+            self._balancer.add(requests)
+            self.peak = max(self.peak, len(self._futures))
+            self.dispatch()
+        return futures
+
+    def dispatch(self) -> None:
+        """Send queued requests to the replicas that have room. The lock is held."""
+        room = {
+            replica.index: len(replica.in_flight) for replica in self._replicas if replica.state is ReplicaState.READY
+        }
+        for index, requests in self._balancer.take(room).items() if room else ():
+            replica = self._replicas[index]
+            replica.in_flight |= {request.id: request for request in requests}
+            replica.submitted = replica.actor.submit.remote(requests)
+
+    def collect(self, replica: ReplicaHandle, completions: Sequence[Completion]) -> None:
+        """Complete the requests that a replica has answered."""
+        with self._lock:
+            if completions:
+                replica.failures = 0
+            for completion in completions:
+                if replica.in_flight.pop(completion.id, None) is not None:
+                    self._complete(completion)
+            self.dispatch()
+
+    def _complete(self, completion: Completion) -> None:
+        self._aborted.discard(completion.id)
+        del self._losses[completion.id]
+        future = self._futures.pop(completion.id, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(completion)
+
+    def abort(self, ids: Sequence[str] | None = None) -> None:
+        """End these requests (all, where None); they return the tokens generated so far."""
+        with self._lock:
+            chosen = set(self._futures) if ids is None else set(ids) & self._futures.keys()
+            self._aborted |= chosen
+            waiting = self._balancer.clear()
+            self._balancer.add(request for request in waiting if request.id not in chosen)
+            for request in waiting:
+                if request.id in chosen:
+                    self._complete(Completion(request.id, [], [], "abort"))
+            for replica in self._replicas:
+                here = sorted(replica.in_flight.keys() & chosen)
+                if here:
+                    replica.actor.abort.remote(here, replica.submitted)
+
+    def remove_from(self, replica: ReplicaHandle) -> list[Request]:
+        """The requests of a lost replica, which may no longer complete there. The lock is held."""
+        lost, replica.in_flight = list(replica.in_flight.values()), {}
+        self.rerun += len(lost)
+        self._balancer.forget(replica.index)
+        return lost
+
+    def run_again(self, replica: ReplicaHandle, lost: Sequence[Request], why: str) -> None:
+        """Queue lost requests before the others; one that was lost too often is given up. The lock is held."""
+        limit = self._settings.max_restarts
+        self._losses.update(request.id for request in lost)
+        for request in lost:
+            if request.id in self._aborted:
+                self._complete(Completion(request.id, [], [], "abort"))
+            elif self._losses[request.id] > limit:  # it may be what ends the replicas
+                times = self._losses[request.id]
+                fault = f"its replica was lost {times} times (rollout.max_restarts={limit}); the last time {why}"
+                self._complete(Completion(request.id, [], [], "error", error=fault + end_of_log(replica.log_file)))
+        self._balancer.add([request for request in lost if request.id in self._futures], first=True)
+        self.dispatch()  # to the other replicas
+
+    def fail(self, error: RolloutError) -> None:
+        """Fail every request, and those that are submitted later."""
+        with self._lock:
+            self.error = self.error or error
+            self._balancer.clear()
+            futures, self._futures = list(self._futures.values()), {}
+            for replica in self._replicas:
+                replica.in_flight = {}
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+    def raise_if_failed(self) -> None:
+        """Raise `error` if there is one."""
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,427 @@
+"""Processes of a pool: started, watched, restarted when they are lost, and kept at the trainer's weights.
+
+One thread watches the replicas: it collects completions and asks for their health. Another sends the trainer's weights
+to restarted replicas, but only while the trainer keeps the weights of the last `update_weights`, that is until
+`release` or `weights_will_change`. After that a restarted replica waits for the next `update_weights`.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
+from hybridrl.rollout.replicas.actor import ReplicaHealth, ReplicaInfo, end_of_log
+from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaProcess, ReplicaState
+from hybridrl.rollout.replicas.scheduler import Scheduler
+from hybridrl.rollout.request import MEMORY_TAGS
+from hybridrl.weight_sync.send import Target
+
+logger = logging.getLogger(__name__)
+
+_COLLECT_S = 5.0
+_POLL_S = 0.5
+_HEALTH_EVERY_S = 10.0
+_CLOSE_S = 20.0
+_SERVE_S = 60.0
+
+
+class Supervisor:
+    """Keeps the replicas of a pool running.
+
+    Args:
+        settings: engine, model, limits.
+        replicas: of the pool.
+        scheduler: gets completions, and the requests of lost replicas.
+        lock: guards the replicas' states.
+        send_weights: see `ReplicaPool`.
+
+    Attributes:
+        version: of the weights of the last update; -1 before the first.
+    """
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        replicas: Sequence[ReplicaHandle],
+        scheduler: Scheduler,
+        lock: threading.RLock,
+        send_weights: Callable[[list[Target]], Any] | None,
+    ) -> None:
+        self.version = -1
+        self._settings = settings
+        self._replicas = replicas
+        self._scheduler = scheduler
+        self._lock = lock
+        self._send_weights = send_weights
+        self._flow_lock = threading.RLock()  # weights, memory and pauses: one change at a time
+        self._trainer_has_version = False  # the trainer's weights are still those of `version`
+        self._memory: set[str] = set(MEMORY_TAGS)
+        self._paused = False
+        self._closed = threading.Event()
+        self._update_seconds = 0.0
+        self._token: str | None = None
+        self._restarting = ThreadPoolExecutor(max_workers=len(replicas), thread_name_prefix="replica-restart")
+        self._watcher = threading.Thread(target=self._watch, name="replica-watcher", daemon=True)
+        self._sender = threading.Thread(target=self._send_to_restarted, name="replica-weights", daemon=True)
+
+    # ------------------------------------------------------------------ start and end
+
+    def start(self) -> list[ReplicaInfo]:
+        """See `ReplicaPool.start`."""
+        starting = [(replica, replica.create(self._settings)) for replica in self._replicas]
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        for replica, ref in starting:
+            replica.wait_started(ref, deadline - time.monotonic())
+            replica.state = ReplicaState.EMPTY
+        if self._settings.spec.load_weights:
+            self.version = 0
+            for replica in self._replicas:
+                replica.state = ReplicaState.READY
+        self._watcher.start()
+        if self._send_weights is not None:
+            self._sender.start()
+        return [replica.info for replica in self._replicas if replica.info is not None]
+
+    def close(self) -> None:
+        """See `ReplicaPool.close`."""
+        with self._lock:
+            self._closed.set()
+        for thread in (self._watcher, self._sender):
+            if thread.is_alive():
+                thread.join(_CLOSE_S)
+        closing = [replica.actor.close.remote() for replica in self._replicas if replica.is_running]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
+        for replica in self._replicas:
+            if replica.actor is not None:
+                ray.kill(replica.actor)
+        self._scheduler.fail(RolloutError("the rollout was closed"))
+        self._restarting.shutdown(wait=False, cancel_futures=True)
+
+    def serve(self, token: str) -> list[str]:
+        """See `ReplicaPool.serve`."""
+        self._token = token
+        return [self._serve(process.replica) for process in self._running()]
+
+    def _serve(self, replica: ReplicaHandle) -> str:
+        address: str = ray.get(replica.actor.serve.remote(self._token, replica.port), timeout=_SERVE_S)
+        replica.port = int(address.rpartition(":")[2])
+        return address
+
+    def _serve_again(self, replica: ReplicaHandle) -> None:
+        """Serve a restarted replica at its old address; the server over all replicas reaches it in any case."""
+        try:
+            self._serve(replica)
+        except (RayTaskError, GetTimeoutError) as error:
+            notify(f"replica {replica.index} is no longer served at an address of its own: {error}", "warning")
+
+    # ------------------------------------------------------------------ the watching thread
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._poll()
+            except Exception as error:
+                logger.exception("the replica pool failed")
+                self._scheduler.fail(RolloutError(f"the replica pool failed: {error!r}"))
+                return
+
+    def _poll(self) -> None:
+        """Wait for the next answers of the replicas, and handle them."""
+        refs: dict[Any, tuple[str, ReplicaProcess]] = {}
+        with self._lock:
+            for replica in self._replicas:
+                if not replica.is_running:
+                    continue
+                if replica.collecting is None:
+                    replica.collecting = replica.actor.collect.remote(_COLLECT_S)
+                refs[replica.collecting] = "collect", replica.process()
+                if replica.health is None and time.monotonic() - replica.health_asked > _HEALTH_EVERY_S:
+                    replica.health, replica.health_asked = replica.actor.health.remote(), time.monotonic()
+                if replica.health is not None:
+                    refs[replica.health] = "health", replica.process()
+        if not refs:
+            self._closed.wait(_POLL_S)
+            return
+        ready, _ = ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
+        more, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+        for ref in dict.fromkeys([*ready, *more]):
+            method, process = refs[ref]
+            try:
+                answer = ray.get(ref)
+            except RayError as error:
+                self.handle_loss(process, _ended(error))
+                continue
+            if method == "collect":
+                process.replica.collecting = None
+                self._scheduler.collect(process.replica, answer)
+            else:
+                process.replica.health = None
+                self._check_health(process, answer)
+        for replica in self._replicas:
+            waited = time.monotonic() - replica.health_asked
+            if replica.is_running and replica.health is not None and waited > self._settings.stuck_timeout_s:
+                self.handle_loss(replica.process(), f"it has not answered for {waited:.0f} s")
+
+    def _check_health(self, process: ReplicaProcess, health: ReplicaHealth) -> None:
+        if health.silent_s > self._settings.stuck_timeout_s:
+            self.handle_loss(
+                process,
+                f"its engine has computed nothing for {health.silent_s:.0f} s with {health.in_flight} requests in "
+                "flight (actor_rollout_ref.rollout.stuck_timeout_s)",
+            )
+
+    # ------------------------------------------------------------------ loss and restart
+
+    def handle_loss(self, process: ReplicaProcess, why: str) -> None:
+        """Run a lost replica's requests elsewhere and restart it, unless it was lost too often.
+
+        Args:
+            process: later failures of a process that was reported already are ignored.
+            why: for messages.
+        """
+        replica = process.replica
+        with self._lock:
+            if self._closed.is_set() or replica.incarnation != process.incarnation:
+                return
+            replica.state, replica.collecting, replica.health = ReplicaState.DOWN, None, None
+            replica.incarnation = ""
+            ray.kill(process.actor)  # it may be alive, hang, and hold what others wait for
+            lost = self._scheduler.remove_from(replica)
+            replica.failures += 1
+            replica.restarts += 1
+            limit = self._settings.max_restarts
+            if replica.failures > limit:
+                self._scheduler.fail(
+                    RolloutError(
+                        f"replica {replica.index} failed {replica.failures} times without finishing a request "
+                        f"(actor_rollout_ref.rollout.max_restarts={limit}); the last time {why}"
+                        f"{end_of_log(replica.log_file)}"
+                    )
+                )
+                return
+            self._scheduler.run_again(replica, lost, why)
+        notify(f"replica {replica.index}: {why}; {len(lost)} requests run again", "warning")
+        self._restart_if_down(replica)
+
+    def _restart_if_down(self, replica: ReplicaHandle) -> None:
+        """Restart a replica that is down, unless training has the memory of its devices: then `resume` does."""
+        with self._lock:
+            if replica.state is ReplicaState.DOWN and not self._closed.is_set() and self._may_take_memory():
+                replica.state = ReplicaState.STARTING
+                self._restarting.submit(self._restart, replica)
+
+    def _may_take_memory(self) -> bool:
+        """Whether engines may take their devices' memory; without devices they always may."""
+        return self._memory.issuperset(MEMORY_TAGS) or not self._replicas[0].placement.devices
+
+    def _restart(self, replica: ReplicaHandle) -> None:
+        process = replica.process()
+        try:
+            with self._lock:
+                if self._closed.is_set():
+                    return
+                ref = replica.create(self._settings)
+                process = replica.process()
+            replica.wait_started(ref, self._settings.start_timeout_s)
+            if self._token is not None:
+                self._serve_again(replica)
+            with self._lock:
+                replica.health_asked = time.monotonic()
+                replica.state = ReplicaState.EMPTY
+            if self._send_weights is None:
+                if not self._may_generate():
+                    self._call([process], "pause")
+                    if self._may_generate():  # since then
+                        self._call([process], "unpause")
+                self._mark_ready([process])
+        except (RolloutError, RayError) as error:
+            self.handle_loss(process, f"it did not restart: {error}")
+        except Exception as error:
+            logger.exception("replica %d could not be restarted", replica.index)
+            self._scheduler.fail(RolloutError(f"replica {replica.index} could not be restarted: {error!r}"))
+
+    def _mark_ready(self, processes: Sequence[ReplicaProcess]) -> None:
+        with self._lock:
+            for process in processes:
+                if process.replica.incarnation == process.incarnation and process.replica.is_running:
+                    process.replica.state = ReplicaState.READY
+            self._scheduler.dispatch()
+
+    def _running(self) -> list[ReplicaProcess]:
+        with self._lock:
+            return [replica.process() for replica in self._replicas if replica.is_running]
+
+    def _without_weights(self) -> list[ReplicaProcess]:
+        return [process for process in self._running() if process.replica.state is ReplicaState.EMPTY]
+
+    def _call(self, processes: Sequence[ReplicaProcess], method: str, *args: Any) -> list[ReplicaProcess]:
+        """Call a method of these replicas at once; returns those that answered. The others are lost.
+
+        Raises:
+            RolloutError: the method raised.
+        """
+        refs = [(process, getattr(process.actor, method).remote(*args)) for process in processes]
+        limit = self._settings.stuck_timeout_s
+        deadline = time.monotonic() + limit
+        answered = []
+        for process, ref in refs:
+            try:
+                ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1))
+                answered.append(process)
+            except GetTimeoutError:
+                self.handle_loss(process, f"{method} took more than {limit:.0f} s (stuck_timeout_s)")
+            except RayTaskError as error:
+                replica = process.replica
+                raise RolloutError(
+                    f"replica {replica.index}: {method} failed: {error.cause}{end_of_log(replica.log_file)}"
+                ) from error
+            except RayError as error:
+                self.handle_loss(process, f"{_ended(error)} in {method}")
+        return answered
+
+    # ------------------------------------------------------------------ weights
+
+    def update_weights(self, version: int) -> Any:
+        """See `ReplicaPool.update_weights`."""
+        with self._flow_lock:
+            self._scheduler.raise_if_failed()
+            self.version = version
+            self._trainer_has_version = True
+            return self._update(self._running())
+
+    def weights_will_change(self) -> None:
+        """See `ReplicaPool.weights_will_change`."""
+        with self._flow_lock:
+            self._trainer_has_version = False
+
+    def _update(self, processes: Sequence[ReplicaProcess]) -> Any:
+        """Send weights to these; one that is lost meanwhile is restarted, and gets them later."""
+        assert self._send_weights is not None, "these weights never change"
+        processes = self._call(self._call(processes, "pause"), "begin_update")
+        if not processes:
+            return None
+        started = time.perf_counter()
+        report = self._send_weights([process.target(self._settings.processes) for process in processes])
+        self._update_seconds = time.perf_counter() - started
+        processes = self._call(processes, "end_update", self.version)
+        if self._may_generate():
+            processes = self._call(processes, "unpause")
+        self._mark_ready(processes)
+        return report
+
+    def _send_to_restarted(self) -> None:
+        """The thread that sends weights to restarted replicas."""
+        while not self._closed.wait(_POLL_S):
+            try:
+                if self._without_weights():
+                    with self._flow_lock:
+                        self._update_restarted()
+            except Exception as error:
+                logger.exception("weights could not be sent to restarted replicas")
+                self._scheduler.fail(RolloutError(f"weights could not be sent to restarted replicas: {error!r}"))
+                return
+
+    def _update_restarted(self) -> None:
+        """Send `version` to restarted replicas.
+
+        On devices that training shares this waits for the next update, as long as other replicas generate.
+        """
+        restarted = self._without_weights()
+        if not restarted or not self._trainer_has_version or "weights" not in self._memory or self._closed.is_set():
+            return
+        if not self._shares_memory() or "kv_cache" not in self._memory:
+            self._update(restarted)
+        elif not any(replica.state is ReplicaState.READY for replica in self._replicas):
+            self._release(["kv_cache"])
+            self._update(self._without_weights())
+            self.resume(["kv_cache"])
+
+    def _shares_memory(self) -> bool:
+        """Whether the trainer, which sends weights, has no room next to the caches of engines."""
+        frees = self._settings.spec.config.free_cache_engine
+        return frees and any(replica.placement.ranks and replica.placement.devices for replica in self._replicas)
+
+    # ------------------------------------------------------------------ memory and pauses
+
+    def release(self, tags: Sequence[str]) -> None:
+        """See `ReplicaPool.release`."""
+        with self._flow_lock:
+            self.weights_will_change()
+            self._release(tags)
+
+    def _release(self, tags: Sequence[str]) -> None:
+        released = [tag for tag in tags if tag in self._memory]
+        if not released:
+            return
+        # A replica that is just starting takes its memory in any case, so it has to be asked to release it, too.
+        while True:
+            with self._lock:
+                starting = any(replica.state is ReplicaState.STARTING for replica in self._replicas)
+                if not (starting and self._replicas[0].placement.devices) or self._scheduler.error is not None:
+                    self._memory -= set(released)  # from here on none is started
+                    break
+            time.sleep(_POLL_S)
+        self._call(self._call(self._running(), "pause"), "release", released)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """See `ReplicaPool.resume`."""
+        with self._flow_lock:
+            resumed = [tag for tag in tags if tag not in self._memory]
+            if not resumed:
+                return
+            self._call(self._running(), "resume", resumed)
+            self._memory |= set(resumed)
+            for replica in self._replicas:
+                self._restart_if_down(replica)
+            if self._may_generate():
+                self._call(self._running(), "unpause")
+
+    def pause(self) -> None:
+        """See `ReplicaPool.pause`."""
+        with self._flow_lock:
+            self._paused = True
+            self._call(self._running(), "pause")
+
+    def unpause(self) -> None:
+        """See `ReplicaPool.unpause`."""
+        with self._flow_lock:
+            self._paused = False
+            if self._may_generate():
+                self._call(self._running(), "unpause")
+
+    def _may_generate(self) -> bool:
+        return not self._paused and self._memory.issuperset(MEMORY_TAGS)
+
+    # ------------------------------------------------------------------ state
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """See `ReplicaPool.statistics`."""
+        with self._lock:
+            found = {
+                str(replica.index): {"restarts": float(replica.restarts), "in_flight": float(len(replica.in_flight))}
+                for replica in self._replicas
+            }
+        asked = [(process.replica, process.actor.stats.remote()) for process in self._running()]
+        deadline = time.monotonic() + _CLOSE_S
+        for replica, ref in asked:
+            values = found[str(replica.index)]
+            try:
+                values |= ray.get(ref, timeout=max(deadline - time.monotonic(), 0.1))
+            except RayError:  # just lost, or stuck; the watcher handles it
+                continue
+            values["weight_update_seconds"] = self._update_seconds
+            if replica.state is ReplicaState.READY:
+                values["weights_version"] = float(self.version)
+        return found
+
+
+def _ended(error: Exception) -> str:
+    return f"its process ended ({type(error).__name__})"
