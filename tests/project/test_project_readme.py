@@ -84,7 +84,9 @@ def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[
 @pytest.mark.slow
 def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any]) -> None:
     run_snippets("docs/first_data.md", tmp_path, finish, "run")
-    accuracy = [record.get("val-core/my/last_letter/acc/mean@1") for record in records(tmp_path / "letters/grpo")]
-    measured = [value for value in accuracy if value is not None]
-    assert len(measured) == 3  # before the first step, and after steps 10 and 20
-    assert measured[-1] > measured[0] > 0
+    run = records(tmp_path / "letters/grpo")
+    accuracy = [record["val-core/my/last_letter/acc/mean@1"] for record in run if "training/epoch" not in record]
+    assert len(accuracy) == 3, "before the first step, and after steps 10 and 20"
+    assert min(accuracy) > 0.5
+    scores = [record["critic/score/mean"] for record in run if "critic/score/mean" in record]
+    assert sum(scores[-5:]) > sum(scores[:5]), "the page promises 0.75 to 0.87"
