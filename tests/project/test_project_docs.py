@@ -161,7 +161,7 @@ def missing_settings(page: Path) -> Iterator[str]:
 
 
 def test_settings_that_a_page_names_exist() -> None:
-    # The page of defaults also names verl's spelling, and that about extensions settings of its examples, which are run.
+    # The page of defaults also names verl's spelling; that about extensions has settings of its examples.
     others = ("docs/defaults.md", "docs/extending.md")
     assert not faults(missing_settings, [page for page in CURRENT if page not in others])
     assert is_setting("actor_rollout_ref.actor.optim.override_optimizer_config.momentum")
