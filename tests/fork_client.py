@@ -1,7 +1,7 @@
 """What Ray calls in place of its `setup_worker.py`: the worker is forked by the server, and this process stands for it.
 
-It imports next to nothing: a worker that is forked costs a tenth of one that is started. A runtime environment that acts
-before Python's first import (`PYTHONPATH`, another executable) gets Ray's own program and a process of its own.
+It imports next to nothing: a worker that is forked costs a tenth of one that is started. A runtime environment that
+acts before Python's first import (`PYTHONPATH`, another executable) gets Ray's own program and a process of its own.
 """
 
 import json
