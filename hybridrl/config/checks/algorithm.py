@@ -31,8 +31,9 @@ def check_names(where: str, external_lib: str | None, chosen: Mapping[str, tuple
         known = registry.names()
         if ":" not in name and not registry.knows(name):
             yield (
-                f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}; your own is registered "
-                "by a module named in actor_rollout_ref.model.external_lib, or named itself as module:attribute"
+                f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}. Register your own with "
+                f"{registry.decorators[-1]} in a module that {where}model.external_lib names, or name it as "
+                "module:attribute"
             )
             continue
         try:
