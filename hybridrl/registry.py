@@ -1,8 +1,8 @@
-"""What can be chosen by name: advantage estimators, policy losses, reward managers and engines, with their facts.
+"""Registries of everything chosen by name: advantage estimators, policy losses, reward managers and engines.
 
-The facts of a built-in entry stand once, as literal arguments of the decorator that registers it. They are read from
-its source, so the configuration knows every name and fact without importing torch; the entry itself is imported when it
-is used. An entry of the user's registers itself when its module is imported, or is named as `module:attribute`.
+The facts about a built-in entry are written once, as literal arguments of the decorator that registers it. They are
+read from its source, so the configuration knows every name and fact without importing torch. The entry itself is
+imported on first use. A user's entry registers itself when its module is imported, or is named as `module:attribute`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of an entry before it is used.
+    """What is known about an entry before it is used.
 
     Attributes:
-        settings: dataclass of its own settings, or where that is, `module:Class`. They stand in the group that holds
-            the key by which the entry is chosen.
+        settings: dataclass of its own settings, or its location as `module:Class`. The settings belong to the group
+            that holds the key by which the entry is chosen.
     """
 
     settings: type | str | None = None
@@ -38,10 +38,10 @@ class EstimatorFacts(Facts):
     """An advantage estimator.
 
     Attributes:
-        needs: inputs that it cannot do without, besides rewards, mask and uid: `values` asks for a critic,
-            `reward_baselines` for a greedy response to each prompt, `old_log_probs` for the pass that computes them,
-            `sum_pi_squared` for `actor.calculate_sum_pi_squared`.
-        compares_samples: it compares the samples of one prompt, so one sample per prompt teaches nothing.
+        needs: inputs that it requires in addition to rewards, mask and uid: `values` requires a critic,
+            `reward_baselines` a greedy response to each prompt, `old_log_probs` the pass that computes them,
+            `sum_pi_squared` the setting `actor.calculate_sum_pi_squared`.
+        compares_samples: it compares the samples of one prompt, so it learns nothing from one sample per prompt.
         reads_components: it reads the components of the reward (`algorithm.gdpo_reward_keys`) and not their sum.
     """
 
@@ -55,10 +55,11 @@ class LossFacts(Facts):
     """A policy loss.
 
     Attributes:
-        needs: `old_log_probs`: the pass that computes them is never skipped; `ref_log_prob`: a reference policy takes
-            part, and the loss is called with `ref_log_prob=`.
-        requires: settings of `actor.policy_loss` that have no default and must be set for it.
-        selectable: may be the value of `policy_loss.loss_mode`; the loss of bypass mode is chosen by another key.
+        needs: `old_log_probs`: the pass that computes them is never skipped; `ref_log_prob`: the run has a reference
+            policy, and the loss is called with `ref_log_prob=`.
+        requires: settings of `actor.policy_loss` that have no default and must be set for this loss.
+        selectable: whether it may be the value of `policy_loss.loss_mode`; the loss of bypass mode is chosen by
+            another key.
     """
 
     needs: tuple[str, ...] = ()
@@ -72,7 +73,7 @@ class LossFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerFacts(Facts):
-    """A reward manager. Its settings stand in `reward.reward_kwargs`."""
+    """A reward manager. Its settings belong to `reward.reward_kwargs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +81,11 @@ class InferenceFacts(Facts):
     """A generation engine.
 
     Attributes:
-        packages: what must be installed for it.
+        packages: packages that it needs.
         in_place: it generates with the training weights, in the training workers.
-        takes_weights: it can be given new weights, so a policy can be trained with it.
+        takes_weights: it accepts new weights, so a policy can be trained with it.
         serves: its replicas can be served over HTTP (`rollout.server`, `rollout.prometheus`).
-        auto: its place in the order in which `rollout.name=auto` tries engines on a GPU; 0: never.
+        auto: its position in the order in which `rollout.name=auto` tries engines on a GPU; 0: never.
         install: how to install it, for messages.
     """
 
@@ -97,7 +98,7 @@ class InferenceFacts(Facts):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether it runs in processes of its own with weights of its own."""
+        """Whether it runs in its own processes with its own weights."""
         return self.takes_weights and not self.in_place
 
 
@@ -117,7 +118,7 @@ F = TypeVar("F", bound=Facts)
 
 @dataclass(frozen=True)
 class _Declared:
-    """A built-in entry as its source declares it."""
+    """A built-in entry as declared in its source."""
 
     module: str
     literals: dict[str, Any]
@@ -129,11 +130,11 @@ class Registry(Generic[F]):
 
     Args:
         kind: what an entry is, for messages.
-        key: the setting that chooses one.
-        decorators: functions that register one, as the source calls them; the last is the user's.
-        files: pattern of the source files that hold the built-in entries, below the package.
+        key: the setting that selects an entry.
+        decorators: functions that register an entry, as the source calls them; the last one is for user code.
+        files: pattern of the source files that hold the built-in entries, relative to the package.
         facts: class of an entry's facts.
-        error: what is raised.
+        error: class of the errors that are raised.
     """
 
     def __init__(
@@ -146,10 +147,10 @@ class Registry(Generic[F]):
         self._facts: dict[str, F] = {}
 
     def add(self, name: str, entry: Any, facts: F) -> None:
-        """Make an entry known under a name; the same entry again changes nothing.
+        """Register an entry under a name; registering the same entry again has no effect.
 
         Raises:
-            UserError: the name is another entry's, or a built-in one's.
+            UserError: the name belongs to another entry or to a built-in one.
         """
         known = self.objects.get(name)
         taken = known is not None and known is not entry and _origin(known) != _origin(entry)
@@ -167,7 +168,7 @@ class Registry(Generic[F]):
         return tuple(name for name in found if getattr(self.facts(name), "selectable", True))
 
     def knows(self, name: str) -> bool:
-        """Whether there is an entry of this name, or the name says where one is (`module:attribute`)."""
+        """Whether there is an entry of this name, or the name is a location (`module:attribute`)."""
         return name in self.objects or name in self._declared or ":" in name
 
     def is_builtin(self, name: str) -> bool:
@@ -175,10 +176,10 @@ class Registry(Generic[F]):
         return name in self._declared
 
     def facts(self, name: str) -> F:
-        """The facts of an entry; a built-in one is not imported for them. Of what `get` refuses: the defaults."""
+        """The facts of an entry, without importing a built-in one; the defaults for a name that `get` refuses."""
         if name in self._facts:
             return self._facts[name]
-        if name in self.objects:  # put there by hand
+        if name in self.objects:  # registered directly
             return self._facts_class()
         if name in self._declared:
             return self._facts_class(**self._declared[name].literals)
@@ -196,10 +197,10 @@ class Registry(Generic[F]):
         return load_object(found, None, self.key, self.key, self.error) if isinstance(found, str) else found
 
     def get(self, name: str) -> Any:
-        """The entry of a name, imported now.
+        """Import and return the entry of a name.
 
         Raises:
-            UserError: there is none; the message lists those there are.
+            UserError: there is no such entry; the message lists the known ones.
         """
         if name in self.objects:
             return self.objects[name]
@@ -248,7 +249,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal; `...` for anything that has to be computed."""
+    """The value of a literal; `...` for any expression that must be computed."""
     try:
         return ast.literal_eval(node)
     except ValueError:
@@ -260,10 +261,10 @@ def _origin(entry: Any) -> tuple[str, str]:
 
 
 def import_external_lib(name: str | None) -> None:
-    """Import the modules of `model.external_lib` (comma separated), which may register code of the user's.
+    """Import the modules of `model.external_lib` (comma separated), which may register user code.
 
     Raises:
-        ModelError: one of them cannot be imported, or raises while it is.
+        ModelError: one of them cannot be imported, or raises an error on import.
     """
     for module in filter(None, (part.strip() for part in (name or "").split(","))):
         load_module(module, "model.external_lib", ModelError)
@@ -312,15 +313,15 @@ TRAIN_ENGINES = Registry(
 
 
 def has_replicas(rollout_name: str) -> bool:
-    """Whether `rollout.name` is an engine in processes of its own with weights of its own; `auto` may be none."""
+    """Whether `rollout.name` is an engine in its own processes with its own weights; not assumed of `auto`."""
     return INFERENCE_ENGINES.knows(rollout_name) and INFERENCE_ENGINES.facts(rollout_name).has_replicas
 
 
 def is_endpoint(rollout_name: str) -> bool:
-    """Whether `rollout.name` asks a server of someone else's, which takes no weights."""
+    """Whether `rollout.name` is an external server, which does not accept weights."""
     return INFERENCE_ENGINES.knows(rollout_name) and not INFERENCE_ENGINES.facts(rollout_name).takes_weights
 
 
 def with_inputs(facts: EstimatorFacts, inputs: Iterable[str]) -> EstimatorFacts:
-    """`facts` with what the function itself names as its inputs."""
+    """`facts` extended by the inputs that the function itself names."""
     return replace(facts, needs=tuple(dict.fromkeys((*facts.needs, *inputs))))

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a value must satisfy besides its type.
+    """Constraints on a value in addition to its type.
 
-    `choices` are the allowed names, `registry` holds further ones, `later` are known but not supported by this build,
-    `synonyms` are other spellings of a choice; the rest are bounds on a number (`ge` means greater or equal), applied
-    to each element of a list. A registry's names may be added by the user's own module, so `validate` refuses an
-    unknown one after it has imported that.
+    `choices` are the allowed names, `registry` holds further ones, `later` are known names that this build does not
+    support, and `synonyms` are other spellings of a choice. The rest are bounds on a number (`ge` means greater or
+    equal), applied to each element of a list. A user's module may add names to a registry, so `validate` refuses an
+    unknown name only after importing that module.
     """
 
     choices: tuple[Any, ...] = ()
@@ -32,7 +32,7 @@ class Limits:
     lt: float | None = None
 
     def names(self) -> tuple[Any, ...]:
-        """Every allowed name that is known by now."""
+        """Every allowed name that is known so far."""
         return self.choices if self.registry is None else (*self.choices, *self.registry.names())
 
 
@@ -56,8 +56,8 @@ def key(
     Args:
         default: the value; lists and dicts are copied for every instance. `dataclasses.MISSING`: it must be set.
         meaning: one line for the user; it is printed in the reference table.
-        follows: what gives the default in a composed tree: an interpolation, or a container of them.
-        path: where the setting stands, below the group that reads it; None: in the group itself.
+        follows: source of the default in a composed tree: an interpolation, or a container of interpolations.
+        path: location of the setting below the group that reads it; None: in the group itself.
         choices, later, synonyms, registry, ge, gt, le, lt: see `Limits`.
     """
     limits = Limits(choices, later, synonyms or {}, registry, ge, gt, le, lt)

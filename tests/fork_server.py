@@ -27,6 +27,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 ADDRESS = "HYBRIDRL_TEST_FORK_SERVER"
+SETUP_WORKER = "HYBRIDRL_TEST_SETUP_WORKER"  # Ray's own program
 CLIENT = Path(__file__).with_name("fork_client.py")
 
 # Nothing here may start a thread (pyarrow does): a fork would lose it.
@@ -52,7 +53,7 @@ def running(folder: Path) -> Iterator[None]:
 
     Who connects waits until the imports are done. The server ends with the block, or with this process.
     """
-    from ray._private import ray_constants  # the server itself imports Ray later
+    from ray._private import ray_constants, workers  # the server itself imports Ray later
 
     path = folder / f"fork-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as listener, open(path.with_suffix(".log"), "w") as log:
@@ -67,6 +68,7 @@ def running(folder: Path) -> Iterator[None]:
             start_new_session=True,
         )
     os.environ[ADDRESS] = str(path)
+    os.environ.setdefault(SETUP_WORKER, str(Path(workers.__path__[0]) / ray_constants.SETUP_WORKER_FILENAME))
     ray_constants.SETUP_WORKER_FILENAME = str(CLIENT)  # Ray appends it to its own folder: a whole path wins
     try:
         yield
@@ -189,9 +191,6 @@ def become(request: Request) -> tuple[CodeType, dict[str, Any]]:
     context = RuntimeEnvContext.deserialize(own.serialized_runtime_env_context or "{}")
     os.environ.clear()
     os.environ.update(request.environment)
-    other_python = context.py_executable != sys.executable or "PYTHONPATH" in context.env_vars
-    if context.command_prefix or other_python or context.override_worker_entrypoint:
-        raise NotImplementedError(f"such a runtime environment needs a process of its own: {context.__dict__}")
     update_envs(context.env_vars)
     program = sys.argv[0]
     sys.path[0] = os.path.dirname(program)

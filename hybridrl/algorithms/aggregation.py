@@ -18,9 +18,9 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 def global_counts(response_mask: Tensor) -> dict[str, int]:
-    """``batch_num_tokens`` and ``global_batch_size`` of a whole mini-batch, as `agg_loss` takes them.
+    """`batch_num_tokens` and `global_batch_size` of a whole mini-batch, as `agg_loss` takes them.
 
-    ``response_mask [B, T]`` is that of the whole mini-batch. Sequences without a single response token (rejected or
+    `response_mask [B, T]` is that of the whole mini-batch. Sequences without a single response token (rejected or
     aborted ones) are not counted, so they do not dilute a mean over sequences.
     """
     mask = response_mask.bool()
@@ -51,14 +51,14 @@ def agg_loss(
 ) -> Tensor:
     r"""This call's share of the mini-batch loss, from per-token losses.
 
-    With n_i = sum_t m_it tokens in sequence i, M = ``batch_num_tokens`` and G = ``global_batch_size``:
+    With n_i = sum_t m_it tokens in sequence i, M = `batch_num_tokens` and G = `global_batch_size`:
 
     | mode                    | value                                         |
     |-------------------------|-----------------------------------------------|
     | token-mean              | D / M sum_i sum_t m_it l_it                    |
     | token-sum               | D sum_i sum_t m_it l_it                        |
     | seq-mean-token-sum      | D / G sum_i sum_t m_it l_it                    |
-    | seq-mean-token-sum-norm | the same, / ``loss_scale_factor``             |
+    | seq-mean-token-sum-norm | the same, / `loss_scale_factor`             |
     | seq-mean-token-mean     | D / G sum_i (sum_t m_it l_it) / n_i            |
 
     token-mean is DAPO's (arXiv 2503.14476, eq. 8), seq-mean-token-mean GRPO's (arXiv 2402.03300, eq. 3),
@@ -105,7 +105,7 @@ def compute_entropy_loss(
 ) -> Tensor:
     """Aggregated entropy of the policy: agg(H(softmax(logits))), [B, T, V] and [B, T] -> scalar.
 
-    The actor's loss subtracts ``entropy_coeff`` times this. ``counts`` are `agg_loss`'s global counts.
+    The actor's loss subtracts `entropy_coeff` times this. `counts` are `agg_loss`'s global counts.
     """
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, **counts)
 

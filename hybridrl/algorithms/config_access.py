@@ -1,6 +1,6 @@
-"""Reading settings from ``config``, which may be any object with attributes.
+"""Reading settings from `config`, which may be any object with attributes.
 
-A loss or an estimator takes its few settings from a dataclass, an OmegaConf node, a ``SimpleNamespace`` or a mapping.
+A loss or an estimator takes its few settings from a dataclass, an OmegaConf node, a `SimpleNamespace` or a mapping.
 Nothing is assumed of the object but its attributes, so this package does not depend on the config tree.
 """
 
@@ -26,14 +26,14 @@ def _step(node: Any, name: str) -> Any:
 
 
 def setting(config: Any, path: str, default: Any = _MISSING, *, who: str, root: str = "actor_rollout_ref.actor") -> Any:
-    """Value of ``config.<path>``, where ``path`` may go through nested objects (``policy_loss.dro_beta``).
+    """Value of `config.<path>`, where `path` may go through nested objects (`policy_loss.dro_beta`).
 
     Args:
         config: any object with attributes, or a mapping, or None.
-        path: dotted name below ``config``.
+        path: dotted name below `config`.
         default: returned when the attribute is absent or None; without it that is an error.
         who: what needs the value, for the message.
-        root: where ``config`` stands in the user's configuration, for the message.
+        root: where `config` stands in the user's configuration, for the message.
 
     Raises:
         AlgorithmError: the attribute is absent or None and there is no default.
@@ -61,7 +61,7 @@ def number(
     open_low: bool = False,
     root: str = "actor_rollout_ref.actor",
 ) -> float:
-    """A numeric setting that must be a finite number, at least ``low`` (above it when ``open_low``).
+    """A numeric setting that must be a finite number, at least `low` (above it when `open_low`).
 
     Raises:
         AlgorithmError: missing without a default, not a number, or out of range.
@@ -76,14 +76,14 @@ def number(
 
 
 def read_settings(cls: type[S], config: Any, *, who: str, root: str, group: str = "") -> S:
-    """The settings that the dataclass ``cls`` names, checked against the limits of its fields.
+    """The settings that the dataclass `cls` names, checked against the limits of its fields.
 
     Args:
-        cls: a dataclass; its fields may be declared with `hybridrl.config.key`. A field stands at its ``path`` below
-            ``config``, else in ``group``. Absent and null take the field's default.
+        cls: a dataclass; its fields may be declared with `hybridrl.config.key`. A field stands at its `path` below
+            `config`, else in `group`. Absent and null take the field's default.
         config: any object with attributes, or a mapping.
         who: what needs them, for messages.
-        root: where ``config`` stands in the user's configuration, for messages.
+        root: where `config` stands in the user's configuration, for messages.
 
     Raises:
         AlgorithmError: no config, a field without a default that is not set, or a number out of its limits.
@@ -126,7 +126,7 @@ def _within(limits: Any, value: float, name: str, who: str) -> float:
 
 
 def has_setting(config: Any, name: str) -> bool:
-    """Whether ``config`` has that attribute or key at all, null included."""
+    """Whether `config` has that attribute or key at all, null included."""
     return _step(config, name) is not _MISSING
 
 
@@ -145,14 +145,14 @@ class ConfigView:
 
 
 def with_global_batch_info(config: Any, **info: Any) -> ConfigView:
-    """``config`` with ``global_batch_info`` laid over it, where losses written for verl look for the counts.
+    """`config` with `global_batch_info` laid over it, where losses written for verl look for the counts.
 
     Args:
         config: the actor's settings; any object with attributes. It is left as it is.
-        info: any of ``dp_size, batch_num_tokens, global_batch_size, loss_scale_factor``, as `agg_loss` takes them.
+        info: any of `dp_size, batch_num_tokens, global_batch_size, loss_scale_factor`, as `agg_loss` takes them.
 
     Returns:
-        An object with all attributes of ``config`` plus ``global_batch_info``.
+        An object with all attributes of `config` plus `global_batch_info`.
     """
     return ConfigView(config, global_batch_info=checked_counts(info))
 
@@ -172,9 +172,9 @@ def counts_of(counts: Mapping[str, Any] | None, config: Any) -> dict[str, Any]:
     """Keyword arguments for `agg_loss`.
 
     Args:
-        counts: of the whole mini-batch; None: ``config.global_batch_info``, as verl hands them over, where it is
+        counts: of the whole mini-batch; None: `config.global_batch_info`, as verl hands them over, where it is
             there. With neither the call's own counts are used.
-        config: its ``loss_scale_factor`` is used where the counts have none.
+        config: its `loss_scale_factor` is used where the counts have none.
     """
     info = setting(config, "global_batch_info", {}, who="loss aggregation") if counts is None else counts
     found = {name: info[name] for name in COUNTS if info.get(name) is not None}

@@ -18,7 +18,7 @@ def group_health(token_level_scores: Tensor, response_mask: Tensor, index: np.nd
     """Shares of prompts from which a group estimator learns nothing, because all their samples score the same.
 
     Returns:
-        ``health/groups_uniform``, of them ``health/groups_all_worst`` and ``health/groups_all_best`` (all at the
+        `health/groups_uniform`, of them `health/groups_all_worst` and `health/groups_all_best` (all at the
         smallest, all at the largest score of the batch). Groups of one are not counted.
     """
     scores = outcome_scores(token_level_scores, response_mask)

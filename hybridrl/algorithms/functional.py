@@ -27,12 +27,12 @@ _SMALL = 1 << 21
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` where the mask is set, exactly zero elsewhere (also where they are NaN)."""
+    """`values` where the mask is set, exactly zero elsewhere (also where they are NaN)."""
     return torch.where(mask.bool(), values, 0.0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of the values whose mask is set, over ``axis`` (all of them by default)."""
+    """Sum of the values whose mask is set, over `axis` (all of them by default)."""
     kept = keep(values, mask)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
@@ -44,7 +44,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
 
 
 def row_blocks(values: Tensor) -> list[slice]:
-    """Slices of rows of ``values [B, ...]`` whose temporaries fit a CPU's cache; one slice elsewhere.
+    """Slices of rows of `values [B, ...]` whose temporaries fit a CPU's cache; one slice elsewhere.
 
     An elementwise chain over a large array is bound by memory and by the page faults of fresh temporaries. Done a block
     at a time, the temporaries stay in the cache and are reused.
@@ -82,10 +82,10 @@ def _variance(count: int, squares: Tensor, unbiased: bool) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values whose mask is set; with Bessel's correction n / (n - 1) when ``unbiased``.
+    """Variance of the values whose mask is set; with Bessel's correction n / (n - 1) when `unbiased`.
 
     Raises:
-        AlgorithmError: nothing is set, or a single value is and ``unbiased`` asks to divide by zero.
+        AlgorithmError: nothing is set, or a single value is and `unbiased` asks to divide by zero.
     """
     count, _, squares = _moments(values, mask)
     return _variance(count, squares, unbiased).to(values.dtype)
@@ -94,7 +94,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the masked values, zero elsewhere; var is the unbiased one.
 
-    With ``shift_mean=False`` the mean is added back, so that only the scale changes.
+    With `shift_mean=False` the mean is added back, so that only the scale changes.
 
     Raises:
         AlgorithmError: fewer than two values are set.
@@ -107,7 +107,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
-    """How many rows of the flattened ``logits [N, V]`` are worked on at a time."""
+    """How many rows of the flattened `logits [N, V]` are worked on at a time."""
     if chunk_size is not None:
         if chunk_size < 1:
             raise AlgorithmError(f"chunk_size is {chunk_size}; it must be a positive number of tokens.")
@@ -124,7 +124,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _log_softmax(x: Tensor, scale: float) -> Tensor:
-    """log softmax of ``x * scale`` in at least float32; the scaling is skipped when it does nothing."""
+    """log softmax of `x * scale` in at least float32; the scaling is skipped when it does nothing."""
     if scale != 1.0:
         x = x.to(working_dtype(x.dtype)) * scale
     return torch.log_softmax(x, dim=-1, dtype=working_dtype(x.dtype))
@@ -142,7 +142,7 @@ class _Options(NamedTuple):
 def _entropy_gradient(
     logp: Tensor, entropy: Tensor, g_entropy: Tensor, labels: Tensor | None, g_lp: Tensor | None
 ) -> Tensor:
-    """Gradient in the scaled logits, [n, V], of sum(g_H H + g_lp lp); ``logp`` is used up."""
+    """Gradient in the scaled logits, [n, V], of sum(g_H H + g_lp lp); `logp` is used up."""
     p = logp.exp()
     # -p (g_lp + g_H (log p + H)), with log p kept finite where p is zero.
     step = logp.clamp_(min=_LOWEST_LOG_P).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
@@ -247,16 +247,16 @@ def token_statistics(
 
     Args:
         logits: [..., V], any float dtype; the work and the results are float32 (float64 for float64 logits).
-        labels: [...] int64 token ids, to get ``log_probs``.
+        labels: [...] int64 token ids, to get `log_probs`.
         temperature: of the sampler; applied chunk by chunk, so no scaled copy of the logits exists.
-        entropy: also return ``entropy`` = -sum_v p_v log p_v, differentiable.
-        sum_pi_squared: also return ``sum_pi_squared`` = sum_v p_v^2, without gradient (a weight of the OTB baseline).
+        entropy: also return `entropy` = -sum_v p_v log p_v, differentiable.
+        sum_pi_squared: also return `sum_pi_squared` = sum_v p_v^2, without gradient (a weight of the OTB baseline).
         chunk_size: tokens worked on at a time; by default as many as keep a working buffer small.
         inplace_backward: let the backward pass overwrite the logits with their gradient. Saves one buffer of their
             size; only for logits that nothing else reads afterwards.
 
     Returns:
-        ``log_probs``, ``entropy`` and ``sum_pi_squared`` as asked for, each [...].
+        `log_probs`, `entropy` and `sum_pi_squared` as asked for, each [...].
 
     Raises:
         AlgorithmError: shapes do not match, or the temperature is not positive.
@@ -330,7 +330,7 @@ def full_kl_from_logits(
 
     Args:
         logits, ref_logits: [..., V], any float dtype; the work is float32 (float64 for float64 logits). No gradient
-            goes to ``ref_logits``.
+            goes to `ref_logits`.
         temperature: both distributions are softmax(logits / temperature).
 
     Returns:
@@ -358,7 +358,7 @@ def logprobs_from_logits(
 ) -> Tensor:
     """log softmax(logits / temperature)[label]: [..., V] and [...] -> [...] in float32.
 
-    See `token_statistics`. ``inplace_backward`` destroys the logits in the backward pass: off unless asked for.
+    See `token_statistics`. `inplace_backward` destroys the logits in the backward pass: off unless asked for.
     """
     return token_statistics(logits, labels, temperature, chunk_size=chunk_size, inplace_backward=inplace_backward)[
         "log_probs"

@@ -112,7 +112,7 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
 
 
 def spread(scores: Tensor, like: Tensor, response_mask: Tensor) -> Tensor:
-    """One number a sequence on all its response tokens: [B] -> [B, T] in the dtype of ``like``, zero elsewhere."""
+    """One number a sequence on all its response tokens: [B] -> [B, T] in the dtype of `like`, zero elsewhere."""
     column = scores.to(like.dtype).unsqueeze(-1)
     out = torch.empty_like(like)
     for block in row_blocks(out):

@@ -28,14 +28,14 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     | full            | sum_v pi_v (log pi_v - log pi_ref_v), over the vocabulary         |
 
     Args:
-        logprob, ref_logprob: [B, T]; for ``full`` the logits or log-probabilities of every token, [B, T, V].
+        logprob, ref_logprob: [B, T]; for `full` the logits or log-probabilities of every token, [B, T, V].
         kl_penalty: a name of the table.
 
     Returns:
         [B, T], differentiable by the plain derivative of the value.
 
     Raises:
-        AlgorithmError: an unknown name, or ``full`` without a vocabulary dimension.
+        AlgorithmError: an unknown name, or `full` without a vocabulary dimension.
     """
     if kl_penalty in ("kl", "k1"):
         return logprob - ref_logprob
@@ -62,10 +62,10 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """`kl_penalty_forward`, or with a ``+`` behind the name its value with the gradient of k2 (straight-through).
+    """`kl_penalty_forward`, or with a `+` behind the name its value with the gradient of k2 (straight-through).
 
     The gradient of k1 has expectation zero and that of k3 is biased; d/dtheta of k2, d * grad log pi, is the unbiased
-    gradient of the KL when samples come from pi. ``k3+`` therefore reports k3 and descends k2. ``full+`` is ``full``:
+    gradient of the KL when samples come from pi. `k3+` therefore reports k3 and descends k2. `full+` is `full`:
     its own gradient is exact.
     """
     form = kl_penalty.removesuffix("+")
@@ -95,12 +95,12 @@ def penalise_rewards(
     Args:
         token_level_scores, old_log_prob, ref_log_prob, response_mask: [B, T].
         kl_coef: beta, from the controller.
-        form: ``algorithm.kl_penalty``, see `kl_penalty_forward`.
-        ref_kl: [B, T], the divergence itself where a model computed it (``full``); the log-probabilities are not read.
+        form: `algorithm.kl_penalty`, see `kl_penalty_forward`.
+        ref_kl: [B, T], the divergence itself where a model computed it (`full`); the log-probabilities are not read.
 
     Returns:
         (token_level_rewards [B, T], current_kl scalar): current_kl is the mean over sequences of each one's token mean,
-        which the adaptive controller is fed with and ``actor/reward_kl_penalty`` reports.
+        which the adaptive controller is fed with and `actor/reward_kl_penalty` reports.
     """
     if ref_kl is None:
         assert old_log_prob is not None and ref_log_prob is not None
@@ -115,7 +115,7 @@ class KLController(Protocol):
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Tell the controller the KL that was measured over ``n_steps`` samples."""
+        """Tell the controller the KL that was measured over `n_steps` samples."""
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint must hold."""
@@ -157,7 +157,7 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move beta by the error measured over ``n_steps`` samples; AlgorithmError on a KL that is not finite."""
+        """Move beta by the error measured over `n_steps` samples; AlgorithmError on a KL that is not finite."""
         kl = float(current_kl)
         if kl != kl or kl in (float("inf"), float("-inf")):
             raise AlgorithmError(f"the measured KL is {kl}; the log-probabilities of this batch are broken.")
@@ -172,7 +172,7 @@ class AdaptiveKLController:
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
-    """The controller of ``algorithm.kl_ctrl`` (``type`` fixed or adaptive, ``kl_coef``, ``target_kl``, ``horizon``).
+    """The controller of `algorithm.kl_ctrl` (`type` fixed or adaptive, `kl_coef`, `target_kl`, `horizon`).
 
     Raises:
         AlgorithmError: an unknown type, or a target or horizon that is not positive.

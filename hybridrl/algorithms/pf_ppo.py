@@ -50,8 +50,8 @@ def compute_pf_ppo_reweight_data(
     estimated, whose groups the draw would otherwise change.
 
     Args:
-        data: a DataProto with ``token_level_scores`` and ``response_mask`` [B, T].
-        reweight_method, weight_pow: ``algorithm.pf_ppo``.
+        data: a DataProto with `token_level_scores` and `response_mask` [B, T].
+        reweight_method, weight_pow: `algorithm.pf_ppo`.
         generator: source of randomness; torch's own when None.
 
     Raises:

@@ -51,7 +51,7 @@ def import_modules(package: str, path: Iterable[str], prefix: str) -> dict[str, 
     """Import every module of a package.
 
     Returns:
-        Their functions whose names begin with ``prefix``.
+        Their functions whose names begin with `prefix`.
     """
     modules = [importlib.import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules(path)]
     return {name: fn for module in modules for name, fn in vars(module).items() if name.startswith(prefix)}
@@ -68,11 +68,11 @@ def register_adv_est(
     """Decorator that makes an advantage estimator known under a name. A name taken by another function is refused.
 
     Args:
-        name_or_enum: value of ``algorithm.adv_estimator``.
+        name_or_enum: value of `algorithm.adv_estimator`.
         needs, compares_samples, reads_components: see `hybridrl.registry.EstimatorFacts`. A parameter without a default
             is an input that it needs, whether it is listed or not.
-        settings: dataclass of its own settings, which then are keys of ``algorithm``. The estimator reads them from its
-            parameter ``settings``.
+        settings: dataclass of its own settings, which then are keys of `algorithm`. The estimator reads them from its
+            parameter `settings`.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
@@ -105,15 +105,15 @@ def register_policy_loss(
     """Decorator that makes a policy loss known under a name. A name taken by another function is refused.
 
     Args:
-        name: value of ``actor.policy_loss.loss_mode``.
-        settings: dataclass of its own settings, which then are keys of ``actor.policy_loss``: the loss finds them as
-            ``config.policy_loss.<name>``.
+        name: value of `actor.policy_loss.loss_mode`.
+        settings: dataclass of its own settings, which then are keys of `actor.policy_loss`: the loss finds them as
+            `config.policy_loss.<name>`.
         needs, requires, selectable: see `hybridrl.registry.LossFacts`.
         prepare: for a loss that needs to see the whole mini-batch, to choose tokens or to normalise:
-            ``prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]``.
+            `prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]`.
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
-            policy as it stands before that update, and hands each micro-batch its rows as the keyword ``prepared``.
-        prepare_needed: whether ``prepare`` is needed under a config; always when None.
+            policy as it stands before that update, and hands each micro-batch its rows as the keyword `prepared`.
+        prepare_needed: whether `prepare` is needed under a config; always when None.
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
@@ -137,8 +137,8 @@ def call_policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Call a policy loss with the counts of the whole mini-batch, however it takes them.
 
-    A loss that names ``counts`` gets them as that argument. Every other one is written for verl and finds them in
-    ``config.global_batch_info``.
+    A loss that names `counts` gets them as that argument. Every other one is written for verl and finds them in
+    `config.global_batch_info`.
 
     Args:
         name: of the loss.
@@ -197,7 +197,7 @@ def _checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
 def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | None:
     """The preliminary pass that a loss needs over the whole mini-batch, or None for the many that need none.
 
-    With ``config``, the actor's settings, also None where these settings do not need it.
+    With `config`, the actor's settings, also None where these settings do not need it.
     """
     fn = get_policy_loss_fn(name)
     registered = next((known for known, entry in POLICY_LOSS_REGISTRY.items() if entry is fn and known in _PREPARE), "")
@@ -232,7 +232,7 @@ def _required(fn: Callable[..., Any]) -> list[str]:
 
 
 def required_inputs(name_or_enum: str | Enum) -> tuple[str, ...]:
-    """Inputs that an estimator cannot do without, besides rewards, mask, settings and the whole batch (``index`` is
+    """Inputs that an estimator cannot do without, besides rewards, mask, settings and the whole batch (`index` is
     the uid)."""
     name = _name(name_or_enum)
     return with_inputs(ADV_ESTIMATORS.facts(name), _required(get_adv_estimator_fn(name))).needs
@@ -249,10 +249,10 @@ def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config:
     """Refuse, before training starts, an estimator whose inputs nothing will provide.
 
     Args:
-        name_or_enum: ``algorithm.adv_estimator``.
-        available: names of the fields that the run will have (``values``, ``reward_baselines``, ``sum_pi_squared``,
-            ...); ``index`` or ``uid`` for the prompts' ids.
-        config: ``algorithm`` settings.
+        name_or_enum: `algorithm.adv_estimator`.
+        available: names of the fields that the run will have (`values`, `reward_baselines`, `sum_pi_squared`,
+            ...); `index` or `uid` for the prompts' ids.
+        config: `algorithm` settings.
 
     Raises:
         AlgorithmError: names every missing input and the setting that provides it.
@@ -279,14 +279,14 @@ def estimate_advantages(
 
     Args:
         adv_estimator: a registered name.
-        tensors: the batch's tensor fields; must hold ``token_level_rewards`` and ``response_mask``.
-        non_tensors: its other fields; ``uid`` is handed over as ``index``.
-        config: ``algorithm`` settings (``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``, ...).
+        tensors: the batch's tensor fields; must hold `token_level_rewards` and `response_mask`.
+        non_tensors: its other fields; `uid` is handed over as `index`.
+        config: `algorithm` settings (`gamma`, `lam`, `norm_adv_by_std_in_grpo`, ...).
 
     Returns:
         (advantages, returns), [B, T] each.
 
-    Rows that share a ``session_id`` (and a uid) are one trajectory, in the order of ``trajectory_index`` or as they
+    Rows that share a `session_id` (and a uid) are one trajectory, in the order of `trajectory_index` or as they
     stand: they are joined for the estimator and cut apart again, see `sessions`.
 
     Raises:

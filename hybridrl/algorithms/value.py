@@ -39,7 +39,7 @@ def compute_value_loss(
         larger one (a token mean, without gradient).
 
     Raises:
-        AlgorithmError: ``cliprange_value`` is not positive.
+        AlgorithmError: `cliprange_value` is not positive.
     """
     if not cliprange_value > 0:
         raise AlgorithmError(f"critic.cliprange_value is {cliprange_value}; it must be greater than 0.")

@@ -1,4 +1,4 @@
-"""The typed schema of every setting, the only place where a default is written; composing it and checking it.
+"""The configuration: a typed schema of every setting, the only source of defaults, with composition and checks.
 
 ```python
 from hybridrl.config import load_config, validate
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from hybridrl.config.compose import load_config
     from hybridrl.config.output import as_dict, to_yaml
 
-# The groups are imported by every process of a run; what composes them (OmegaConf, YAML) only where it is called.
+# Every process of a run imports the groups; the code that composes them (OmegaConf, YAML) is imported only when called.
 _LATER = {
     "cli": "command",
     "load_config": "compose",

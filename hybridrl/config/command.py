@@ -43,20 +43,21 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = None) -> None:
-    """Be the whole command line of a program: compose, check, print notices, call `run(config)`.
+    """Run the command line of a program: compose, check, print notices, call `run(config)`.
 
     Args:
         name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
         run: the program; called with the typed configuration.
         argv: words after the program's name; those of the process by default.
 
-    What ends the run is printed as one message on the standard error, and the process ends with status
+    An error that ends the run is printed as one message on standard error, and the process exits with status
 
-    - 2 for what the user can fix: any `UserError`, a faulty configuration among them, or a full disk;
-    - 1 for a worker that failed or died: the message holds the worker's own traceback, where there is one;
+    - 2 for an error that the user can fix: any `UserError`, including a faulty configuration, or a full disk;
+    - 1 for a worker that failed or died: the message holds the worker's own traceback, if there is one;
     - 130 for Ctrl-C.
 
-    Everything else is raised as it is. Under torchrun, rank 0 runs the program and every other rank returns at once.
+    Any other exception is raised unchanged. Under torchrun, rank 0 runs the program and every other rank returns at
+    once.
     """
     launch = leave_torchrun(os.environ)
     if launch is not None and launch.rank > 0:
@@ -92,7 +93,7 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
 
 
 def _exit_status(error: Exception) -> int | None:
-    """The exit status for an error whose message says all; None where the traceback is needed as well."""
+    """The exit status for an error whose message is sufficient; None if the traceback is needed as well."""
     if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in _DISK_FULL):
         return 2
     return 1 if isinstance(error, WorkerError) else None

@@ -1,7 +1,7 @@
 """From command-line words and YAML files to one typed configuration.
 
-The order is: read the overrides and the user's file, check and rewrite their names, let Hydra compose the groups in
-`configs/` with the user's file over them, put the overrides on top, resolve interpolations, convert to typed groups.
+The steps are: read the overrides and the user's file, check and rewrite their names, let Hydra compose the groups in
+`configs/` with the user's file over them, apply the overrides, resolve interpolations, and convert to typed groups.
 """
 
 import copy
@@ -30,7 +30,7 @@ _USER_CONFIG = "hybridrl_user_config"
 
 @dataclass
 class Composed:
-    """A composed configuration: typed, and as the unresolved tree that `--cfg job` prints."""
+    """A composed configuration: the typed groups, and the unresolved tree that `--cfg job` prints."""
 
     config: ConfigNode
     tree: dict[str, Any]
@@ -39,7 +39,7 @@ class Composed:
 
 @dataclass
 class Overrides:
-    """Command-line words sorted by who acts on them: Hydra's group choices, and assignments to keys."""
+    """Command-line words sorted by kind: Hydra's group choices, and assignments to keys."""
 
     choices: list[str] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
@@ -50,7 +50,7 @@ def configs_folder() -> Path:
     """The folder of the shipped YAML: next to the package in a source tree, inside it when installed."""
     package = Path(__file__).resolve().parent.parent
     candidates = [package / "_configs"]
-    if (package.parent / "pyproject.toml").is_file():  # a source tree; next to an installed package lie files of others
+    if (package.parent / "pyproject.toml").is_file():  # a source tree; site-packages may hold any `configs`
         candidates.append(package.parent / "configs")
     for folder in candidates:
         if (folder / "ppo_trainer.yaml").is_file():
@@ -76,7 +76,7 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
     Args:
         words: the words of the command line.
         book: the keys of the tree, to tell a setting from a config group.
-        folders: where config groups are searched.
+        folders: folders in which config groups are searched.
         faults: receives a sentence for each word that cannot be used.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -136,7 +136,7 @@ def _unreadable(word: str, reason: str) -> str:
 
 
 def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Path]) -> list[str]:
-    """A fault where a group has no such option."""
+    """Return a fault if the group has no such option."""
     options = sorted({path.stem for folder in folders for path in (folder / name).glob("*.yaml")})
     if value in options:
         return []
@@ -146,12 +146,12 @@ def _check_choice(word: str, name: str, value: str | None, folders: Sequence[Pat
 
 
 def _found(tree: Any, name: str) -> Any:
-    """The value of a dotted key that is there."""
+    """The value of a dotted key that exists."""
     return functools.reduce(lambda inner, part: inner[part], name.split("."), tree)
 
 
 def _reset(tree: dict[str, Any], defaults: dict[str, Any], name: str) -> None:
-    """Take a dotted key back to its default; an entry of a free-form mapping that has none goes."""
+    """Reset a dotted key to its default; an entry of a free-form mapping that has no default is removed."""
     *parents, last = name.split(".")
     for part in parents:
         tree = tree.get(part) or {}
@@ -182,7 +182,7 @@ def _hydra_compose(root: str, given: Overrides, folders: Sequence[Path], user: U
 
 @functools.lru_cache(maxsize=16)
 def _compose_base(root: str, choices: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """The shipped tree with some group choices; kept, because it only depends on shipped files."""
+    """The shipped tree with some group choices; cached, because it depends only on shipped files."""
     _store_schema(root, default_tree(ROOTS[root]), f"schema/{root}")
     return _run_hydra(root, choices, folder)
 
@@ -217,7 +217,7 @@ def _store_schema(root: str, tree: dict[str, Any], group: str) -> None:
 
 
 def _if_set(value: Any, then: Any, otherwise: Any) -> Any:
-    """`then` where `value` is given, `otherwise` where it is null."""
+    """Return `then` if `value` is set, `otherwise` if it is null."""
     return otherwise if value is None else then
 
 
@@ -232,10 +232,10 @@ def compose_config(
     config_name: str | None = None,
     launched: Mapping[str, int] | None = None,
 ) -> Composed:
-    """Compose, check and convert; nothing is printed. Arguments and errors are those of `load_config`.
+    """Compose, check and convert without printing anything. Arguments and errors are those of `load_config`.
 
-    `launched` holds what torchrun was asked for, by key. It takes the place of defaults; a file or a word that sets
-    such a key to something else is a fault.
+    `launched` holds the values that torchrun was given, by key. They replace defaults; a file or a word that sets such
+    a key to a different value is a fault.
     """
     if root not in ROOTS:
         raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
@@ -287,7 +287,7 @@ def compose_config(
 def _typed(
     root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str], suggest: Callable[[str], str]
 ) -> Any:
-    """Resolve interpolations and convert; faults are collected, and end the work only where nothing can be resolved."""
+    """Resolve interpolations and convert. Faults are collected; an error is raised only if nothing can be resolved."""
     OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
     OmegaConf.register_new_resolver("if_set", _if_set, replace=True)
     try:
@@ -306,7 +306,7 @@ def _typed(
 
 
 def print_notices(notices: Sequence[str]) -> None:
-    """Tell the user each notice once per process."""
+    """Print each notice once per process."""
     for notice in notices:
         notify(notice, once=True)
 
@@ -350,12 +350,13 @@ def load_config(
     Args:
         name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
         overrides: words as on the command line, e.g. `["data.train_batch_size=64", "+trainer.report=false"]`.
-        config_dir: folder with a YAML file of the user, relative to the working directory.
-        config_name: that file's name without `.yaml`; by default `name`. It may be partial and needs no defaults list.
+        config_dir: folder with the user's YAML file, relative to the working directory.
+        config_name: that file's name without `.yaml`; by default `name`. The file may be partial and needs no defaults
+            list.
 
     Raises:
-        ConfigError: with every unknown key, unsupported setting and value of a wrong type that was found. Settings
-            that contradict each other are found by `validate`.
+        ConfigError: there are unknown keys, unsupported settings or values of a wrong type; the message lists all of
+            them. `validate` finds settings that contradict each other.
     """
     composed = compose_config(name, overrides, config_dir, config_name)
     print_notices(composed.notices)

@@ -1,4 +1,4 @@
-"""From a resolved tree of plain values to typed groups, with every fault collected on the way."""
+"""Conversion of a resolved tree of plain values to typed groups; every fault is collected."""
 
 import dataclasses
 import difflib
@@ -20,7 +20,7 @@ class _Fault(Exception):
 
 
 def show(value: Any) -> str:
-    """A value as a user would write it."""
+    """Format a value as a user would write it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -29,7 +29,7 @@ def show(value: Any) -> str:
 
 
 def nearest(name: str, known: Sequence[str], count: int = 3) -> str:
-    """`; nearest: a, b` for the known names that look most like `name`, or nothing."""
+    """Return `; nearest: a, b` with the known names most similar to `name`, or an empty string."""
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     return f"; nearest: {', '.join(close)}" if close else ""
 
@@ -51,7 +51,7 @@ def put(tree: dict[str, Any], name: str, value: Any) -> None:
 def build(
     cls: type, tree: Mapping[str, Any], faults: dict[str, str], origins: Mapping[str, str], prefix: str = ""
 ) -> Any:
-    """Make a group of type `cls` from plain values; what `tree` leaves out keeps its default.
+    """Make a group of type `cls` from plain values; settings missing from `tree` keep their defaults.
 
     Args:
         cls: a dataclass of this package.
@@ -80,7 +80,7 @@ def build(
 
 
 def _checked(value: Any, limits: Limits) -> Any:
-    """The value, in its canonical spelling, or a fault where it is outside the limits."""
+    """Return the value in its canonical spelling, or raise a fault if it is outside the limits."""
     if isinstance(value, list):
         return [_checked(element, limits) for element in value]
     if isinstance(value, dict):
@@ -110,7 +110,7 @@ def _one_of(choices: Sequence[Any]) -> str:
 
 
 def _fit(value: Any, wanted: Any) -> Any:
-    """Convert a value to a type where nothing is lost by it, else raise `_Fault`."""
+    """Convert a value to a type if the conversion is lossless, else raise `_Fault`."""
     origin = typing.get_origin(wanted)
     if wanted is Any:
         return value
@@ -128,7 +128,7 @@ def _fit(value: Any, wanted: Any) -> Any:
             raise _Fault("must be a mapping, {name: value, ...}")
         return {str(name): _fit(item, typing.get_args(wanted)[1]) for name, item in value.items()}
     scalars = {bool: _fit_bool, int: _fit_int, float: _fit_float, str: _fit_str}
-    if wanted not in scalars:  # of a dataclass of the user's; the schema has no others
+    if wanted not in scalars:  # from a user's dataclass; the schema has no other types
         raise _Fault(f"is declared as {wanted}; a setting is a bool, int, float, str, or a list or dict of these")
     fitted = scalars[wanted](value)
     if fitted is None:
@@ -137,7 +137,7 @@ def _fit(value: Any, wanted: Any) -> Any:
 
 
 def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:
-    """The first member type that fits; null only where None is a member."""
+    """Convert to the first member type that fits; null fits only if None is a member."""
     plain = [member for member in members if member is not types.NoneType]
     if value is None:
         if types.NoneType in members:

@@ -1,4 +1,4 @@
-"""A configuration as plain containers and as YAML, to be kept with a run."""
+"""A configuration as plain containers and as YAML, to be stored with a run."""
 
 import dataclasses
 from typing import Any
@@ -9,14 +9,14 @@ from hybridrl.config.schema.node import ConfigNode
 
 
 def as_dict(config: ConfigNode) -> dict[str, Any]:
-    """Nested plain containers with the values of a configuration; a copy."""
+    """Copy the values of a configuration into nested plain containers."""
     tree = dataclasses.asdict(config)
     _add_own(config, tree)
     return tree
 
 
 def _add_own(node: ConfigNode, tree: dict[str, Any]) -> None:
-    """Put the settings of what the user registered next to those of the group."""
+    """Add the settings of user-registered entries next to those of the group."""
     if node.own is not None:
         tree |= {key: value for key, value in dataclasses.asdict(node.own).items() if key not in tree}
     for field in dataclasses.fields(node):

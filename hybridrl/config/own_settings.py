@@ -1,8 +1,8 @@
-"""Settings that a user's own loss, estimator or engine declares: typed and checked like every other.
+"""Settings that a user's own loss, estimator or engine declares: typed and checked like all others.
 
-An entry of a registry may come with a dataclass of settings. They stand in the group next to the key that chooses the
-entry, so `actor.policy_loss.my_beta=0.1` is a setting as soon as the chosen loss declares `my_beta`. The configuration
-holds them as attributes of that group; the dataclass itself is its attribute `own`.
+A registry entry may come with a dataclass of settings. They belong to the same group as the key that chooses the entry,
+so `actor.policy_loss.my_beta=0.1` is a setting as soon as the chosen loss declares `my_beta`. The configuration holds
+them as attributes of that group; the dataclass itself is the group's attribute `own`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from hybridrl.registry import (
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """A group that takes the settings of what `chosen_by` names; `external_lib` may hold that."""
+    """A group that accepts the settings of the entry named by `chosen_by`, which `external_lib` may define."""
 
     path: str
     chosen_by: str
@@ -47,11 +47,11 @@ OPEN_GROUPS = (
 
 
 def may_be_own(name: str, groups: Container[str], fields: Container[str]) -> bool:
-    """Whether an unknown key may be somebody's own setting.
+    """Whether an unknown key may be the own setting of a registry entry.
 
     Args:
-        groups: of the tree.
-        fields: settings of the tree.
+        groups: the tree's groups.
+        fields: the tree's settings.
     """
     for group in OPEN_GROUPS:
         if group.path in groups and name.startswith(f"{group.path}."):
@@ -72,9 +72,10 @@ def add_own_settings(
     Args:
         config: the typed configuration.
         tree: the resolved values that it was built from.
-        faults: receives, by dotted key, a sentence for each key that is nobody's and each value that does not fit.
+        faults: receives, by dotted key, a sentence for each key that no entry declares and each value that does not
+            fit.
         origins: where a key was set.
-        suggest: the schema's keys that look like one, as the end of a sentence.
+        suggest: returns the schema's keys similar to an unknown one, as the end of a sentence.
     """
     for group in OPEN_GROUPS:
         node = _at(config, group.path)
@@ -87,7 +88,7 @@ def add_own_settings(
             if unknown or not group.registry.knows(name):
                 import_external_lib(_at(config, group.external_lib))
         except UserError as error:
-            if unknown:  # without, `validate` tells it with all else
+            if unknown:  # otherwise `validate` reports it together with all other faults
                 faults[group.external_lib] = f"{group.external_lib.removesuffix('model.external_lib')}{error}"
             continue
         try:
@@ -113,12 +114,12 @@ def add_own_settings(
 
 
 def _may_have_settings(group: OpenGroup, name: Any, unknown: list[str]) -> bool:
-    """Whether to ask: a built-in entry has no settings outside the schema, and need not be imported for them."""
+    """Whether the entry may have own settings: a built-in one has none outside the schema and need not be imported."""
     return group.registry.knows(name) and (bool(unknown) or not group.registry.is_builtin(name))
 
 
 def _own_fields(settings: type | None, group: type) -> dict[str, bool]:
-    """The fields that are keys of their own, and whether each must be set: not the schema's, not read elsewhere."""
+    """The fields that are new keys, and whether each must be set: neither keys of the schema nor read elsewhere."""
     if settings is None:
         return {}
     known = {field.name for field in dataclasses.fields(group)}
@@ -141,11 +142,12 @@ def _at(node: Any, path: str) -> Any:
 
 
 def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any) -> tuple[Any, list[str]]:
-    """An instance of `settings` from a free mapping, and a sentence for each key and value that does not fit.
+    """Return an instance of `settings` from a free mapping, and a sentence for each key or value that does not fit.
 
     Args:
         prefix: dotted path of the mapping, ending in a dot.
-        config: of the run; a dataclass with a method `check(config)`, which yields sentences, is asked too.
+        config: the run's configuration. If the dataclass has a method `check(config)`, which yields sentences, those
+            are added.
     """
     faults = dict(_unknown(settings, values, prefix))
     built = build(settings, values, faults, {}, prefix)

@@ -1,4 +1,4 @@
-"""A program that torchrun started: its rank 0 becomes the controller, and its other processes end."""
+"""Programs started by torchrun: rank 0 becomes the controller, and all other ranks end."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ _PREFIX = "TORCHELASTIC_"
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those of torchrun.
+    """The position of this process among those of torchrun.
 
     Attributes:
-        rank: its number among all processes.
-        local_rank: its number on its node.
-        node: the number of its node.
-        nodes: how many nodes there are.
-        processes_per_node: how many processes torchrun started on this node.
-        processes: how many processes torchrun started on all nodes.
+        rank: its index among all processes.
+        local_rank: its index on its node.
+        node: the index of its node.
+        nodes: the number of nodes.
+        processes_per_node: the number of processes that torchrun started on this node.
+        processes: the number of processes that torchrun started on all nodes.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Launch:
     processes: int
 
     def settings(self) -> dict[str, int]:
-        """What `--nproc_per_node` and `--nnodes` of torchrun ask for, by key of the configuration.
+        """The values of torchrun's `--nproc_per_node` and `--nnodes`, by key of the configuration.
 
         Raises:
             ConfigError: torchrun started unequal numbers of processes on its nodes.
@@ -47,7 +47,7 @@ class Launch:
         return {"trainer.n_gpus_per_node": self.processes_per_node, "trainer.nnodes": self.nodes}
 
     def notice(self, program: str, has_workers: bool) -> str:
-        """What rank 0 says."""
+        """The notice that rank 0 prints."""
         work, words = "does the work alone", ""
         if has_workers:
             work = (
@@ -61,7 +61,7 @@ class Launch:
         )
 
     def farewell(self) -> str | None:
-        """What another rank says: nothing on the controller's node, once on each of the others."""
+        """The notice that another rank prints: none on the controller's node, one on each other node."""
         if self.node == 0 or self.local_rank > 0:
             return None
         return (
@@ -72,10 +72,10 @@ class Launch:
 
 
 def leave_torchrun(environment: MutableMapping[str, str]) -> Launch | None:
-    """Take torchrun's variables out of the environment; None where torchrun did not start this process.
+    """Remove torchrun's variables from the environment; return None if torchrun did not start this process.
 
-    Left there, every worker would inherit them, and its process group would wait for a store of torchrun's that is not
-    that of the workers.
+    Otherwise every worker would inherit them, and its process group would wait for torchrun's store instead of the
+    workers' own.
     """
     if f"{_PREFIX}RUN_ID" not in environment:
         return None

@@ -1,4 +1,4 @@
-"""A user's YAML file: partial or with a defaults list, its names checked and rewritten before Hydra sees it."""
+"""A user's YAML file: partial or with a defaults list. Its names are checked and rewritten before Hydra reads it."""
 
 import os
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from hybridrl.errors import ConfigError
 
 @dataclass
 class UserFile:
-    """What a user's file says.
+    """The contents of a user's file.
 
     Attributes:
         path: the file.
-        tree: its settings, nested, under present names.
+        tree: its settings, nested, under current names.
         defaults: its defaults list, with our base first.
         searchpath: further folders that it names for Hydra.
-        origins: for each dotted key, a clause that says file and line.
-        outcome: what became of its settings.
+        origins: for each dotted key, a clause that states file and line.
+        outcome: the result of rewriting its settings.
     """
 
     path: Path
@@ -39,17 +39,17 @@ class UserFile:
 def read_user_file(
     root: str, folder: str | os.PathLike[str] | None, name: str | None, book: KeyBook, shipped: Path
 ) -> UserFile | None:
-    """Find and read a user's file; None where the name is that of the shipped base.
+    """Find and read a user's file; return None if the name is that of the shipped base.
 
     Args:
         root: name of the base tree.
-        folder: its folder, relative to the working directory; None: the shipped one.
-        name: its name, with or without `.yaml`; None: that of the base.
+        folder: folder of the file, relative to the working directory; None: the shipped one.
+        name: name of the file, with or without `.yaml`; None: that of the base.
         book: the keys of the base.
         shipped: folder of the shipped YAML.
 
     Raises:
-        ConfigError: no such folder or file, or it is no mapping in YAML.
+        ConfigError: the folder or file does not exist, or the file is not a YAML mapping.
     """
     path = _find(root, folder, name, shipped)
     if path is None:
@@ -97,7 +97,7 @@ def _find(root: str, folder: str | os.PathLike[str] | None, name: str | None, sh
 
 
 def _with_base(root: str, defaults: Any, path: Path, shipped: Path) -> list[Any]:
-    """The defaults list with our base in it, and the file's own settings last unless it says otherwise."""
+    """Add our base to the defaults list, with the file's own settings last unless the list says otherwise."""
     if defaults is None:
         return [root, "_self_"]
     if not isinstance(defaults, list):
@@ -105,7 +105,7 @@ def _with_base(root: str, defaults: Any, path: Path, shipped: Path) -> list[Any]
     entries = list(defaults) if "_self_" in defaults else [*defaults, "_self_"]
     if _reaches(root, entries, path.parent, {path}):
         return entries
-    # a choice of a group that the base chooses too replaces it; Hydra wants such entries at the end
+    # a choice of a group that the base also chooses replaces the base's; Hydra expects such entries at the end
     chosen = [entry for entry in entries if isinstance(entry, dict) and _is_shipped_choice(entry, shipped)]
     overridden = [{f"override {group}": option for group, option in entry.items()} for entry in chosen]
     return [root, *(entry for entry in entries if entry not in chosen), *overridden]
@@ -116,7 +116,7 @@ def _is_shipped_choice(entry: dict[Any, Any], shipped: Path) -> bool:
 
 
 def _reaches(root: str, entries: list[Any], folder: Path, seen: set[Path]) -> bool:
-    """Whether a defaults list names the base, itself or through other files of the folder."""
+    """Whether a defaults list names the base, directly or through other files of the folder."""
     for entry in entries:
         if not isinstance(entry, str) or entry == "_self_":
             continue

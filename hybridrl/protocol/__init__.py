@@ -1,13 +1,13 @@
-"""DataProto: the batch that flows along every arrow between the controller and the workers.
+"""DataProto: the batch that the controller and the workers exchange.
 
 A `DataProto` holds one batch of B rows in three parts: `batch`, a TensorDict of tensors whose first dimension is B;
 `non_tensor_batch`, NumPy arrays of length B (dtype object for Python values); and `meta_info`, a dict that belongs to
-the batch as a whole. `DataProtoFuture` stands for one that workers are still computing.
+the batch as a whole. `DataProtoFuture` is a batch that workers are still computing.
 
     data.py       the class and its methods           functions.py  padding, folding, gathering
     rows.py       choosing and joining rows           merge.py      equality, union, merging of meta_info
     transport.py  pickling without copies             storage.py    safe files
-    future.py     results that are not there yet
+    future.py     results that are still being computed
 """
 
 from hybridrl.protocol.data import DataProto, DataProtoConfig, DataProtoItem

@@ -1,4 +1,4 @@
-"""Making and taking apart TensorDicts: from plain dicts, to and from one TensorDict that holds everything, as text."""
+"""Conversions: plain dicts to a TensorDict, all three parts to and from one TensorDict, fields to text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ def tensordict_of(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict
     """Make a TensorDict whose batch size is the first `num_batch_dims` dimensions that all tensors share.
 
     Raises:
-        TypeError: a value is no tensor.
-        ValueError: a tensor with too few dimensions or another batch size, by name.
+        TypeError: a value is not a tensor.
+        ValueError: a tensor has too few dimensions or a different batch size; the message names it.
     """
     batch_size: tuple[Any, ...] = ()
     first = ""
@@ -52,7 +52,7 @@ def joined_tensordict(
     """Return one TensorDict of all three; the inverse of `split_tensordict`.
 
     Raises:
-        ValueError: a name stands in more than one of them.
+        ValueError: a name occurs in more than one of them.
     """
     fields = fields_of(batch)
     names = [*fields, *arrays, *single]
@@ -74,7 +74,7 @@ def joined_tensordict(
 
 
 def describe(value: Any) -> str:
-    """Return type, dtype and shape of a field in a few words."""
+    """Return a short description of a field: its type, dtype and shape."""
     if isinstance(value, torch.Tensor):
         # A ragged dimension prints as its symbol, such as j1; a nested tensor of another layout has no shape at all.
         sizes = "nested" if value.is_nested and value.layout is torch.strided else ", ".join(map(str, value.shape))

@@ -2,7 +2,7 @@
 
 Methods that choose, join or repeat rows return a new batch; slices share the memory of the tensors they come from.
 `to`, `pop`, `rename`, `union`, `reorder` and `padding` change the batch itself. A meta_info dict is never shared
-between batches (its values are).
+between batches, but its values are.
 
 Legend: B rows of the batch.
 """
@@ -27,7 +27,7 @@ class DataProtoConfig:
 
     Attributes:
         auto_padding: batches may be cut into uneven chunks and are padded where a worker group needs even ones.
-        auto_padding_key: the meta_info key that says the same of one batch.
+        auto_padding_key: the meta_info key that enables the same for a single batch.
     """
 
     auto_padding: bool = False
@@ -36,7 +36,7 @@ class DataProtoConfig:
 
 @dataclass(eq=False, repr=False)
 class DataProtoItem:
-    """One row of a batch: `batch` without its batch dimension, one value a key in `non_tensor_batch`."""
+    """One row of a batch: `batch` without its batch dimension, one value per key in `non_tensor_batch`."""
 
     batch: TensorDict = None  # type: ignore[assignment]  # None: no tensors; who asks for some knows there are
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -58,8 +58,8 @@ class DataProto:
 
     Attributes:
         batch: tensors by name, each with first dimension B; None where there are none.
-        non_tensor_batch: NumPy arrays by name, each of length B; Python values stand in arrays of dtype object.
-        meta_info: what belongs to the batch as a whole.
+        non_tensor_batch: NumPy arrays by name, each of length B; Python values are stored in arrays of dtype object.
+        meta_info: values that belong to the batch as a whole.
 
     Raises:
         TypeError, ValueError: the parts do not fit together (see `check_consistency`).
@@ -105,15 +105,15 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Make a batch from tensors and from arrays or lists (a list becomes an object array with one entry a row).
+        """Make a batch from tensors and from arrays or lists (a list becomes an object array with one entry per row).
 
         Args:
-            num_batch_dims: how many leading dimensions of the tensors belong to the batch; above 1 only without
-                non-tensors.
+            num_batch_dims: how many leading dimensions of the tensors belong to the batch. It may exceed 1 only when
+                there are no non-tensor fields.
             auto_padding: the batch may be cut into uneven chunks and is padded where even ones are needed.
 
         Raises:
-            TypeError, ValueError: a value of the wrong type, or fields of different lengths, by name.
+            TypeError, ValueError: a value has the wrong type, or fields differ in length; the message names them.
         """
         if num_batch_dims < 1:
             raise ValueError(f"num_batch_dims must be at least 1, found {num_batch_dims}")
@@ -144,7 +144,7 @@ class DataProto:
         """Return all three parts as one TensorDict; the inverse of `from_tensordict`.
 
         Raises:
-            ValueError: a name stands in more than one part.
+            ValueError: a name occurs in more than one part.
         """
         return convert.joined_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
 
@@ -154,8 +154,8 @@ class DataProto:
         """Check that all fields have the same number of rows.
 
         Raises:
-            TypeError: `batch` is no TensorDict, or a non-tensor field is no NumPy array.
-            ValueError: a field has another number of rows, or `batch` has no batch dimension.
+            TypeError: `batch` is not a TensorDict, or a non-tensor field is not a NumPy array.
+            ValueError: a field has a different number of rows, or `batch` has no batch dimension.
         """
         length = None
         if self.batch is not None:
@@ -190,7 +190,7 @@ class DataProto:
         )
 
     def get_data_info(self) -> str:
-        """Return one line a field: its type, dtype and shape."""
+        """Return one line per field: its type, dtype and shape."""
         lines = [f"{type(self).__name__} of {len(self)} rows"]
         for name in ("batch", "non_tensor_batch", "meta_info"):
             part = rows.fields_of(self.batch) if name == "batch" else getattr(self, name)
@@ -235,7 +235,7 @@ class DataProto:
         """Return a copy of the rows given by a list, array or tensor of row numbers, or by a mask of length B.
 
         Raises:
-            IndexError: a row that does not exist, or a mask of another length.
+            IndexError: a row does not exist, or a mask has the wrong length.
         """
         chosen = rows.row_indices(idxs, len(self))
         index, memo = torch.from_numpy(chosen), rows.Memo()
@@ -251,7 +251,7 @@ class DataProto:
 
     @staticmethod
     def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[tuple[int, int]]:
-        """Return `(start, stop)` of each of `chunks` parts of `length` rows; uneven ones differ by one row at most.
+        """Return `(start, stop)` of each of `chunks` parts of `length` rows; uneven ones differ by at most one row.
 
         Raises:
             ValueError: `chunks` is below 1, or the rows do not divide evenly and `uneven` is not allowed.
@@ -268,7 +268,7 @@ class DataProto:
         return list(zip([0, *stops[:-1]], stops, strict=True))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut the batch into `chunks` parts that share its memory. Uneven parts only where padding is enabled.
+        """Cut the batch into `chunks` parts that share its memory. Parts may be uneven only if padding is enabled.
 
         Raises:
             ValueError: the rows do not divide evenly and padding is not enabled, or `chunks` is below 1.
@@ -286,10 +286,12 @@ class DataProto:
     def concat(data: list[DataProto]) -> DataProto:
         """Join batches with the same fields, row after row, into new memory.
 
-        meta_info: `metrics` dicts become one dict of lists; every other key must agree between the parts that have it.
+        In meta_info, `metrics` dicts become one dict of lists; every other key must agree between the parts that have
+        it.
 
         Raises:
-            ValueError: no parts, different fields, dtypes or widths (by name), or conflicting meta_info (by key).
+            ValueError: there are no parts, fields, dtypes or widths differ, or meta_info conflicts; the message names
+                the fields or keys.
         """
         if not data:
             raise ValueError("concat needs at least one DataProto")
@@ -310,19 +312,19 @@ class DataProto:
         return merge.merge_meta_info([d.meta_info for d in data])
 
     def reorder(self, indices: Any) -> None:
-        """Put the rows, in place, in the order of `indices` (B row numbers, or any choice of rows)."""
+        """Reorder the rows in place by `indices` (B row numbers, or any selection of rows)."""
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Return every row `repeat_times` times: the copies side by side (interleave) or batch after batch."""
+        """Return every row `repeat_times` times: copies of a row adjacent (interleave) or batch after batch."""
         if repeat_times < 0:
             raise ValueError(f"repeat_times must not be negative, found {repeat_times}")
         order = np.arange(len(self))
         return self.select_idxs(np.repeat(order, repeat_times) if interleave else np.tile(order, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Return row b `repeat_times[b]` times, the copies side by side.
+        """Return row b `repeat_times[b]` times, with the copies adjacent.
 
         Args:
             repeat_times: list, array or tensor of B counts.
@@ -335,11 +337,11 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut the second dimension of the fields `split_keys` into `n_split` parts, each of which becomes a row.
 
-        A field `[B, C, ...]` becomes `[B * n_split, C / n_split, ...]`; of the other fields each row is repeated
-        `n_split` times.
+        A field `[B, C, ...]` becomes `[B * n_split, C / n_split, ...]`. The rows of all other fields are repeated
+        `n_split` times each.
 
         Raises:
-            KeyError: a key that the batch lacks.
+            KeyError: the batch lacks a key.
             ValueError: C is not a multiple of `n_split`.
         """
         wanted = list(split_keys or [])
@@ -386,10 +388,10 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Return a batch with the fields named only; None keeps all of that part. Values are shared unless `deepcopy`.
+        """Return a batch with only the named fields; None keeps all of that part. Values are shared unless `deepcopy`.
 
         Raises:
-            KeyError: a key that the batch lacks.
+            KeyError: the batch lacks a key.
         """
         keys, array_keys, meta_keys = self._keys(batch_keys, non_tensor_batch_keys, meta_info_keys, everything=True)
         chosen = type(self)(
@@ -405,10 +407,10 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Take the fields named out of this batch and return them as one.
+        """Remove the named fields from this batch and return them as a new batch.
 
         Raises:
-            KeyError: a key that the batch lacks; nothing is taken then.
+            KeyError: the batch lacks a key. Nothing is removed in that case.
         """
         keys, array_keys, meta_keys = self._keys(batch_keys, non_tensor_batch_keys, meta_info_keys, everything=False)
         batch = None
@@ -420,11 +422,11 @@ class DataProto:
         return type(self)(batch, arrays, meta)  # type: ignore[arg-type]
 
     def rename(self, old_keys: Any = None, new_keys: Any = None) -> DataProto:
-        """Rename fields, in place: one name or a list of names each. Returns this batch.
+        """Rename fields in place and return this batch. Both arguments are one name or a list of names.
 
         Raises:
-            KeyError: a key that the batch lacks.
-            ValueError: lists of different lengths, or a new name that is taken.
+            KeyError: the batch lacks a key.
+            ValueError: the lists differ in length, or a new name is taken.
         """
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
@@ -436,7 +438,7 @@ class DataProto:
         taken = sorted({name for name in new if left.count(name) > 1})
         if taken:
             raise ValueError(f"rename: the new names {taken} are taken; pop those fields first")
-        # All old names are taken out before new ones are set, so that names can be exchanged.
+        # All old names are removed before new ones are set, so that names can be swapped.
         parts = [self._part(key) for key in old]
         values = [part.pop(key) for key, part in zip(old, parts, strict=True)]
         for key, part, value in zip(new, parts, values, strict=True):
@@ -447,7 +449,7 @@ class DataProto:
         """Add the fields and meta_info of `other`, in place, and return this batch.
 
         Raises:
-            ValueError: different numbers of rows, or different values under one key. Nothing is changed then.
+            ValueError: the numbers of rows differ, or a key has different values. Nothing is changed in that case.
         """
         if self.batch is not None and other.batch is not None:
             merge.check_tensor_union(self.batch, other.batch)
@@ -476,7 +478,7 @@ class DataProto:
     # ---- padding and mini-batches -----------------------------------------------------------------------------------
 
     def is_padding_enabled(self) -> bool:
-        """Tell whether this batch may be cut unevenly, and padded where a worker group needs even parts."""
+        """Return whether this batch may be cut unevenly, and padded where a worker group needs even parts."""
         return DataProtoConfig.auto_padding or bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -486,7 +488,7 @@ class DataProto:
             padding_candidate: "first" or "last", the row to copy; empty means the last.
 
         Raises:
-            ValueError: an unknown candidate, a negative size, or an empty batch.
+            ValueError: the candidate is unknown, the size is negative, or the batch is empty.
         """
         if padding_candidate not in ("", "first", "last"):
             raise ValueError(f"padding_candidate must be 'first' or 'last', found {padding_candidate!r}")
@@ -506,12 +508,12 @@ class DataProto:
         """Iterate over mini-batches, `epochs` times over the batch.
 
         Args:
-            mini_batch_size: rows of a mini-batch; must divide B.
-            seed: makes the order of a shuffled run repeatable; the epochs differ from each other.
+            mini_batch_size: rows per mini-batch; must divide B.
+            seed: makes the shuffled order repeatable; each epoch has a different order.
             dataloader_kwargs: `{"shuffle": bool}` (default False).
 
         Raises:
-            ValueError: B is not a multiple of `mini_batch_size`, or an option that does not exist.
+            ValueError: B is not a multiple of `mini_batch_size`, or an option does not exist.
         """
         options = dict(dataloader_kwargs or {})
         shuffle = bool(options.pop("shuffle", False))
@@ -534,17 +536,17 @@ class DataProto:
         """Write the batch to one safetensors file that holds data only, no code.
 
         Raises:
-            StorageError: naming field and row of an object that cannot be stored; nothing is written then.
+            StorageError: an object cannot be stored; the message names its field and row. Nothing is written then.
         """
         storage.save(filepath, self.batch, self.non_tensor_batch, self.meta_info)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Read a batch that `save_to_disk` wrote; no code of the file is run.
+        """Read a batch that `save_to_disk` wrote, without executing any code from the file.
 
         Raises:
             FileNotFoundError: there is no such file.
-            StorageError: the file is damaged or something else.
+            StorageError: the file is corrupt or is not a stored batch.
         """
         return DataProto(*storage.load(filepath))  # type: ignore[arg-type]
 

@@ -10,17 +10,17 @@ a sequence has padding at both ends.
 | `response` | `[B, T, ...]` | `response_mask`, `advantages`                |
 | `sequence` | `[B, S, ...]` | `input_ids`, `attention_mask`, `position_ids` |
 
-A tensor's width never decides its axis: a feature of 8 numbers per row would be cut like a response as soon as the
-longest response of a batch has 8 tokens. Therefore:
+A tensor's width never decides its axis. Otherwise a feature of 8 numbers per row would be cut like a response as soon
+as the longest response of a batch has 8 tokens. Therefore:
 
-* a tensor `[B]` belongs to its row and needs no entry here;
-* a tensor with more dimensions needs one. `register_field` adds it, in every process that cuts or joins batches;
+* a tensor `[B]` has the axis `row` and needs no entry here;
+* a tensor with more dimensions needs an entry. `register_field` adds it, in every process that cuts or joins batches;
 * the width of a registered field must be that of its axis.
 
-A jagged tensor holds no padding, so `narrow` and `widen` leave it as it is. `padded` makes a padded batch of it.
+A jagged tensor holds no padding, so `narrow` and `widen` leave it as it is. `padded` converts it to a padded tensor.
 
-The length of a response comes from `attention_mask`. `response_mask` may have holes (the tokens of a tool's answer are
-read but not trained on), so its sum is the number of trained tokens and not a length.
+The length of a response comes from `attention_mask`. `response_mask` may have holes, because the policy reads
+the tokens of a tool's answer but is not trained on them. Its sum is the number of trained tokens and not a length.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class Field:
     """One field of a batch.
 
     Attributes:
-        axis: what its columns stand for.
+        axis: what its columns represent.
         fill: value of the columns that are added when batches of different widths are joined.
         dim: which dimension of the tensor the axis is.
     """
@@ -56,7 +56,7 @@ class Widths:
     response: int
 
     def of(self, axis: Axis) -> int:
-        """Number of columns of a `prompt`, `response` or `sequence` field."""
+        """Return the number of columns of a `prompt`, `response` or `sequence` field."""
         return {"prompt": self.prompt, "response": self.response, "sequence": self.prompt + self.response}[axis]
 
 
@@ -111,10 +111,10 @@ def register_field(name: str, axis: Axis, fill: float | Literal["pad_token"] = 0
 
 
 def field_of(name: str, tensor: torch.Tensor) -> Field:
-    """The properties of a field; a tensor `[B]` without an entry belongs to its row.
+    """Return the properties of a field; a tensor `[B]` without an entry has the axis `row`.
 
     Raises:
-        ValueError: an unregistered tensor has more dimensions, so its axis is not known.
+        ValueError: an unregistered tensor has more dimensions, so its axis is unknown.
     """
     field = _FIELDS.get(name)
     if field is not None:
@@ -130,7 +130,7 @@ def field_of(name: str, tensor: torch.Tensor) -> Field:
 
 
 def narrow(name: str, tensor: torch.Tensor, widths: Widths, skip: int, columns: int) -> torch.Tensor:
-    """A field without its first `skip` prompt columns, and with its first `columns` response columns alone.
+    """Return a field without its first `skip` prompt columns and with only its first `columns` response columns.
 
     Args:
         widths: of the batch that the tensor is from.
@@ -150,7 +150,7 @@ def narrow(name: str, tensor: torch.Tensor, widths: Widths, skip: int, columns: 
 def widen(
     name: str, tensor: torch.Tensor, widths: Widths, prompt: int, response: int, pad_token_id: int
 ) -> torch.Tensor:
-    """A field with padding up to the given prompt and response widths.
+    """Return a field padded to the given prompt and response widths.
 
     Args:
         widths: of the batch that the tensor is from.
@@ -165,12 +165,12 @@ def widen(
     left = 0 if field.axis == "response" else prompt - widths.prompt
     right = 0 if field.axis == "prompt" else response - widths.response
     fill = pad_token_id if field.fill == PAD_TOKEN else field.fill
-    after = tensor.dim() - 1 - field.dim % tensor.dim()  # dimensions behind the axis, which `pad` lists first
+    after = tensor.dim() - 1 - field.dim % tensor.dim()  # dimensions after the axis, which `pad` lists first
     return torch.nn.functional.pad(tensor, (0, 0) * after + (left, right), value=float(fill))
 
 
 def padded(tensors: Mapping[str, torch.Tensor], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
-    """The fields of a batch with its jagged tensors padded: prompts at the left, responses at the right.
+    """Return the fields of a batch with its jagged tensors padded: prompts at the left, responses at the right.
 
     A batch without jagged tensors is returned as it is. Rows of a jagged batch have no padding between prompt and
     response, so `response_mask` (or `responses`) gives the length of the response.

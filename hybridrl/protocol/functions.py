@@ -12,11 +12,11 @@ from hybridrl.protocol.rows import fields_of, object_array
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows, taken again from the first row on, until the number of rows is a multiple of `size_divisor`.
+    """Append copies of rows, starting with the first row, until their number is a multiple of `size_divisor`.
 
     Returns:
         The padded batch (`data` itself when nothing is missing) and the number of rows appended; `unpad_dataproto`
-        takes them off again.
+        removes them again.
 
     Raises:
         ValueError: the divisor is not positive, or the batch is empty.
@@ -33,10 +33,10 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Take the last `pad_size` rows off, a view.
+    """Return a view without the last `pad_size` rows.
 
     Raises:
-        ValueError: there are fewer rows than that.
+        ValueError: there are fewer rows than `pad_size`.
     """
     if not 0 <= pad_size <= len(data):
         raise ValueError(f"cannot take {pad_size} padding rows off a batch of {len(data)} rows")
@@ -44,7 +44,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def collate_fn(x: list[DataProtoItem]) -> DataProto:
-    """Stack rows (as `data[i]` gives them) into a batch; meta_info is that of the first row."""
+    """Stack rows (as `data[i]` returns them) into a batch; meta_info is that of the first row."""
     if not x:
         raise ValueError("collate_fn needs at least one row")
     batch = None
@@ -56,7 +56,7 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 
 
 def _stack(values: list[Any]) -> Any:
-    """Stack values of one shape; tensors of several lengths become a jagged tensor again."""
+    """Stack values of one shape; tensors of different lengths become a jagged tensor again."""
     if isinstance(values[0], torch.Tensor) and len({value.shape for value in values}) > 1:
         return torch.nested.as_nested_tensor(values, layout=torch.jagged)
     return torch.stack(values)
@@ -92,7 +92,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
-    """Replace `data`, in place, by the rows of all ranks of the group, in rank order; counts may differ between ranks.
+    """Replace `data` in place by the rows of all ranks of the group, in rank order; counts may differ between ranks.
 
     Plain tensors travel by `all_gather` on their own device, jagged tensors and objects by `all_gather_object`.
     meta_info stays that of this rank.
@@ -127,12 +127,12 @@ def _gathers_plain(value: Any) -> bool:
 
 
 def _gather_rows(value: torch.Tensor, counts: list[int], group: Any) -> torch.Tensor:
-    """Gather `[counts[rank], ...]` from every rank; collectives want equal sizes, so short ranks send padding."""
+    """Gather `[counts[rank], ...]` from every rank; collectives need equal sizes, so short ranks send padding."""
     longest = max(counts)
     mine = value.detach().contiguous()
     if len(mine) < longest:
         mine = torch.cat([mine, mine.new_zeros(longest - len(mine), *mine.shape[1:])])
-    # As bytes: back ends differ in the dtypes that they know.
+    # Rows are sent as bytes, because backends differ in the dtypes that they support.
     raw = mine.reshape(-1).view(torch.uint8)
     parts = [torch.empty_like(raw) for _ in counts]
     dist.all_gather(parts, raw, group=group)

@@ -1,4 +1,4 @@
-"""DataProtoFuture: a batch that workers are still computing, which the controller passes on without looking."""
+"""DataProtoFuture: a batch that workers are still computing, which the controller passes on unread."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Chunk:
 
 @dataclass
 class DataProtoFuture:
-    """The output of a worker group that has not been waited for.
+    """The pending output of a worker group.
 
-    A future goes to another group's method like a DataProto: `chunk` makes one future a worker, and each worker calls
-    `get` itself, so the data never passes through the controller.
+    A future can be passed to another group's method like a DataProto: `chunk` makes one future per worker, and each
+    worker calls `get` itself, so the data never passes through the controller.
 
     Attributes:
         collect_fn: joins the list of the futures' values into one DataProto.
@@ -47,7 +47,7 @@ class DataProtoFuture:
         return DataProtoFuture(collect_fn=DataProto.concat, futures=data)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Return one future for each of `chunks` parts, as `DataProto.chunk` would cut the value. Waits for nothing."""
+        """Return one future for each of `chunks` parts, as `DataProto.chunk` would cut the value. Does not block."""
         if self.dispatch_fn is not None:
             raise ValueError("this future is a part of a batch already; chunk the future of the whole batch")
         if chunks < 1:
@@ -58,10 +58,10 @@ class DataProtoFuture:
         """Wait for the parts, join them and take this future's share.
 
         Args:
-            timeout: seconds to wait at most; None waits for ever.
+            timeout: seconds to wait at most; None waits forever.
 
         Raises:
-            ray.exceptions.GetTimeoutError: the parts did not come in time.
+            ray.exceptions.GetTimeoutError: the parts did not arrive in time.
             TypeError: a part is not a DataProto.
         """
         import ray
@@ -80,7 +80,7 @@ class DataProtoFuture:
 
 
 def _chunk_of_parts(parts: list[DataProto], share: _Chunk) -> DataProto:
-    """Return `share(DataProto.concat(parts))`, but join only the rows that it needs."""
+    """Return `share(DataProto.concat(parts))`, joining only the rows that it needs."""
     padded = any(part.is_padding_enabled() for part in parts)
     start, stop = DataProto.chunk_bounds(sum(map(len, parts)), share.chunks, padded)[share.index]
     chosen, first = [], 0
@@ -89,7 +89,7 @@ def _chunk_of_parts(parts: list[DataProto], share: _Chunk) -> DataProto:
         chosen.append(part.slice(low, max(low, high)) if (low, high) != (0, len(part)) else part)
         first += len(part)
     needed = [part for part in chosen if len(part)] or chosen[:1]
-    # Rows of one part alone stay where they are, read-only in shared memory like every argument that came through Ray.
+    # Rows from a single part are not copied: they stay in read-only shared memory, like all arguments sent through Ray.
     joined = copy.copy(needed[0]) if len(needed) == 1 else DataProto.concat(needed)
     joined.meta_info = DataProto.merged_meta_info(parts)
     return joined

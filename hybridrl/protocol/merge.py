@@ -1,4 +1,4 @@
-"""When two values are the same, and how two batches become one: union of fields, merging of meta_info."""
+"""Equality of values, and how two batches become one: union of fields and merging of meta_info."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,10 @@ METRICS = "metrics"
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two values are equal, entry by entry: NaN equals NaN, types and dtypes count, identity is enough."""
+    """Return whether two values are equal, entry by entry.
+
+    NaN equals NaN, types and dtypes must agree, and identical objects are equal.
+    """
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
@@ -55,7 +58,7 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_array(a: np.ndarray, b: np.ndarray) -> bool:
-    """Tell whether two arrays have the same shape and the same entries (NaN equals NaN)."""
+    """Return whether two arrays have the same shape and the same entries (NaN equals NaN)."""
     if a is b:
         return True
     if a.shape != b.shape:
@@ -68,7 +71,7 @@ def same_array(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Return the keys that both have with different values."""
+    """Return the keys that occur in both with different values."""
     return [key for key in second if key in first and not same(first[key], second[key])]
 
 
@@ -95,7 +98,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     """Add the fields of the second to the first, in place, and return the first.
 
     Raises:
-        ValueError: the batch sizes differ, or both have a field under one key with different values.
+        ValueError: the batch sizes differ, or a key of both has different values.
     """
     check_tensor_union(tensor_dict1, tensor_dict2)
     present = fields_of(tensor_dict1)
@@ -109,7 +112,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     """Add the arrays of the second to the first, in place, and return the first.
 
     Raises:
-        ValueError: both have an array under one key with different entries.
+        ValueError: a key of both has different arrays.
     """
     refuse_differing("non_tensor_batch", differing_keys(tensor_dict1, tensor_dict2))
     for key, value in tensor_dict2.items():
@@ -120,11 +123,11 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the meta_info of the parts of one batch.
 
-    `metrics` (a dict, or a list of dicts, a part) becomes one dict of lists, in the order of the parts; a value that is
-    a list already is appended entry by entry. Every other key must have the same value in all parts that have it.
+    `metrics` (per part a dict or a list of dicts) becomes one dict of lists, in the order of the parts. A value that is
+    already a list is appended entry by entry. Every other key must have the same value in all parts that have it.
 
     Raises:
-        ValueError: naming the key whose values conflict.
+        ValueError: the values of a key conflict; the message names the key.
     """
     merged: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Choosing and joining rows of tensors (plain, jagged, nested TensorDicts) and of NumPy arrays.
+"""Selecting and joining rows of tensors (plain, jagged, nested TensorDicts) and of NumPy arrays.
 
 Legend: B rows of the batch, N rows chosen. A jagged tensor keeps its rows end to end in `values`, row b between
 `offsets[b]` and `offsets[b + 1]`. Torch combines two jagged tensors only when they share one `offsets` object, so the
@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-# Results of this size and more are worth memory in huge pages.
+# Results of at least this size are allocated in huge pages.
 LARGE_BYTES = 1 << 22
 
-# By the id of the old offsets: the new ones, and the old ones too, since an id is only good while its object lives.
+# Maps the id of the old offsets to the new and the old ones: an id is valid only while its object lives.
 Memo = dict[Any, Any]
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
-    """Make a one-dimensional array of dtype object with one entry for each value, whatever the values are.
+    """Make a one-dimensional array of dtype object with one entry per value, whatever the values are.
 
     `np.array(values, dtype=object)` would turn lists that happen to have equal lengths into a matrix.
     """
@@ -35,7 +35,7 @@ def as_array(values: Any) -> np.ndarray:
 
 
 def fields_of(batch: TensorDictBase | None) -> dict[str, Any]:
-    """Return the fields of a TensorDict by name, as they are stored; none of None."""
+    """Return the fields of a TensorDict by name, as they are stored; an empty dict for None."""
     return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}
 
 
@@ -43,7 +43,7 @@ def row_indices(idxs: Any, length: int) -> np.ndarray:
     """Turn a list, array or tensor of row numbers (negative ones count from the end) or a mask into int64 `[N]`.
 
     Raises:
-        IndexError: a number outside the batch, a mask of another length, or anything that is no row number.
+        IndexError: a number is outside the batch, a mask has the wrong length, or an entry is not a row number.
     """
     array = idxs.detach().cpu().numpy() if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
     if array.ndim != 1:
@@ -112,7 +112,7 @@ def index_tensor(tensor: Any, idxs: torch.Tensor, memo: Memo) -> Any:
         idxs = idxs.to(offsets.device)
         lengths = offsets.diff()[idxs]
         chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(offsets.dtype)
-        # Entry j of chosen row n stands at offsets[idxs[n]] + (j - chosen[n]) in the old values.
+        # Entry j of chosen row n is at offsets[idxs[n]] + (j - chosen[n]) in the old values.
         shift = torch.repeat_interleave(offsets[idxs] - chosen[:-1], lengths)
         memo[id(offsets)] = chosen, torch.arange(int(chosen[-1]), device=offsets.device) + shift, offsets
     chosen, where, _ = memo[id(offsets)]
@@ -123,7 +123,7 @@ def cat_fields(key: str, tensors: Sequence[Any], memo: Memo) -> Any:
     """Join the tensors of field `key` along the rows into new memory.
 
     Raises:
-        ValueError: naming the field, where they do not fit (see `check_alike`).
+        ValueError: the tensors do not fit together (see `check_alike`); the message names the field.
     """
     check_alike(key, tensors)
     first = tensors[0]
@@ -149,9 +149,9 @@ def _cat_plain(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _large_empty(shape: tuple[int, ...], sources: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return new CPU memory for a large result made from `sources`; None where torch's own allocation serves.
+    """Return new CPU memory for a large result made from `sources`; None where torch's own allocation is sufficient.
 
-    NumPy asks the kernel for huge pages and torch does not: joining 256 MB takes a quarter of the time, or less.
+    NumPy asks the kernel for huge pages and torch does not: joining 256 MB takes a quarter of the time or less.
     """
     dtype = sources[0].dtype
     size = math.prod(shape) * dtype.itemsize
@@ -164,7 +164,7 @@ def check_alike(key: str, tensors: Sequence[Any]) -> None:
     """Refuse to join tensors that torch would promote or could not join.
 
     Raises:
-        ValueError: naming the field, with the dtypes, layouts or shapes that differ.
+        ValueError: dtypes, layouts or shapes differ; the message names the field and the differences.
     """
     first = tensors[0]
     for position, other in enumerate(tensors[1:], start=1):
@@ -191,9 +191,9 @@ def check_alike(key: str, tensors: Sequence[Any]) -> None:
 def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Join arrays along the rows; entries keep their type.
 
-    Numbers meet as NumPy promotes them and strings as strings; anything else meets as dtype object. Arrays of objects
-    whose rows differ in shape (one made of lists that had equal lengths by chance) become one-dimensional, each row a
-    list.
+    Numbers are promoted as NumPy does, strings stay strings, and anything else becomes dtype object. Arrays of objects
+    whose rows differ in shape (such as one made of lists that happened to have equal lengths) become one-dimensional,
+    each row a list.
     """
     if len({array.shape[1:] for array in arrays}) > 1:
         return object_array([row.tolist() if isinstance(row, np.ndarray) else row for array in arrays for row in array])

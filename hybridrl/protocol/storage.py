@@ -1,9 +1,9 @@
 """Batches on disk: one safetensors file that holds no code.
 
-Tensors are stored as such; everything else stands as JSON in the tensor `__json__` (UTF-8 bytes). JSON values are None,
-bool, int, float, str and lists; whatever else is allowed (dict, tuple, bytes, NumPy arrays and scalars, tensors in an
-entry) is an object whose key "$" tells its kind. Anything else is refused by name: only data can be read back
-without running code.
+Tensors are stored as such; everything else is stored as JSON in the tensor `__json__` (UTF-8 bytes). None, bool, int,
+float, str and lists are plain JSON values. The other supported kinds (dict, tuple, bytes, NumPy arrays and scalars,
+tensors in an entry) are JSON objects whose key "$" states the kind. Anything else is refused by name, because only data
+can be read back without running code.
 """
 
 import base64
@@ -26,12 +26,12 @@ from hybridrl.protocol.rows import fields_of, jagged_parts, object_array
 FORMAT = "hybridrl.dataproto.1"
 JSON = "__json__"
 
-# Kinds of numbers that the safetensors format does not have.
+# Dtypes that the safetensors format does not support.
 _UNKNOWN = frozenset({torch.complex32, torch.complex128})
 
 
 class StorageError(UserError):
-    """A batch cannot be stored, or a file is no stored batch."""
+    """A batch cannot be stored, or a file is not a stored batch."""
 
 
 class _Writer:
@@ -53,12 +53,12 @@ class _Writer:
             raise StorageError(f"{where}: a {type(value).__name__} of {value.layout}, {value.dtype} cannot be stored")
         value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         same_memory = (value.data_ptr(), value.shape, value.dtype) if value.numel() else object()
-        self.alive.append(value)  # an address names its tensor only as long as that one lives
+        self.alive.append(value)  # an address identifies its tensor only while the tensor lives
         name = self.names.setdefault(same_memory, str(len(self.tensors)))
         if name not in self.tensors:
             storage = value.untyped_storage()
             if storage.nbytes() != value.numel() * value.element_size() or storage.data_ptr() in self.storages:
-                value = value.clone()  # safetensors refuses tensors that are parts of one storage
+                value = value.clone()  # safetensors refuses tensors that share one storage
             self.storages.add(value.untyped_storage().data_ptr())
             self.tensors[name] = value
         return {"$": "tensor", "name": name}
@@ -123,7 +123,7 @@ class _Reader:
         return self.tensors.get_tensor(value["name"])
 
     def _jagged(self, value: dict[str, Any]) -> torch.Tensor:
-        # Tensors that shared their offsets share them again: torch combines jagged tensors only then.
+        # Tensors that shared their offsets share them again, because torch combines jagged tensors only then.
         name, values = value["offsets"]["name"], self._tensor(value["values"])
         offsets = self.offsets.setdefault(name, self._tensor(value["offsets"]))
         return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=value["dim"])
@@ -175,11 +175,11 @@ _KINDS: dict[str, Callable[[_Reader, dict[str, Any]], Any]] = {
 
 
 def save(path: str | os.PathLike[str], batch: TensorDictBase | None, non_tensors: dict[str, Any], meta: dict) -> None:
-    """Write the three parts of a batch to `path`: first to a file beside it, which then takes its name.
+    """Write the three parts of a batch to `path`: first to a file next to it, which is then renamed to `path`.
 
     Raises:
-        StorageError: naming field and row of a value that cannot be stored, or the file that could not be written. A
-            file that was there stays as it was.
+        StorageError: a value cannot be stored (the message names its field and row), or the file could not be written.
+            An existing file is left unchanged.
     """
     writer = _Writer()
     document = {
@@ -201,17 +201,17 @@ def save(path: str | os.PathLike[str], batch: TensorDictBase | None, non_tensors
         os.replace(beside, target)
     except BaseException as error:
         os.unlink(beside)
-        if isinstance(error, SafetensorError):  # how safetensors reports what the operating system refused
+        if isinstance(error, SafetensorError):  # how safetensors reports errors of the operating system
             raise StorageError(f"{path}: the batch could not be written: {error}") from error
         raise
 
 
 def load(path: str | os.PathLike[str]) -> tuple[TensorDict | None, dict[str, np.ndarray], dict[str, Any]]:
-    """Read what `save` wrote. No code of the file is run.
+    """Read what `save` wrote, without executing any code from the file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        StorageError: the file is not a stored batch, or it is damaged.
+        StorageError: the file is not a stored batch, or it is corrupt.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no stored batch at {path}")

@@ -1,19 +1,20 @@
 """Pickling of batches without copies.
 
-Ray pickles with protocol 5 and lets large buffers travel out of band: it copies them once into shared memory and the
-receiver reads them there. It does so for NumPy arrays but not for torch tensors. Here a tensor is pickled as the NumPy
-view of its own rows, so a shard that is a slice of a bigger tensor along the first dimension costs no copy of its own.
+Ray pickles with protocol 5 and sends large buffers out of band: it copies them once into shared memory, where the
+receiver reads them. It does so for NumPy arrays but not for torch tensors. This module therefore pickles a tensor as
+the NumPy view of its own rows, so a shard that is a slice of a larger tensor along the first dimension needs no extra
+copy.
 
 Rules:
  - tensors arrive as CPU tensors without gradient: a CUDA tensor is moved to the CPU first, and the receiver moves it
-   where it wants it with `DataProto.to`;
+   to its device with `DataProto.to`;
  - dtypes that NumPy lacks (bfloat16, float8) travel as integers of the same width;
  - non-contiguous tensors are made contiguous first;
- - what arrives out of band is read-only shared memory: never write into it in place.
+ - buffers that arrive out of band are read-only shared memory: never write into them in place.
 
-A batch is pickled by a pickler of its own (`_Pickler`), so that tensors are treated alike wherever they stand: in
-`batch`, inside the entries of an object array, in `meta_info`. What that pickler does not know (classes of the user,
-object references, actor handles) is handed on to the outer pickler, Ray's, which does.
+A batch has its own pickler (`_Pickler`), so that tensors are treated alike wherever they occur: in `batch`, inside the
+entries of an object array, in `meta_info`. Objects that this pickler does not know (user classes, object references,
+actor handles) are left to the outer pickler, which is Ray's.
 """
 
 import io
@@ -28,7 +29,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridrl.protocol.rows import fields_of, jagged_dim
 
-# Smaller buffers are copied into the stream: that costs less than Ray's bookkeeping of a buffer of its own.
+# Smaller buffers are copied into the stream: that costs less than Ray's bookkeeping for a separate buffer.
 IN_BAND_BYTES = 4096
 
 _KNOWN_PACKAGES = frozenset({"builtins", "numpy", "torch", "tensordict", "hybridrl", "_operator", "collections"})
@@ -40,7 +41,7 @@ _NUMPY_DTYPES = frozenset(
 
 
 class _Writable:
-    """Presents a read-only array to NumPy as a writable one of the same memory, and keeps that memory alive."""
+    """Presents a read-only array to NumPy as a writable one over the same memory, and keeps that memory alive."""
 
     __slots__ = ("__array_interface__", "array")
 
@@ -50,7 +51,7 @@ class _Writable:
 
 
 def tensor_from_numpy(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor over the array's memory. `torch.from_numpy` alone warns about every read-only array."""
+    """Return a tensor over the array's memory. Plain `torch.from_numpy` warns about every read-only array."""
     if not array.flags.writeable:
         array = np.asarray(_Writable(array)) if array.size else np.empty(array.shape, array.dtype)
     return torch.from_numpy(array)
@@ -59,7 +60,7 @@ def tensor_from_numpy(array: np.ndarray) -> torch.Tensor:
 def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Return the tensor's values as a NumPy array, without a copy where it is a contiguous CPU tensor.
 
-    A dtype that NumPy lacks comes as the integer of the same width.
+    A dtype that NumPy lacks becomes the integer dtype of the same width.
     """
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.dtype not in _NUMPY_DTYPES:
@@ -106,7 +107,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _foreign(position: int) -> Any:
-    """Stand in the stream for an object that the outer pickler carries; replaced when it is read."""
+    """Placeholder in the stream for an object that the outer pickler carries; it is replaced on reading."""
     raise pickle.UnpicklingError(f"object {position} of a batch was read without the objects that travelled beside it")
 
 
@@ -148,8 +149,8 @@ def dumps(state: Any, protocol: int) -> tuple[Any, list[Any], list[Any]]:
     """Pickle `state`.
 
     Returns:
-        `(stream, buffers, foreign)`: what the outer pickler has to carry. With protocol 5 the stream and the large
-        buffers are PickleBuffers, which it may send out of band; with an older one all is in the stream.
+        `(stream, buffers, foreign)`, which the outer pickler has to carry. With protocol 5 the stream and the large
+        buffers are PickleBuffers, which it may send out of band; with an older protocol everything is in the stream.
     """
     buffers: list[pickle.PickleBuffer] = []
 

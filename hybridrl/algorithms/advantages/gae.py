@@ -35,7 +35,7 @@ def compute_gae_advantage_return(
 
     Args:
         token_level_rewards, values, response_mask: [B, T].
-        gamma, lam: in [0, 1] (``algorithm.gamma``, ``algorithm.lam``).
+        gamma, lam: in [0, 1] (`algorithm.gamma`, `algorithm.lam`).
 
     Returns:
         (advantages, returns): [B, T], zero outside the mask.

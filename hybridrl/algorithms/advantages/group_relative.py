@@ -1,12 +1,12 @@
 """Estimators that compare the samples of one prompt with each other.
 
 Legend: B samples, T response tokens; R_i = sum of the rewards on sample i's response tokens; g its group (same
-``index``) of n samples. Every function here computes one advantage A_i per sample from R and the groups, and
+`index`) of n samples. Every function here computes one advantage A_i per sample from R and the groups, and
 `outcome.outcome_estimator` makes it an estimator.
 
-An estimator's arguments are the same throughout: ``token_level_rewards, response_mask`` [B, T]; ``index`` [B] the
-prompts' uid, samples of a group may stand anywhere; ``epsilon`` what is added to a standard deviation; ``config`` the
-``algorithm`` settings, any object with attributes. All raise AlgorithmError on rewards that are not finite and on an
+An estimator's arguments are the same throughout: `token_level_rewards, response_mask` [B, T]; `index` [B] the
+prompts' uid, samples of a group may stand anywhere; `epsilon` what is added to a standard deviation; `config` the
+`algorithm` settings, any object with attributes. All raise AlgorithmError on rewards that are not finite and on an
 index of another length.
 """
 
@@ -27,7 +27,7 @@ from hybridrl.errors import AlgorithmError
 
 
 def _divide_by_std(argument: bool, config: Any) -> bool:
-    """Whether to divide by the spread: off as soon as the argument or ``algorithm.norm_adv_by_std_in_grpo`` says so."""
+    """Whether to divide by the spread: off as soon as the argument or `algorithm.norm_adv_by_std_in_grpo` says so."""
     return argument and bool(setting(config, "norm_adv_by_std_in_grpo", True, who="grpo", root="algorithm"))
 
 
@@ -47,7 +47,7 @@ def compute_grpo_outcome_advantage(
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): A_i = (R_i - mean_g R) / (std_g R + epsilon).
 
     The standard deviation is the unbiased one. A group of one is not centred: A_i = R_i / (1 + epsilon).
-    With ``norm_adv_by_std_in_grpo=False``, as an argument or in ``config``, there is no division: Dr. GRPO (Liu et al.
+    With `norm_adv_by_std_in_grpo=False`, as an argument or in `config`, there is no division: Dr. GRPO (Liu et al.
     2025, arXiv 2503.20783), which takes away the weight that easy and hard prompts get from a small spread.
     """
     advantages = _centred(scores, groups)
@@ -76,7 +76,7 @@ def compute_grpo_passk_outcome_advantage(
         A_i = (R_(1) - R_(2)) / (std_g R + epsilon)    for the sample with the largest reward (the first of equals)
         A_i = 0                                        for the others
 
-    Without the division when ``norm_adv_by_std_in_grpo`` is False, as an argument or in ``config``.
+    Without the division when `norm_adv_by_std_in_grpo` is False, as an argument or in `config`.
 
     Raises:
         AlgorithmError: a group of one; there is no second best.
@@ -97,7 +97,7 @@ def compute_grpo_passk_outcome_advantage(
 def _gdpo_components(
     rows: Tensor, config: Any, non_tensor_batch: Mapping[str, Any] | None
 ) -> tuple[list[Tensor], list[float]]:
-    """The reward components that ``algorithm.gdpo_reward_keys`` names, [B] each, and their weights."""
+    """The reward components that `algorithm.gdpo_reward_keys` names, [B] each, and their weights."""
     keys = setting(config, "gdpo_reward_keys", None, who="gdpo", root="algorithm")
     if not keys:
         raise AlgorithmError(
@@ -146,9 +146,9 @@ def compute_gdpo_outcome_advantage(
         A^k_i = (r^k_i - mean_g r^k) / (std_g r^k + epsilon)        for each component k
         A     = whiten(sum_k w_k A^k)                                over all response tokens of the batch
 
-    so that a component with a large scale does not drown the others. Components are the entries of ``non_tensor_batch``
-    named by ``config.gdpo_reward_keys``, weights w_k ``config.gdpo_reward_weights`` (1 each). ``token_level_rewards``,
-    the total, only gives shape and dtype; ``batch`` is not needed.
+    so that a component with a large scale does not drown the others. Components are the entries of `non_tensor_batch`
+    named by `config.gdpo_reward_keys`, weights w_k `config.gdpo_reward_weights` (1 each). `token_level_rewards`,
+    the total, only gives shape and dtype; `batch` is not needed.
 
     Raises:
         AlgorithmError: no keys, keys that the batch does not have, weights of another number, components not finite.

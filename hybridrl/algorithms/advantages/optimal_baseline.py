@@ -70,14 +70,14 @@ def compute_optimal_token_baseline_advantage(
         B_t = sum_g G_t W_t / (sum_g W_t + epsilon)          A_t = G_t - B_t
 
     W_t, the squared gradient gathered so far, weights the trajectories of a prompt at each position. Where only one of
-    them is left B_t would equal its own G_t and cancel it; with ``handle_zero_tail`` the longest trajectory keeps A_t =
+    them is left B_t would equal its own G_t and cancel it; with `handle_zero_tail` the longest trajectory keeps A_t =
     G_t beyond the end of the second longest. A trajectory without mates has baseline 0.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        index: [B] prompt ids (``uid``).
+        index: [B] prompt ids (`uid`).
         old_log_probs: [B, T] log pi_s of the sampled tokens.
-        sum_pi_squared: [B, T] sum over the vocabulary of squared probabilities (``actor.calculate_sum_pi_squared``).
+        sum_pi_squared: [B, T] sum over the vocabulary of squared probabilities (`actor.calculate_sum_pi_squared`).
         rollout_is_weights: [B, T] rho_s of the rollout correction, or None.
         handle_zero_tail: see above.
         epsilon: added to the denominator.

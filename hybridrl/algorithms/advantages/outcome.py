@@ -37,7 +37,7 @@ def outcome_estimator(
     [B]. What the decorator makes of it is called as verl calls an estimator, `(token_level_rewards, response_mask,
     index, ...)` with the function's further parameters, and returns the sample's advantage on each of its response
     tokens twice, as advantages and as returns, [B, T] and zero outside the mask. A function with the parameter
-    ``response_mask`` is given it.
+    `response_mask` is given it.
 
     Args:
         name, needs, compares_samples, reads_components, settings: see `register_adv_est`.

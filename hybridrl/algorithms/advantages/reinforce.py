@@ -28,7 +28,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        config: ``algorithm`` settings; ``gamma`` in [0, 1] is needed.
+        config: `algorithm` settings; `gamma` in [0, 1] is needed.
 
     Returns:
         (advantages, returns = G): [B, T], zero outside the mask.

@@ -16,7 +16,7 @@ _ROWS = 2048
 
 
 def unit_interval(value: float | Tensor, name: str) -> float:
-    """A discount of ``algorithm.<name>``, refused outside [0, 1]."""
+    """A discount of `algorithm.<name>`, refused outside [0, 1]."""
     number = float(value)
     if not 0.0 <= number <= 1.0:
         raise AlgorithmError(f"algorithm.{name} is {number}; it must lie in [0, 1].")
@@ -64,7 +64,7 @@ def _time_first(block: Tensor) -> Tensor:
 def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, decay: float) -> Tensor:
     """y_t = r_t + gamma V_{t+1} - V_t + decay y_{t+1} over response tokens, [B, T]; finite but undefined elsewhere.
 
-    t + 1 is the next response token: V and y are carried unchanged over holes in ``mask`` (bool). Without ``values`` V
+    t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values` V
     is 0. Done in blocks of rows that stay in the cache, with time along the rows for the scan, so that each of its
     steps reads contiguous memory.
     """

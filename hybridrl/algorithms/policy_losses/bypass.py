@@ -26,7 +26,7 @@ from hybridrl.errors import AlgorithmError
 
 
 def _settings(config: Any) -> tuple[dict[str, Any], str]:
-    """(correction settings, loss type) of ``policy_loss.rollout_correction``."""
+    """(correction settings, loss type) of `policy_loss.rollout_correction`."""
     correction = setting(config, "policy_loss.rollout_correction", None, who="policy loss bypass_mode")
     loss_type = setting(correction, "loss_type", "ppo_clip", who="policy loss bypass_mode", root=ROOT)
     if loss_type not in LOSS_TYPES:
@@ -59,7 +59,7 @@ def prepare_bypass_mode(
 ) -> Tensor:
     """Importance weights normalised over the whole mini-batch, [B, T]; see `needs_preparation`.
 
-    ``old_log_prob`` is the sampler's; ``advantages``, ``seed`` and ``row_ids`` play no part.
+    `old_log_prob` is the sampler's; `advantages`, `seed` and `row_ids` play no part.
     """
     chosen, _ = _settings(config)
     weights = _weights(log_prob - old_log_prob, response_mask, chosen)
@@ -100,7 +100,7 @@ def compute_policy_loss_bypass_mode(
     over the tokens that rejection leaves. Rejected tokens stay in the counts that the loss is divided by (which tokens
     they will be is not known before the update), so that the result does not depend on the split.
 
-    Settings: ``policy_loss.rollout_correction`` with ``loss_type`` and the keys of ``algorithm.rollout_correction``;
+    Settings: `policy_loss.rollout_correction` with `loss_type` and the keys of `algorithm.rollout_correction`;
     those of the vanilla loss for ppo_clip.
 
     Args:
@@ -108,10 +108,10 @@ def compute_policy_loss_bypass_mode(
         rollout_is_weights: not used; the weights are recomputed from the current policy.
         prepared: [B, T] rows of `prepare_bypass_mode`, for weights that are normalised over the mini-batch.
 
-    Metrics: those of the loss, rejected tokens counting 0, and token means ``rollout_corr/{kl,k3_kl,chi2_token}``,
-    ``rollout_corr/rollout_is_{mean,square_mean}`` (the effective sample size is mean^2 / square_mean),
-    ``rollout_corr/rollout_rs_masked_fraction`` and, for each option, ``rollout_rs_<option>_masked_fraction``; the
-    largest weight is ``rollout_corr/rollout_is_max``.
+    Metrics: those of the loss, rejected tokens counting 0, and token means `rollout_corr/{kl,k3_kl,chi2_token}`,
+    `rollout_corr/rollout_is_{mean,square_mean}` (the effective sample size is mean^2 / square_mean),
+    `rollout_corr/rollout_rs_masked_fraction` and, for each option, `rollout_rs_<option>_masked_fraction`; the
+    largest weight is `rollout_corr/rollout_is_max`.
     """
     chosen, loss_type = _settings(config)
     mask = response_mask.bool()

@@ -4,8 +4,8 @@ down.
 Legend: B sequences, T response tokens; rho = pi / pi_old of a token; N response tokens of the whole mini-batch.
 
 Which tokens these are is a question to the whole mini-batch: means, and the k largest of N. It is therefore answered
-once a mini-batch by a preliminary pass without gradients (``prepare_*``), and the loss of each micro-batch is handed
-its rows of the answer as ``prepared``. The random choice of clip_cov comes from a hash of (seed, row, position), so
+once a mini-batch by a preliminary pass without gradients (`prepare_*`), and the loss of each micro-batch is handed
+its rows of the answer as `prepared`. The random choice of clip_cov comes from a hash of (seed, row, position), so
 that neither the order of rows nor padding nor the split changes it.
 """
 
@@ -57,7 +57,7 @@ def _covariance(tokens: Tokens) -> Tensor:
 
 
 def _first(order_by: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Bool [B, T]: the ``count`` candidates with the smallest ``order_by``."""
+    """Bool [B, T]: the `count` candidates with the smallest `order_by`."""
     chosen = torch.zeros_like(candidates)
     where = candidates.flatten().nonzero().squeeze(-1)
     if count <= 0 or len(where) == 0:
@@ -104,10 +104,10 @@ def prepare_clip_cov(
     seed: int,
     row_ids: Tensor | None = None,
 ) -> Tensor:
-    """Tokens that clip_cov detaches in this mini-batch: a random ``clip_cov_ratio`` N of those with cov in (lb, ub).
+    """Tokens that clip_cov detaches in this mini-batch: a random `clip_cov_ratio` N of those with cov in (lb, ub).
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T] of the whole mini-batch; ``log_prob`` of the policy
+        old_log_prob, log_prob, advantages, response_mask: [B, T] of the whole mini-batch; `log_prob` of the policy
             before the update.
         config: the actor's settings.
         seed: of this mini-batch.
@@ -139,7 +139,7 @@ def prepare_kl_cov(
     seed: int,
     row_ids: Tensor | None = None,
 ) -> Tensor:
-    """Tokens that kl_cov penalises in this mini-batch: the ``kl_cov_ratio`` N with the largest covariance, [B, T] bool.
+    """Tokens that kl_cov penalises in this mini-batch: the `kl_cov_ratio` N with the largest covariance, [B, T] bool.
 
     Arguments as for `prepare_clip_cov`; the seed decides between equals.
     """
@@ -163,10 +163,10 @@ def compute_policy_loss_clip_cov(tokens: Tokens, settings: ClipCov) -> tuple[Ten
 
         l = max(-A rho, -A clip(rho, 1 - low, 1 + high))      0 on tokens chosen by `prepare_clip_cov`
 
-    Settings: ``policy_loss.clip_cov_ratio``, ``policy_loss.clip_cov_lb``, ``policy_loss.clip_cov_ub``;
-    ``clip_ratio_low``, ``clip_ratio_high``, else ``clip_ratio``.
+    Settings: `policy_loss.clip_cov_ratio`, `policy_loss.clip_cov_lb`, `policy_loss.clip_cov_ub`;
+    `clip_ratio_low`, `clip_ratio_high`, else `clip_ratio`.
 
-    Metrics: ``actor/pg_clipfrac``, tokens left out.
+    Metrics: `actor/pg_clipfrac`, tokens left out.
     """
     chosen, ratio = _chosen(tokens), tokens.ratio()
     loss_mat = torch.maximum(
@@ -182,9 +182,9 @@ def compute_policy_loss_kl_cov(tokens: Tokens, settings: KLCov) -> tuple[Tensor,
 
         l = -A rho + ppo_kl_coef |log rho|      the second term on tokens chosen by `prepare_kl_cov` only
 
-    Settings: ``policy_loss.kl_cov_ratio``, ``policy_loss.ppo_kl_coef``.
+    Settings: `policy_loss.kl_cov_ratio`, `policy_loss.ppo_kl_coef`.
 
-    Metrics: ``actor/ppo_kl``, here as in verl the token mean of |log rho|; ``actor/kl_cov_frac``, tokens penalised.
+    Metrics: `actor/ppo_kl`, here as in verl the token mean of |log rho|; `actor/kl_cov_frac`, tokens penalised.
     """
     chosen, distance = _chosen(tokens), tokens.log_ratio.abs()
     penalty = torch.where(chosen, settings.ppo_kl_coef * distance, 0.0)

@@ -53,9 +53,9 @@ def compute_policy_loss_dppo_tv(tokens: Tokens, settings: VariationRange) -> tup
                 q - p <= low       elsewhere
         l     = -A sg[min(rho, c)] log pi      on valid tokens, 0 on the others
 
-    Settings: ``clip_ratio_low``, ``clip_ratio_high`` are thresholds of the variation in [0, 1], else ``clip_ratio``;
-    ``clip_ratio_c`` = c > 1 truncates the ratio (20 when absent).
-    Metrics: ``actor/pg_clipfrac``, tokens left out, and ``actor/pg_clipfrac_lower``, tokens whose ratio is truncated.
+    Settings: `clip_ratio_low`, `clip_ratio_high` are thresholds of the variation in [0, 1], else `clip_ratio`;
+    `clip_ratio_c` = c > 1 truncates the ratio (20 when absent).
+    Metrics: `actor/pg_clipfrac`, tokens left out, and `actor/pg_clipfrac_lower`, tokens whose ratio is truncated.
     """
     p, q = _probabilities(tokens)
     valid = torch.where(tokens.advantages > 0, p - q <= settings.high, p - q >= -settings.low)
@@ -73,7 +73,7 @@ def compute_policy_loss_dppo_kl(tokens: Tokens, settings: DivergenceRange) -> tu
 
     A token that has moved against its advantage always takes part: its gradient brings it back.
 
-    Settings: ``clip_ratio_low``, ``clip_ratio_high`` are thresholds of D, else ``clip_ratio``; ``clip_ratio_c`` = c > 1
+    Settings: `clip_ratio_low`, `clip_ratio_high` are thresholds of D, else `clip_ratio`; `clip_ratio_c` = c > 1
     truncates the ratio (20 when absent). Metrics as for `compute_policy_loss_dppo_tv`.
     """
     p, q = _probabilities(tokens)

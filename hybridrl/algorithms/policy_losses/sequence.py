@@ -23,8 +23,8 @@ def compute_policy_loss_gspo(tokens: Tokens, settings: ClipRange) -> tuple[Tenso
 
     Every token has the value of the sequence's ratio s and the gradient of its own log-probability.
 
-    Settings: ``clip_ratio_low``, ``clip_ratio_high`` (3e-4 and 4e-4 in the paper), else ``clip_ratio``. The paper's
-    objective is ``loss_agg_mode=seq-mean-token-mean``; the mode that is set is honoured.
+    Settings: `clip_ratio_low`, `clip_ratio_high` (3e-4 and 4e-4 in the paper), else `clip_ratio`. The paper's
+    objective is `loss_agg_mode=seq-mean-token-mean`; the mode that is set is honoured.
     """
     lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
     sequence = (tokens.log_ratio.sum(-1, keepdim=True) / lengths).detach()
@@ -42,11 +42,11 @@ def compute_policy_loss_geo_mean(tokens: Tokens, settings: WideClipRange) -> tup
         k_t = sign(A_t) min(sign(A_t) log rho_t, sign(A_t) clip(log rho_t, -low, high))
         l   = -(1/n sum_t A_t) exp(1/n sum_t k_t)           one value per sequence
 
-    All response tokens of a sequence carry l, and ``loss_agg_mode`` averages them: seq-mean-token-mean is the paper's
+    All response tokens of a sequence carry l, and `loss_agg_mode` averages them: seq-mean-token-mean is the paper's
     mean over sequences. Importance weights enter by their geometric mean over the sequence.
 
-    Settings: ``clip_ratio_low``, ``clip_ratio_high`` are bounds of log rho (0.4 and 0.4 in the paper), else
-    ``clip_ratio``. Metrics: ``actor/pg_clipfrac`` and ``actor/pg_clipfrac_lower``, tokens clipped at A > 0 and at A <
+    Settings: `clip_ratio_low`, `clip_ratio_high` are bounds of log rho (0.4 and 0.4 in the paper), else
+    `clip_ratio`. Metrics: `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, tokens clipped at A > 0 and at A <
     0.
     """
     sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio

@@ -25,7 +25,7 @@ def compute_policy_loss_gpg(tokens: Tokens) -> tuple[Tensor, Metrics]:
 def reinforce(tokens: Tokens) -> tuple[Tensor, Metrics]:
     """REINFORCE (Williams 1992) with importance weights w: l = -w A log pi, w = 1 when none are given.
 
-    ``old_log_prob`` only measures ``actor/ppo_kl``, the divergence of the policy from the one it names.
+    `old_log_prob` only measures `actor/ppo_kl`, the divergence of the policy from the one it names.
     """
     return -tokens.advantages * tokens.log_prob, {}
 
@@ -40,7 +40,7 @@ def compute_policy_loss_reinforce(
     rollout_is_weights: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Metrics]:
-    """The loss ``reinforce`` by verl's name and signature: ``actor/ppo_kl`` is measured against the sampler."""
+    """The loss `reinforce` by verl's name and signature: `actor/ppo_kl` is measured against the sampler."""
     return reinforce(
         rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, **more
     )
@@ -52,8 +52,8 @@ def compute_policy_loss_cispo(tokens: Tokens, settings: WideClipRange) -> tuple[
 
     The weight is clipped, not the gradient: no token is dropped.
 
-    Settings: ``clip_ratio_low``, ``clip_ratio_high``, else ``clip_ratio``; low may exceed 1, which turns the lower
-    bound off as in the paper. Metrics: ``actor/pg_clipfrac``, tokens whose weight is clipped.
+    Settings: `clip_ratio_low`, `clip_ratio_high`, else `clip_ratio`; low may exceed 1, which turns the lower
+    bound off as in the paper. Metrics: `actor/pg_clipfrac`, tokens whose weight is clipped.
     """
     ratio = tokens.ratio().detach()
     weight = ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
@@ -77,7 +77,7 @@ def compute_policy_loss_sapo(tokens: Tokens, settings: Temperatures) -> tuple[Te
 
     f has slope 1 at x = 1 and flattens with distance from it.
 
-    Settings: ``tau_pos``, ``tau_neg``, both positive. The paper's objective is ``loss_agg_mode=seq-mean-token-mean``;
+    Settings: `tau_pos`, `tau_neg`, both positive. The paper's objective is `loss_agg_mode=seq-mean-token-mean`;
     the mode that is set is honoured.
     """
     positive = (tokens.advantages > 0).to(tokens.log_prob.dtype)
@@ -102,6 +102,6 @@ def compute_policy_loss_dro(tokens: Tokens, settings: DROSettings) -> tuple[Tens
 
     Squared distance from the old policy takes the place of ratio and clip.
 
-    Settings: ``policy_loss.dro_beta`` = beta > 0; there is no default.
+    Settings: `policy_loss.dro_beta` = beta > 0; there is no default.
     """
     return -(tokens.advantages * tokens.log_prob - 0.5 * settings.dro_beta * tokens.log_ratio.square()), {}

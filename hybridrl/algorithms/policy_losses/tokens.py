@@ -101,14 +101,14 @@ def policy_loss(
     `hybridrl.algorithms.policy_losses`; it adds the importance weights, `actor/ppo_kl` and the aggregation.
 
     Args:
-        name: value of ``actor.policy_loss.loss_mode``.
-        settings: dataclass of the settings that it reads, from ``actor.policy_loss`` where a field's ``path`` names no
+        name: value of `actor.policy_loss.loss_mode`.
+        settings: dataclass of the settings that it reads, from `actor.policy_loss` where a field's `path` names no
             other place; without one the function takes the tokens alone.
-        needs: see `hybridrl.registry.LossFacts`; these fields are in ``tokens.more``.
+        needs: see `hybridrl.registry.LossFacts`; these fields are in `tokens.more`.
         requires: see there.
-        prepare: see `register_policy_loss`; its result is ``tokens.prepared``.
+        prepare: see `register_policy_loss`; its result is `tokens.prepared`.
         loss_agg_mode: the default in a call without one. A run always sets it.
-        weighs_itself: the function multiplies by ``tokens.weights`` itself.
+        weighs_itself: the function multiplies by `tokens.weights` itself.
     """
     who = f"policy loss {name}"
 
@@ -156,7 +156,7 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class ClipRange:
-    """The clip range of a ratio: ``clip_ratio_low`` and ``clip_ratio_high``, each ``clip_ratio`` where it is null."""
+    """The clip range of a ratio: `clip_ratio_low` and `clip_ratio_high`, each `clip_ratio` where it is null."""
 
     clip_ratio: float | None = key(None, "both sides", path="", ge=0)
     clip_ratio_low: float | None = key(None, "below 1", path="", ge=0, le=1)

@@ -17,11 +17,11 @@ def compute_policy_loss_vanilla(tokens: Tokens, settings: DualClipRange) -> tupl
         l = max(-A rho, -A clip(rho, 1 - low, 1 + high))          A >= 0
         l = min(-A c, that)                                       A < 0
 
-    ``high`` above ``low`` is DAPO's clip-higher (arXiv 2503.14476, eq. 10).
+    `high` above `low` is DAPO's clip-higher (arXiv 2503.14476, eq. 10).
 
-    Settings: ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``; ``clip_ratio_c`` = c > 1 (3.0 when absent).
+    Settings: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`; `clip_ratio_c` = c > 1 (3.0 when absent).
 
-    Metrics: ``actor/ppo_kl``, ``actor/pg_clipfrac`` (tokens where the clip is active), ``actor/pg_clipfrac_lower``
+    Metrics: `actor/ppo_kl`, `actor/pg_clipfrac` (tokens where the clip is active), `actor/pg_clipfrac_lower`
     (tokens where the dual clip is).
     """
     ratio, adv = tokens.ratio(), tokens.advantages

@@ -1,6 +1,6 @@
 """Rollout correction of a whole batch: weights, rejection and metrics in one call, and bypass mode.
 
-Legend: B sequences, T response tokens. ``batch`` arguments are a DataProto or anything with its ``batch`` mapping.
+Legend: B sequences, T response tokens. `batch` arguments are a DataProto or anything with its `batch` mapping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOSS_TYPES = ("ppo_clip", "reinforce")
 
 @dataclass
 class WeightsBatch:
-    """The importance weights in the shape of a DataProto: ``.batch["rollout_is_weights"]``."""
+    """The importance weights in the shape of a DataProto: `.batch["rollout_is_weights"]`."""
 
     batch: TensorDict
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class WeightsBatch:
 
 
 def correction_settings(config: Any) -> dict[str, Any]:
-    """The keys of ``algorithm.rollout_correction`` that `compute_rollout_correction_and_rejection_mask` takes."""
+    """The keys of `algorithm.rollout_correction` that `compute_rollout_correction_and_rejection_mask` takes."""
     defaults = {
         "rollout_is": None,
         "rollout_is_threshold": 2.0,
@@ -61,8 +61,8 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[WeightsBatch | None, Tensor, dict[str, float]]:
     """Importance weights, what remains of the response mask, and how far the two policies are apart.
 
-    Weights are over the tokens as sampled; rejection does not change them. With neither ``rollout_is`` nor
-    ``rollout_rs`` only the mismatch is measured.
+    Weights are over the tokens as sampled; rejection does not change them. With neither `rollout_is` nor
+    `rollout_rs` only the mismatch is measured.
 
     Args:
         old_log_prob: [B, T] log-probabilities of the trainer's policy.
@@ -72,8 +72,8 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_rs, rollout_rs_threshold: see `compute_rollout_rejection_mask`.
 
     Returns:
-        (weights or None, mask [B, T], metrics under ``rollout_corr/``). The weights stand in
-        ``.batch["rollout_is_weights"]`` of an object with a DataProto's three fields.
+        (weights or None, mask [B, T], metrics under `rollout_corr/`). The weights stand in
+        `.batch["rollout_is_weights"]` of an object with a DataProto's three fields.
 
     Raises:
         AlgorithmError: no token, shapes that differ, settings out of range.
@@ -100,15 +100,15 @@ def compute_rollout_correction_and_rejection_mask(
 
 
 def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
-    """Correct a batch before its advantages are used: rejection changes ``response_mask``, weights are added.
+    """Correct a batch before its advantages are used: rejection changes `response_mask`, weights are added.
 
     Args:
-        batch: its ``batch`` mapping holds ``old_log_probs, rollout_log_probs, response_mask``; it is given
-            ``rollout_is_weights`` when ``rollout_is`` is set, and a new ``response_mask``. No tensor is written into.
-        rollout_corr_config: ``algorithm.rollout_correction``.
+        batch: its `batch` mapping holds `old_log_probs, rollout_log_probs, response_mask`; it is given
+            `rollout_is_weights` when `rollout_is` is set, and a new `response_mask`. No tensor is written into.
+        rollout_corr_config: `algorithm.rollout_correction`.
 
     Returns:
-        (the same batch, metrics under ``rollout_corr/``)
+        (the same batch, metrics under `rollout_corr/`)
 
     Raises:
         AlgorithmError: no rollout log-probabilities, and what the correction raises.
@@ -136,13 +136,13 @@ def _require_rollout_log_probs(fields: Mapping[str, Any], who: str) -> None:
 
 
 def effective_loss_mode(loss_mode: str, rollout_corr_config: Any) -> str:
-    """The policy loss that an actor runs: ``bypass_mode`` when the rollout correction says so, else ``loss_mode``.
+    """The policy loss that an actor runs: `bypass_mode` when the rollout correction says so, else `loss_mode`.
 
     Decide with it where the loss is looked up, in the process that trains: a config changed elsewhere is not seen
     there.
 
     Raises:
-        AlgorithmError: bypass mode with a loss_mode of its own, or an unknown ``loss_type``.
+        AlgorithmError: bypass mode with a loss_mode of its own, or an unknown `loss_type`.
     """
     if not setting(rollout_corr_config, "bypass_mode", False, who="rollout correction", root=ROOT):
         return loss_mode
@@ -160,8 +160,8 @@ def effective_loss_mode(loss_mode: str, rollout_corr_config: Any) -> str:
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
     """Let the sampler's log-probabilities stand in for the old ones, and select the loss that goes with it.
 
-    ``batch.batch["old_log_probs"]`` becomes ``rollout_log_probs``; ``policy_loss_config`` gets
-    ``loss_mode=bypass_mode`` and ``rollout_correction``. Where the actor has its own copy of the settings use
+    `batch.batch["old_log_probs"]` becomes `rollout_log_probs`; `policy_loss_config` gets
+    `loss_mode=bypass_mode` and `rollout_correction`. Where the actor has its own copy of the settings use
     `effective_loss_mode` there instead.
 
     Raises:

@@ -30,7 +30,7 @@ def compute_offpolicy_metrics(
     | chi2_token, chi2_seq                | mean rho^2 - 1 over tokens; mean_i exp(2 sum log rho) - 1        |
 
     Args:
-        old_log_prob, rollout_log_prob, response_mask: [B, T]; with ``rollout_log_prob=None`` only the first row.
+        old_log_prob, rollout_log_prob, response_mask: [B, T]; with `rollout_log_prob=None` only the first row.
 
     Raises:
         AlgorithmError: no token, or shapes that differ.
@@ -65,7 +65,7 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """`compute_offpolicy_metrics` of the current policy against the sampler, under ``rollout_corr/``."""
+    """`compute_offpolicy_metrics` of the current policy against the sampler, under `rollout_corr/`."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -74,10 +74,10 @@ def compute_rollout_corr_metrics_from_logprobs(
 def rollout_probs_diff_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """|p_rollout - p_train| over response tokens and the correlation of the two, under ``training/``.
+    """|p_rollout - p_train| over response tokens and the correlation of the two, under `training/`.
 
-    ``rollout_probs_diff_valid`` is 1 when there was a token to compare, else 0 and the only entry;
-    ``rollout_probs_diff_{max,mean,std}``; ``rollout_actor_probs_pearson_corr``, 0 when either side is constant.
+    `rollout_probs_diff_valid` is 1 when there was a token to compare, else 0 and the only entry;
+    `rollout_probs_diff_{max,mean,std}`; `rollout_actor_probs_pearson_corr`, 0 when either side is constant.
     """
     check_same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     mask = response_mask.bool()
@@ -112,7 +112,7 @@ def check_probe(
         threshold: the largest mean |log pi_train - log pi_rollout| that is tolerated.
 
     Returns:
-        ``rollout_corr/probe_{mean,max}_abs_diff``.
+        `rollout_corr/probe_{mean,max}_abs_diff`.
 
     Raises:
         AlgorithmError: the mean is above the threshold or not finite.

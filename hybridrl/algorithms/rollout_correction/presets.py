@@ -1,4 +1,4 @@
-"""Named settings of the rollout correction, as verl's ``RolloutCorrectionConfig`` has them as class methods.
+"""Named settings of the rollout correction, as verl's `RolloutCorrectionConfig` has them as class methods.
 
 decoupled: three policies, the update's ratio is against recomputed old log-probabilities and the correction is a
     weight.
@@ -16,7 +16,7 @@ from hybridrl.errors import AlgorithmError
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """The keys of ``algorithm.rollout_correction``."""
+    """The keys of `algorithm.rollout_correction`."""
 
     rollout_is: str | None = None
     rollout_is_threshold: str | float = 2.0
@@ -59,7 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def rollout_correction_preset(name: str, make: Callable[..., Any] = RolloutCorrection, **overrides: Any) -> Any:
-    """Settings of a preset: ``rollout_correction_preset("decoupled_geo_rs", rollout_rs_threshold="0.99_1.01")``.
+    """Settings of a preset: `rollout_correction_preset("decoupled_geo_rs", rollout_rs_threshold="0.99_1.01")`.
 
     Args:
         name: one of `PRESETS`.

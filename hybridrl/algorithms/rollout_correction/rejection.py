@@ -38,7 +38,7 @@ SUPPORTED_ROLLOUT_RS_OPTIONS = (
 
 
 def parse_rs_options(rollout_rs: str) -> list[str]:
-    """The options of ``rollout_rs``, a comma-separated string, each once; AlgorithmError on an unknown one or none."""
+    """The options of `rollout_rs`, a comma-separated string, each once; AlgorithmError on an unknown one or none."""
     names = [part.strip() for part in rollout_rs.split(",") if part.strip()] if isinstance(rollout_rs, str) else []
     unknown = [name for name in names if name not in SUPPORTED_ROLLOUT_RS_OPTIONS]
     if unknown or not names:
@@ -100,8 +100,8 @@ def compute_rollout_rejection_mask(
         rollout_rs_threshold: one for all, or one each, separated by commas.
 
     Returns:
-        (mask [B, T] in the dtype of ``response_mask``; metrics ``rollout_rs_*`` with, for each option,
-        ``rollout_rs_<option>_{mean,max,min,std,fraction_high,...,masked_fraction,seq_masked_fraction}``).
+        (mask [B, T] in the dtype of `response_mask`; metrics `rollout_rs_*` with, for each option,
+        `rollout_rs_<option>_{mean,max,min,std,fraction_high,...,masked_fraction,seq_masked_fraction}`).
 
     Raises:
         AlgorithmError: unknown options, thresholds that are none, no token.
@@ -168,9 +168,9 @@ def compute_rs_metrics(
         apply_lower_threshold: whether the lower bound rejects.
 
     Returns:
-        ``rollout_rs_<option>_{mean,max,min,std,fraction_high,fraction_low}`` over tokens (max, min and fractions over
+        `rollout_rs_<option>_{mean,max,min,std,fraction_high,fraction_low}` over tokens (max, min and fractions over
         sequences for a sequence statistic; std of the statistic clamped to the bounds) and
-        ``rollout_rs_<option>_seq_{mean,std,max,min,max_deviation,fraction_high,fraction_low}`` over sequences.
+        `rollout_rs_<option>_seq_{mean,std,max,min,max_deviation,fraction_high,fraction_low}` over sequences.
 
     Raises:
         AlgorithmError: no token.

@@ -63,7 +63,7 @@ def _interval(text: str, key: str, spec: object) -> tuple[float, float]:
 
 
 def parse_is_threshold(spec: str | float | None) -> tuple[float, float | None]:
-    """``rollout_is_threshold`` as (upper, lower): a number truncates, "lower_upper" is IcePop's interval.
+    """`rollout_is_threshold` as (upper, lower): a number truncates, "lower_upper" is IcePop's interval.
 
     Raises:
         AlgorithmError: not a number above 0, or an interval upside down.
@@ -81,7 +81,7 @@ def parse_is_threshold(spec: str | float | None) -> tuple[float, float | None]:
 
 
 def parse_rs_thresholds(options: list[str], spec: str | float | None) -> dict[str, tuple[float | None, float]]:
-    """``rollout_rs_threshold`` as {option: (lower, upper)}: one for all options or one each, separated by commas.
+    """`rollout_rs_threshold` as {option: (lower, upper)}: one for all options or one each, separated by commas.
 
     k1 options take "lower_upper", or x for the interval [1/x, x]; the others take an upper bound (lower is None).
 

@@ -74,8 +74,8 @@ def compute_rollout_correction_weights(
             whole batch then: the mean is over what is passed.
 
     Returns:
-        (weights [B, T], zero outside the mask and without gradient; metrics ``rollout_is_*``, see `compute_is_metrics`,
-        with ``rollout_is_oob_ratio`` for IcePop and ``rollout_is_batch_norm_factor`` when normalised).
+        (weights [B, T], zero outside the mask and without gradient; metrics `rollout_is_*`, see `compute_is_metrics`,
+        with `rollout_is_oob_ratio` for IcePop and `rollout_is_batch_norm_factor` when normalised).
 
     Raises:
         AlgorithmError: an unknown level, a threshold that is none, no token, shapes that differ.
@@ -106,9 +106,9 @@ def compute_is_metrics(
 ) -> dict[str, float]:
     """How far the importance weights are from 1.
 
-    ``rollout_is_{mean,std,max,min}`` of the bounded weights over tokens (max and min of the unbounded ones at sequence
-    level); ``rollout_is_ratio_fraction_{high,low}`` the share of unbounded weights beyond the threshold;
-    ``rollout_is_eff_sample_size`` = (mean w)^2 / mean w^2; ``rollout_is_seq_*`` the same of each sequence's mean
+    `rollout_is_{mean,std,max,min}` of the bounded weights over tokens (max and min of the unbounded ones at sequence
+    level); `rollout_is_ratio_fraction_{high,low}` the share of unbounded weights beyond the threshold;
+    `rollout_is_eff_sample_size` = (mean w)^2 / mean w^2; `rollout_is_seq_*` the same of each sequence's mean
     weight. Sequences without a token count nowhere.
 
     Args:

@@ -1,1 +1,1 @@
-"""Checks of settings against each other, the files they name and this machine."""
+"""Checks of settings against each other, against the files they name and against this machine."""

@@ -1,4 +1,4 @@
-"""Cross-checks of `algorithm` and the losses: settings each allowed that cannot work together, or would do nothing."""
+"""Cross-checks of `algorithm` and the losses: valid settings that conflict with each other or would have no effect."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def check_names(where: str, external_lib: str | None, chosen: Mapping[str, tuple[Registry[Any], str]]) -> Iterator[str]:
-    """Names of estimators, losses, managers and engines, after the user's modules have registered theirs.
+    """Check the names of estimators, losses, managers and engines, after the user's modules have registered theirs.
 
     Args:
-        where: what stands before `model.external_lib` in the tree.
-        external_lib: its value.
-        chosen: by key the registry and the name that is chosen from it.
+        where: the prefix of `model.external_lib` in the tree.
+        external_lib: the value of `model.external_lib`.
+        chosen: for each key, the registry and the name that is chosen from it.
     """
     try:
         import_external_lib(external_lib)
@@ -31,8 +31,9 @@ def check_names(where: str, external_lib: str | None, chosen: Mapping[str, tuple
         known = registry.names()
         if ":" not in name and not registry.knows(name):
             yield (
-                f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}; your own is registered "
-                "by a module named in actor_rollout_ref.model.external_lib, or named itself as module:attribute"
+                f"{key}={name}: unknown; there are {', '.join(known)}{nearest(name, known, 1)}. Register your own with "
+                f"{registry.decorators[-1]} in a module that {where}model.external_lib names, or name it as "
+                "module:attribute"
             )
             continue
         try:
@@ -80,7 +81,7 @@ def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
-    """The KL coefficient's controller, and what `gdpo` reads in place of the reward."""
+    """Check the controller of the KL coefficient, and the components that `gdpo` reads in place of the reward."""
     algorithm, keys, weights = config.algorithm, config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
     control, rows = algorithm.kl_ctrl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     if algorithm.use_kl_in_reward and control.type == "adaptive" and rows >= 5 * control.horizon:
@@ -112,7 +113,7 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def check_correction(config: PPOTrainerConfig) -> Iterator[str]:
-    """Settings of the rollout correction that would do nothing."""
+    """Find settings of the rollout correction that would have no effect."""
     where, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
     if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
         yield (
@@ -134,7 +135,7 @@ def check_correction(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
-    """The KL over the vocabulary is computed where both policies' logits are: in the actor's process."""
+    """Check that the KL over the vocabulary can be computed: the actor's process needs the logits of both policies."""
     algorithm, actor, roles = config.algorithm, config.actor_rollout_ref.actor, config.placement.roles
     in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
     where = "algorithm.kl_penalty" if in_reward else f"{_ACTOR}.kl_loss_type"

@@ -1,6 +1,6 @@
-"""What settings name on disk or on the model hub: whether it is there, and of the kind that is wanted.
+"""Checks that whatever settings name on disk or on the model hub exists and is of the expected kind.
 
-Each check yields a sentence a fault; the key at fault begins it.
+Each check yields one sentence per fault, which begins with the key at fault.
 """
 
 import re
@@ -14,7 +14,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def check_model(where: str, model: ModelConfig, device: str) -> Iterator[str]:
-    """A `model` group, called `where`."""
+    """Check the `model` group called `where`."""
     if not model.path:
         yield f"{where}.path is not set; give a directory in Hugging Face format or a hub id org/name"
     else:
@@ -28,7 +28,7 @@ def check_model(where: str, model: ModelConfig, device: str) -> Iterator[str]:
 
 
 def check_source(name: str, value: str) -> Iterator[str]:
-    """A directory that is there, or a hub id."""
+    """Check that `value` is an existing directory or a hub id."""
     path = Path(value).expanduser()
     if path.is_dir():
         return
@@ -39,7 +39,7 @@ def check_source(name: str, value: str) -> Iterator[str]:
 
 
 def check_files(name: str, files: list[str]) -> Iterator[str]:
-    """Data files that the key `name` lists."""
+    """Check the data files that the key `name` lists."""
     for file in files:
         path = Path(file).expanduser()
         if "://" not in file and not path.exists():
@@ -49,7 +49,7 @@ def check_files(name: str, files: list[str]) -> Iterator[str]:
 
 
 def check_class(where: str, path: str | None, name: str | None, path_key: str, name_key: str) -> Iterator[str]:
-    """A class of the user: both file and name, and the file is there."""
+    """Check a user's class: file and name are both set, and the file exists."""
     if path is None and name is not None:
         yield f"{where}.{name_key}={name} without {where}.{path_key}; name the Python file that holds it"
     if path is not None and name is None:
@@ -59,7 +59,7 @@ def check_class(where: str, path: str | None, name: str | None, path_key: str, n
 
 
 def check_function(custom: CustomRewardConfig) -> Iterator[str]:
-    """`reward.custom_reward_function`."""
+    """Check `reward.custom_reward_function`."""
     where = "reward.custom_reward_function"
     if custom.path is not None and custom.path.endswith(".py") and not Path(custom.path).expanduser().is_file():
         yield f"{where}.path={custom.path}: no such file (from {Path.cwd()})"

@@ -1,4 +1,4 @@
-"""Cross-checks before anything starts: settings each allowed that cannot work together, or not on this machine."""
+"""Cross-checks before anything starts: valid settings that conflict with each other or with this machine."""
 
 import importlib.util
 import os
@@ -49,7 +49,8 @@ def validate(config: RootConfig) -> None:
     """Check a whole configuration against itself, the files it names and the devices of this machine.
 
     Raises:
-        ConfigError: with every fault that was found. Each names its keys, their values and what to change.
+        ConfigError: the configuration has faults. The message lists all of them, each with its keys, their values and
+            what to change.
     """
     faults = [fault for check in _checks(config) for fault in check]
     if faults:
@@ -94,7 +95,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
 
 
 def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
-    """What the run chooses by name."""
+    """Everything that the run chooses by name: for each key, the registry and the name."""
     policy, manager = config.actor_rollout_ref, config.reward.reward_manager
     chosen: dict[str, tuple[Registry[Any], str]] = {
         "algorithm.adv_estimator": (ADV_ESTIMATORS, config.algorithm.adv_estimator),
@@ -171,7 +172,7 @@ def _check_prompts(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _check_answers(config: GenerationConfig) -> Iterator[str]:
-    """`data` of generation: what is read, what is written."""
+    """Check `data` of generation: its inputs and its outputs."""
     data, samples = config.data, config.actor_rollout_ref.rollout.n
     yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
     if not data.path:
@@ -190,7 +191,7 @@ def _check_answers(config: GenerationConfig) -> Iterator[str]:
 
 
 def _check_endpoint(rollout: RolloutConfig) -> Iterator[str]:
-    """`rollout.openai`."""
+    """Check `rollout.openai`."""
     where, settings = f"{_ROLLOUT}.openai", rollout.openai
     if not settings.base_url:
         yield f"{_ROLLOUT}.name=openai without {where}.base_url; set it, e.g. to http://localhost:8000/v1"
@@ -266,7 +267,7 @@ def _check_batches(config: PPOTrainerConfig, where: str, part: ActorConfig | Cri
 
 
 def _divisors(number: int, near: int) -> str:
-    """The divisors of `number` next to `near`, below and above."""
+    """The divisors of `number` closest to `near`, below and above."""
     below = max(d for d in range(1, near + 1) if number % d == 0)
     above = min(d for d in range(near, number + 1) if number % d == 0)
     return f"{below}, {above}" if below != above else str(below)
@@ -301,7 +302,7 @@ def _check_lengths(config: PPOTrainerConfig) -> Iterator[str]:
             budgets.append((critic.use_dynamic_bsz, f"critic.{name}", critic[name]))
     reported: set[int] = set()
     for dynamic, where, tokens in budgets:
-        if dynamic and tokens < total and tokens not in reported:  # the others follow the first
+        if dynamic and tokens < total and tokens not in reported:  # the other keys follow the first
             reported.add(tokens)
             yield f"{where}={tokens} is less than one sequence of {total} tokens (prompt and response); raise it"
 
@@ -330,7 +331,7 @@ def _check_greedy(rollout: RolloutConfig, samples: int) -> Iterator[str]:
 
 
 def _check_trainable(rollout: RolloutConfig) -> Iterator[str]:
-    """Training needs an engine that takes weights."""
+    """Check that the engine accepts weights, which training needs."""
     if is_endpoint(rollout.name):
         yield (
             f"{_ROLLOUT}.name={rollout.name} cannot train: the endpoint takes no weights from this run, and its "
@@ -454,7 +455,7 @@ def _check_keep(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _check_placement(placement: PlacementConfig, trainer: JobConfig, roles: dict[str, bool]) -> Iterator[str]:
-    """`roles` maps the names that may be given to whether the run cannot do without one."""
+    """Check the pools; `roles` maps each role that may be placed to whether the run requires it."""
     pools, given = placement.pools, placement.roles
     shape = [trainer.n_gpus_per_node] * trainer.nnodes
     if "global" in pools and pools["global"] != shape:
@@ -478,15 +479,15 @@ def _check_placement(placement: PlacementConfig, trainer: JobConfig, roles: dict
 
 
 def _check_devices(trainer: JobConfig, ray_init: dict[str, Any]) -> Iterator[str]:
-    """Devices of this machine, looked up without torch; a cluster's are checked when Ray is there."""
-    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"  # "local" asks for a Ray of its own
+    """Check the devices of this machine without importing torch; a cluster's are checked once Ray is running."""
+    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"  # "local" asks for a new Ray instance
     if address != "local" or trainer.nnodes > 1 or trainer.device == "cpu":
         return
     yield from check_gpus(trainer, visible_gpus())
 
 
 def check_gpus(trainer: JobConfig, count: int | None) -> Iterator[str]:
-    """Whether `count` GPUs of this machine (None: unknown) are enough for the processes asked for."""
+    """Check that this machine's `count` GPUs (None: unknown) are enough for the requested processes."""
     if count is None:
         return
     if count == 0 and trainer.device == "cuda":
@@ -499,8 +500,8 @@ def check_gpus(trainer: JobConfig, count: int | None) -> Iterator[str]:
 
 
 def visible_gpus(root: Path = Path("/")) -> int | None:
-    """NVIDIA GPUs a process here may use, from the driver's files and CUDA_VISIBLE_DEVICES; None where unknown."""
-    if (root / "dev/kfd").exists():  # AMD: no such plain count
+    """Number of NVIDIA GPUs visible here, from the driver's files and CUDA_VISIBLE_DEVICES; None if unknown."""
+    if (root / "dev/kfd").exists():  # AMD: the number of GPUs cannot be read this simply
         return None
     driver = root / "proc/driver/nvidia/gpus"
     there = len(list(driver.iterdir())) if driver.is_dir() else len(list((root / "dev").glob("nvidia[0-9]*")))

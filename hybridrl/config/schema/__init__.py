@@ -1,1 +1,1 @@
-"""What each group of settings holds: dataclasses with types, limits and meanings."""
+"""The groups of settings: dataclasses with types, limits and meanings."""

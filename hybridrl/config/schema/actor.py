@@ -7,7 +7,7 @@ from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimCon
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
 
-#: sequences a process puts through a model at once, where nothing else is set
+#: sequences that a process runs through a model at once, unless set otherwise
 MICRO_BATCH_SIZE = 8
 
 
@@ -85,7 +85,7 @@ class ActorConfig(ConfigNode):
 
 @dataclass
 class RefConfig(ConfigNode):
-    """`actor_rollout_ref.ref`: the frozen policy that KL is measured against."""
+    """`actor_rollout_ref.ref`: the frozen policy against which KL is measured."""
 
     strategy: str = key(
         "fsdp2",

@@ -19,7 +19,7 @@ class KLControlConfig(ConfigNode):
 
 @dataclass
 class RolloutCorrectionConfig(ConfigNode):
-    """`algorithm.rollout_correction`: what is done about the sampler's probabilities not being the trainer's."""
+    """`algorithm.rollout_correction`: correction for the sampler's probabilities differing from the trainer's."""
 
     rollout_is: str | None = key(
         None, "level of the importance weights on the loss; null: none", choices=("token", "sequence")
@@ -56,7 +56,7 @@ class FilterGroupsConfig(ConfigNode):
 
 @dataclass
 class PFPPOConfig(ConfigNode):
-    """`algorithm.pf_ppo`: policy filtration, rows drawn by their reward."""
+    """`algorithm.pf_ppo`: policy filtration, which draws rows by their reward."""
 
     reweight_method: str = key(
         "pow", "how the probability of drawing a row depends on its score", choices=names.PF_PPO_METHODS

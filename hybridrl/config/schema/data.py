@@ -10,7 +10,7 @@ _TRUNCATION = ("error", "left", "right", "middle")
 
 @dataclass
 class CustomClassConfig(ConfigNode):
-    """A class of the user: `data.custom_cls`."""
+    """`data.custom_cls`: a user's dataset class."""
 
     path: str | None = key(None, "Python file or importable module with the class; null: the library's class")
     name: str | None = key(None, "name of the class")

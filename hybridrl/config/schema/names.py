@@ -1,7 +1,7 @@
-"""Values a user may choose from, and names that other builds know and this one does not yet.
+"""Values a user may choose from, and names that this build does not support yet.
 
-Estimators, losses, reward managers and engines are not here: `hybridrl.registry` knows them. A name leaves a `*_LATER`
-tuple when the code that honours it arrives.
+Estimators, losses, reward managers and engines are not here but in `hybridrl.registry`. A name leaves its `*_LATER`
+tuple when its implementation is added.
 """
 
 #: the loss in bypass mode of the rollout correction
@@ -34,13 +34,13 @@ KL_PENALTIES: tuple[str, ...] = (
     "full",
 )
 
-#: draws of PF-PPO
+#: sampling methods of PF-PPO
 PF_PPO_METHODS: tuple[str, ...] = ("pow", "max_min", "max_random")
 
-#: what makes a sequence's score comparable over a run
+#: how sequence scores are normalised, to be comparable over a run
 REWARD_NORMS: tuple[str, ...] = ("none", "batch", "running")
 
-#: what a health check does when its threshold is passed
+#: actions of a health check when its threshold is exceeded
 HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 
 STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
@@ -62,6 +62,6 @@ CHECKPOINT_CONTENTS: tuple[str, ...] = ("model", "optimizer", "extra", "hf_model
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16")
 DTYPES_LATER: tuple[str, ...] = ("float16",)
 
-#: other spellings of a value, by the tuple of names they stand for
+#: other spellings of a value, mapped to its canonical name
 STRATEGY_SYNONYMS: dict[str, str] = {"fsdp": "fsdp2"}
 DTYPE_SYNONYMS: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}

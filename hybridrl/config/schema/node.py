@@ -1,7 +1,7 @@
-"""What a group of settings is made of: a dataclass whose fields carry a default, a meaning and limits.
+"""The building blocks of a group of settings: a dataclass whose fields have a default, a meaning and limits.
 
-A default that follows another key has two forms: the interpolation that Hydra composes and resolves, and a plain value,
-so that a group built directly in Python (`OptimConfig(lr=1e-4)`) is usable as it is.
+A default that follows another key has two forms: the interpolation that Hydra composes and resolves, and a plain value.
+The plain value makes a group built directly in Python (`OptimConfig(lr=1e-4)`) usable as it is.
 """
 
 import copy
@@ -16,10 +16,10 @@ from hybridrl.settings import key as key
 
 @dataclass
 class ConfigNode:
-    """Base of every group; also read like a mapping, because user code written for a DictConfig does so.
+    """Base of every group; it can also be read like a mapping, for user code written for a DictConfig.
 
-    A group in which something of the user's is chosen holds that one's settings in `own`, an instance of the dataclass
-    that it was registered with, and has its fields as attributes.
+    If the group chooses an entry that the user registered with a dataclass of settings, `own` is an instance of that
+    dataclass, and its fields are attributes of the group.
     """
 
     own: ClassVar[Any] = None
@@ -31,7 +31,7 @@ class ConfigNode:
         return getattr(own, name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The setting called `name`, or `default` where this group has none."""
+        """The setting called `name`, or `default` if this group has none."""
         return getattr(self, name, default)
 
     def __getitem__(self, name: str) -> Any:
@@ -50,7 +50,7 @@ class ConfigNode:
 
 @dataclass(frozen=True)
 class Follow:
-    """A default taken from another key: the interpolation in the tree, and the value where there is no tree."""
+    """A default taken from another key: the interpolation for the tree, and the value to use without a tree."""
 
     interpolation: str
     value: Any
@@ -67,12 +67,12 @@ def group(cls: type, meaning: str = "", **changed: Any) -> Any:
 
 
 def is_group(field: "dataclasses.Field[Any]") -> bool:
-    """Whether a field is a sub-group and not a setting."""
+    """Whether a field is a sub-group rather than a setting."""
     return isinstance(field.type, type) and dataclasses.is_dataclass(field.type)
 
 
 def is_free(field: "dataclasses.Field[Any]") -> bool:
-    """Whether a field is a mapping with keys of the user's choice."""
+    """Whether a field is a mapping whose keys the user chooses."""
     return "dict" in str(field.type)
 
 
@@ -86,7 +86,7 @@ def default_of(field: "dataclasses.Field[Any]") -> Any:
 
 
 def default_tree(cls: type, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Defaults of a group as nested plain containers, following keys as interpolation strings: what Hydra composes."""
+    """The defaults of a group for Hydra: nested plain containers, with interpolation strings for keys that follow."""
     changed = changed or {}
     tree: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -101,7 +101,7 @@ def default_tree(cls: type, changed: Mapping[str, Any] | None = None) -> dict[st
 
 
 def declared(cls: type, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
-    """Every setting below `cls` by its dotted key; sub-groups are walked, free-form mappings are one setting."""
+    """Every setting below `cls` by its dotted key; sub-groups are traversed, a free-form mapping is one setting."""
     found: dict[str, dataclasses.Field[Any]] = {}
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}"

@@ -20,7 +20,7 @@ class CustomRewardConfig(ConfigNode):
 
 @dataclass
 class RewardModuleConfig(ConfigNode):
-    """`reward.reward_manager.module`: where a manager of the user's own is found."""
+    """`reward.reward_manager.module`: the location of a user's own manager."""
 
     path: str | None = key(None, "Python file that holds the manager class")
     name: str | None = key(None, "name of the class")
@@ -58,7 +58,7 @@ class DapoConfig(ConfigNode):
     overlong_buffer_cfg: OverlongBufferConfig = group(OverlongBufferConfig)
 
     def check(self, config: Any) -> Iterator[str]:
-        """What is wrong with these settings in a run of `config`."""
+        """Yield a sentence for each fault of these settings in a run of `config`."""
         longest, buffer = self.max_resp_len or config.data.max_response_length, self.overlong_buffer_cfg
         if buffer.enable and not (buffer.len is not None and buffer.len <= longest):
             yield (

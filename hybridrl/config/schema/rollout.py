@@ -22,7 +22,7 @@ class SamplingConfig(ConfigNode):
 
 @dataclass
 class EngineKwargsConfig(ConfigNode):
-    """`rollout.engine_kwargs`: further arguments of an engine, by its own names; they win over everything here."""
+    """`rollout.engine_kwargs`: further arguments of an engine, by its own names; they override everything here."""
 
     vllm: dict[str, Any] = key({}, "arguments of vLLM's AsyncEngineArgs")
     sglang: dict[str, Any] = key({}, "arguments of SGLang's ServerArgs")
@@ -39,7 +39,7 @@ class WeightTransferConfig(ConfigNode):
 
 @dataclass
 class ServerConfig(ConfigNode):
-    """`rollout.server`: the OpenAI API over the replicas, for agents written elsewhere."""
+    """`rollout.server`: the OpenAI API over the replicas, for external agents."""
 
     enable: bool = key(False, "serve the policy while the run lasts")
     host: str | None = key(None, "address to listen on; null: the node's address, 0.0.0.0: all")
@@ -51,7 +51,7 @@ class ServerConfig(ConfigNode):
 
 @dataclass
 class PrometheusConfig(ConfigNode):
-    """`rollout.prometheus`: telling Prometheus where the servers of this run give their metrics."""
+    """`rollout.prometheus`: registration of this run's servers with Prometheus."""
 
     enable: bool = key(False, "add the servers to Prometheus' configuration")
     port: int = key(
@@ -90,7 +90,7 @@ class OpenAIConfig(ConfigNode):
 
 @dataclass
 class RolloutConfig(ConfigNode):
-    """`actor_rollout_ref.rollout`: how the policy generates and how its log-probabilities are computed again."""
+    """`actor_rollout_ref.rollout`: how the policy generates and how its log-probabilities are recomputed."""
 
     name: str = key(
         "auto",

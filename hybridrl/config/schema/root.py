@@ -18,7 +18,7 @@ from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 @dataclass
 class ActorRolloutRefConfig(ConfigNode):
-    """`actor_rollout_ref`: the policy as it trains, generates and stands as reference."""
+    """`actor_rollout_ref`: the policy in training, in generation and as the reference."""
 
     model: ModelConfig = group(ModelConfig)
     actor: ActorConfig = group(ActorConfig)
@@ -29,7 +29,7 @@ class ActorRolloutRefConfig(ConfigNode):
 
 @dataclass
 class PPOTrainerConfig(ConfigNode):
-    """`ppo_trainer`: everything that `python -m hybridrl.trainer.main_ppo` can be told."""
+    """`ppo_trainer`: all settings of `python -m hybridrl.trainer.main_ppo`."""
 
     model_engine: str = key("dp", "family of training engines; dp: FSDP2", choices=("dp",), later=("megatron",))
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
@@ -44,14 +44,14 @@ class PPOTrainerConfig(ConfigNode):
 
     @property
     def use_critic(self) -> bool:
-        """Whether a value model takes part."""
+        """Whether the run has a value model."""
         if self.critic.enable is not None:
             return self.critic.enable
         return "values" in ADV_ESTIMATORS.facts(self.algorithm.adv_estimator).needs
 
     @property
     def use_reference(self) -> bool:
-        """Whether a reference policy takes part: for a KL in the reward or in the loss, or for the policy loss."""
+        """Whether the run has a reference policy: for a KL in the reward or in the loss, or for the policy loss."""
         actor = self.actor_rollout_ref.actor
         needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
         return self.algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in needs
@@ -59,7 +59,7 @@ class PPOTrainerConfig(ConfigNode):
 
 @dataclass
 class SFTTrainerConfig(ConfigNode):
-    """`sft_trainer`: everything that `python -m hybridrl.trainer.main_sft` can be told."""
+    """`sft_trainer`: all settings of `python -m hybridrl.trainer.main_sft`."""
 
     model: ModelConfig = group(ModelConfig)
     engine: FSDPConfig = group(FSDPConfig)
@@ -73,10 +73,11 @@ class SFTTrainerConfig(ConfigNode):
 
 @dataclass
 class GenerationConfig(ConfigNode):
-    """`generation`: everything that `python -m hybridrl.trainer.main_generation` can be told.
+    """`generation`: all settings of `python -m hybridrl.trainer.main_generation`.
 
-    `actor_rollout_ref` is that of `ppo_trainer`: the words of a training run are taken as they are, and what only
-    trains (actor, ref) has no effect but for `actor.fsdp_config`, by which the hf rollout loads its model.
+    `actor_rollout_ref` is that of `ppo_trainer`, so the overrides of a training run are accepted unchanged. Settings
+    used only in training (actor, ref) have no effect, except `actor.fsdp_config`, with which the hf rollout loads its
+    model.
     """
 
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
@@ -88,7 +89,7 @@ class GenerationConfig(ConfigNode):
 
 @dataclass
 class EvaluationConfig(ConfigNode):
-    """`evaluation`: everything that `python -m hybridrl.trainer.main_eval` can be told."""
+    """`evaluation`: all settings of `python -m hybridrl.trainer.main_eval`."""
 
     data: EvaluationDataConfig = group(EvaluationDataConfig)
     reward: ScoringConfig = group(ScoringConfig)
@@ -102,7 +103,7 @@ ROOTS: dict[str, type[RootConfig]] = {
     "generation": GenerationConfig,
     "evaluation": EvaluationConfig,
 }
-#: trees that hold groups of another one under the same names: tree -> (the other, the groups)
+#: trees that share groups with another tree under the same names: tree -> (other tree, groups)
 SHARED_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "generation": ("ppo_trainer", ("actor_rollout_ref", "data")),
 }

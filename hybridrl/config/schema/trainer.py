@@ -9,7 +9,7 @@ from hybridrl.config.schema.node import ConfigNode, group, key
 
 @dataclass
 class JobConfig(ConfigNode):
-    """`trainer` of `generation`, and what every program with worker processes shares: devices and processes."""
+    """`trainer` of `generation`: the devices and processes that every program with worker processes has."""
 
     device: str = key(
         "auto", "auto: cuda if there is a GPU, otherwise cpu", choices=("auto", "cpu", "cuda"), later=("npu",)
@@ -24,7 +24,7 @@ class JobConfig(ConfigNode):
 
 @dataclass
 class RunConfig(JobConfig):
-    """What the trainers of `ppo_trainer` and `sft_trainer` share."""
+    """The `trainer` settings that `ppo_trainer` and `sft_trainer` share."""
 
     project_name: str = key("hybridrl", "name of the project in tracking and in default_local_dir")
     experiment_name: str = key("default", "name of the run")
@@ -77,7 +77,7 @@ class LengthCheckConfig(HealthCheckConfig):
 
 @dataclass
 class HealthConfig(ConfigNode):
-    """`trainer.health`: what shows a run going wrong before its reward does."""
+    """`trainer.health`: checks that detect a failing run before its reward shows it."""
 
     entropy_collapse: HealthCheckConfig = group(HealthCheckConfig, threshold=0.01, patience=3)
     kl_blowup: HealthCheckConfig = group(HealthCheckConfig, threshold=10.0, patience=2)

@@ -1,6 +1,6 @@
-"""Names of settings: which are declared, which are old spellings, which wait, and what an unknown one was meant to be.
+"""Names of settings: declared ones, old spellings, names not supported yet, and suggestions for unknown ones.
 
-Every assignment, from the command line or from a file, passes `KeyBook.rewrite` before anything is composed.
+Every assignment, from the command line or from a file, goes through `KeyBook.rewrite` before composition.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from hybridrl.config.verl.tables import Pending, Unselected, aliases, pending, u
 
 @dataclass(frozen=True)
 class Assignment:
-    """One key set to one value; `origin` says where, as a clause to append to the key (may be empty)."""
+    """One key set to one value; `origin` states where, as a clause to append to the key (may be empty)."""
 
     key: str
     value: Any
@@ -27,7 +27,7 @@ class Assignment:
 
 @dataclass
 class Outcome:
-    """What became of a number of assignments."""
+    """The result of rewriting a number of assignments."""
 
     assignments: list[Assignment] = field(default_factory=list)
     renamed: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
 
     def add(self, other: "Outcome") -> None:
-        """Take in what became of further assignments."""
+        """Add the result of further assignments."""
         self.assignments += other.assignments
         self.renamed += other.renamed
         self.faults += other.faults
@@ -43,7 +43,7 @@ class Outcome:
             self.unselected.setdefault(entry, []).extend(keys)
 
     def notices(self) -> list[str]:
-        """What to tell the user, each thing once; keys of one unselected engine in one line."""
+        """The notices for the user, each once; the keys of one unselected engine share a line."""
         without_effect = [entry.notice(list(dict.fromkeys(keys))) for entry, keys in self.unselected.items()]
         return list(dict.fromkeys([*self.renamed, *without_effect]))
 
@@ -52,7 +52,7 @@ class KeyBook:
     """The keys of one tree.
 
     Args:
-        root: a name of `ROOTS`.
+        root: a name from `ROOTS`.
     """
 
     def __init__(self, root: str) -> None:
@@ -80,7 +80,7 @@ class KeyBook:
         return sorted({*self.fields, *self._pending, *self._unselected})
 
     def free_parent(self, name: str) -> str | None:
-        """The free-form mapping that holds this key, if one does."""
+        """The free-form mapping that holds this key, if any."""
         return next((name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in self.free), None)
 
     def kind(self, name: str) -> str:
@@ -96,7 +96,7 @@ class KeyBook:
         return "group" if name in self.groups else "unknown"
 
     def flatten(self, tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> Iterable[Assignment]:
-        """The leaves of a nested mapping; a free-form mapping is one leaf for each of its top entries."""
+        """The leaves of a nested mapping; a free-form mapping has one leaf per top-level entry."""
         for name, value in tree.items():
             path = f"{prefix}{name}"
             walk = isinstance(value, Mapping) and (value or path in self.groups)
@@ -107,7 +107,7 @@ class KeyBook:
 
     @staticmethod
     def _find(table: Mapping[str, Any], name: str) -> tuple[str, Any] | None:
-        """The entry of the table for `name` or for its longest listed parent."""
+        """The table's entry for `name` or for its longest listed parent."""
         parts = name.split(".")
         for count in range(len(parts), 0, -1):
             if (prefix := ".".join(parts[:count])) in table:
@@ -115,7 +115,7 @@ class KeyBook:
         return None
 
     def rewrite(self, assignments: Iterable[Assignment]) -> Outcome:
-        """Rename old keys, refuse what this build cannot honour, drop what has no effect, name what is unknown."""
+        """Rename old keys, refuse unsupported ones, drop those without effect, and report unknown ones."""
         out = Outcome()
         weak: list[Assignment] = []
         given = set()
@@ -153,7 +153,7 @@ class KeyBook:
         return [renamed]
 
     def _sort_in(self, item: Assignment, out: Outcome) -> None:
-        """Put one assignment with a current name where it belongs."""
+        """Sort one assignment with a current name into the outcome."""
         if (waiting := self._find(self._pending, item.key)) is not None:
             entry, default = waiting[1]
             self._weigh(item, entry, default, out)
@@ -163,9 +163,9 @@ class KeyBook:
             if not item.delete:
                 out.unselected.setdefault(other[1], []).append(f"{item.key}{item.origin}")
         elif may_be_own(item.key, self.groups, self.fields):
-            out.assignments.append(item)  # its group tells whether it is a setting, once it is known who is chosen
+            out.assignments.append(item)  # checked against its group once the chosen entry is known
         elif item.key in self.groups:
-            if item.delete or item.value not in ({}, None):  # null: a group of which nothing is set
+            if item.delete or item.value not in ({}, None):  # null: a group without any value set
                 what = "deleted" if item.delete else f"set to {show(item.value)}"
                 out.faults.append(
                     f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it"
@@ -174,7 +174,7 @@ class KeyBook:
             out.faults.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
 
     def _weigh(self, item: Assignment, entry: Pending, default: Any, out: Outcome) -> None:
-        """A key that waits: harmless at its default, refused otherwise."""
+        """Handle a key that is not supported yet: accepted at its default, refused otherwise."""
         if item.key in self.fields:
             out.assignments.append(item)
             default = default_of(self.fields[item.key])
@@ -185,7 +185,7 @@ class KeyBook:
         )
 
     def suggest(self, name: str) -> str:
-        """Nearest valid keys for an unknown one: by whole name, and by equal last part."""
+        """The nearest valid keys for an unknown one: by whole name, and by equal last part."""
         known = self.known()
         last = name.rsplit(".", 1)[-1]
         same_end = [key for key in known if key.rsplit(".", 1)[-1] == last and key in self.fields]
@@ -200,7 +200,7 @@ def _likeness(first: str, second: str) -> float:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether a value means the default, in whatever spelling it was written."""
+    """Whether a value means the default, in any spelling."""
     if isinstance(value, list | tuple) and isinstance(default, list | tuple):
         return list(value) == list(default)
     if isinstance(value, str) and not isinstance(default, str):

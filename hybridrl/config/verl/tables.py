@@ -1,4 +1,4 @@
-"""What is known about verl's keys that no group of the schema declares: the YAML files next to this module, typed."""
+"""Typed access to the YAML files next to this module, which list verl's keys that no group of the schema declares."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +21,11 @@ class Alias:
     roots: Sequence[str] = _PPO
 
     def target(self, name: str) -> str | None:
-        """The present name of `name`, which is the old key or lies below it."""
+        """The current name of `name`, which is the old key or a key below it."""
         return None if self.new is None else self.new + name[len(self.old) :]
 
     def translated(self, value: Any) -> Any:
-        """The value under the present name; KeyError where it cannot be used."""
+        """The value under the current name; raises KeyError if it cannot be used."""
         return value if self.values is None else self.values[str(value).lower()]
 
 
@@ -79,7 +79,7 @@ def aliases() -> tuple[Alias, ...]:
 
 @functools.cache
 def pending() -> tuple[Pending, ...]:
-    """Settings that wait to be built."""
+    """Settings that are not supported yet."""
     return tuple(Pending(**entry) for entry in _read("pending"))
 
 
@@ -90,7 +90,7 @@ def unselected() -> tuple[Unselected, ...]:
 
 
 def _read(name: str) -> Any:
-    import yaml  # only where a configuration is composed: every process of a run imports the schema
+    import yaml  # imported only to compose a configuration: every process of a run imports the schema
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"), Loader=loader)
