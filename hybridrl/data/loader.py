@@ -351,7 +351,7 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[tor
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """Return 0, 1, 2, ... over the tokens that the mask keeps, and 0 on the padding before them. `[B, S]` -> `[B, S]`."""
+    """Return 0, 1, 2, ... over the tokens that the mask keeps, 0 on the padding before them. `[B, S]` -> `[B, S]`."""
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 

@@ -103,7 +103,7 @@ class TrainingRun:
         return self._stop.requested is not None
 
     def due(self, frequency: int) -> bool:
-        """Return whether an action is due that is done every `frequency` steps (never if not positive) and at the end."""
+        """Return whether an action is due that runs every `frequency` steps (never if not positive) and at the end."""
         return frequency > 0 and (self.step % frequency == 0 or self.step >= self.total_steps)
 
     def batches(self, loader: StatefulLoader) -> Iterator[DataProto]:

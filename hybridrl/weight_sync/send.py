@@ -169,7 +169,7 @@ class SharedMemoryLane(Lane):
 
 
 class CudaIpcLane(Lane):
-    """Sends to the engines on the trainer's own GPUs. All ranks take part; the first rank of each replica notifies it."""
+    """Sends to engines on the trainer's own GPUs. All ranks take part; the first rank of each replica notifies it."""
 
     kind: LaneKind = "cuda_ipc"
 

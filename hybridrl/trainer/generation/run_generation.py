@@ -102,7 +102,7 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _weights(path: str) -> str:
-    """Return a digest that changes when the model's files are replaced. It covers names, sizes and times, not contents."""
+    """Return a digest that changes when the model's files are replaced: of names, sizes and times, not contents."""
     folder = Path(path).expanduser()
     files = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS) if path and folder.is_dir() else []
     return digest([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
