@@ -1,6 +1,6 @@
-"""What a list of chat messages is, and the token ids of rendered text: alike in training, validation and serving.
+"""Chat messages, and the token ids of rendered text, the same in training, validation and serving.
 
-The text is tokenised without adding special tokens: the chat template has written them already, and a second BOS would
+The text is tokenised without adding special tokens. The chat template has already written them, and a second BOS would
 change what the model sees.
 """
 
@@ -18,7 +18,7 @@ _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
 def fault_in_messages(value: Any) -> str | None:
-    """What keeps `value` from being a list of chat messages, or None if it is one."""
+    """Return why `value` is not a list of chat messages, or None if it is one."""
     if isinstance(value, str):
         return (
             f"it is text ({value[:60]!r}{'...' if len(value) > 60 else ''}), not a list of messages; write {_EXAMPLE}"
@@ -54,14 +54,14 @@ def _fault_in_parts(content: Any) -> str | None:
 
 
 def clean_messages(value: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages without the None entries that parquet adds to make all rows of one shape."""
+    """Return the messages without the None entries that parquet adds to give all rows the same fields."""
     return [
         {name: item for name, item in message.items() if item is not None or name == "content"} for message in value
     ]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of rendered texts; no special tokens are added."""
+    """Return the token ids of rendered texts. No special tokens are added."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)

@@ -1,4 +1,4 @@
-"""What the rest of the library wants to know of a model: the tokens that end a response, and which model it is."""
+"""Facts about a model that the rest of the library needs: the tokens that end a response, and the model's identity."""
 
 import contextlib
 import hashlib
@@ -15,22 +15,23 @@ from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that a `model` group of the configuration names."""
+    """Load the tokenizer that a `model` group of the configuration names."""
     return load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
 
 
 def config_of(model: ModelConfig) -> PreTrainedConfig:
-    """The Hugging Face configuration that a `model` group of the configuration names."""
+    """Load the Hugging Face configuration that a `model` group of the configuration names."""
     return load_model_config(
         model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
     )
 
 
 def checked_identity(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The `model_identity` of a `model` group, once it is certain that there are weights and that the tokenizer fits.
+    """Return the `model_identity` of a `model` group, after checking that there are weights and the tokenizer fits.
 
     Raises:
-        ModelError: no readable configuration, no weights, or a tokenizer with more tokens than the model.
+        ModelError: there is no readable configuration, there are no weights, or the tokenizer has more tokens than the
+            model.
     """
     config = config_of(model)
     check_weights(model.path)
@@ -41,15 +42,15 @@ def checked_identity(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def check_same_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
-    """Refuse a model whose tokenizer gives other ids than the one that made the batches.
+    """Refuse a model whose tokenizer gives other ids than the tokenizer that made the batches.
 
     Args:
         model: the other model's group.
-        tokenizer: that of the policy.
+        tokenizer: the policy's tokenizer.
         key: the group's name in the configuration, e.g. `critic.model`.
 
     Raises:
-        ModelError: it has no readable tokenizer, or one with another vocabulary; the first difference is named.
+        ModelError: it has no readable tokenizer, or one with another vocabulary; the error names the first difference.
     """
     ours, theirs = tokenizer.get_vocab(), tokenizer_of(model).get_vocab()
     if ours == theirs:
@@ -64,13 +65,13 @@ def check_same_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase,
 
 
 def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) -> list[int]:
-    """Every id that the tokenizer, the generation config or the model config calls an end of sequence, ascending.
+    """Return every id that the tokenizer, the generation config or the model config names as EOS, ascending.
 
-    Chat models often name several (end of turn, end of text), and not all in one place; a response ends at the first of
-    any.
+    Chat models often name several (end of turn, end of text), and not all in one place. A response ends at the first
+    occurrence of any of them.
 
     Args:
-        path: where the model lies; its `generation_config.json` is read if there is one.
+        path: the model's directory; its `generation_config.json` is read if it exists.
         config: the model's configuration.
         tokenizer: has `eos_token_id`.
     """
@@ -85,7 +86,7 @@ def eos_token_ids(path: str | Path, config: PreTrainedConfig, tokenizer: Any) ->
 
 
 def model_identity(config: PreTrainedConfig, tokenizer: Any) -> dict[str, Any]:
-    """What must agree between a checkpoint and the run that resumes from it: architecture, sizes and vocabulary.
+    """Return what must agree between a checkpoint and the run that resumes from it: architecture, sizes, vocabulary.
 
     Returns:
         Plain data: `model_type`, the sizes that the configuration names, and a digest of the vocabulary.

@@ -1,8 +1,8 @@
-"""Hugging Face configurations and models: read, built without weights, loaded.
+"""Reads Hugging Face configurations, and builds models with or without weights.
 
 A model is built in one of two ways. A rank that holds the weights gets them from `load_...` (`from_pretrained`,
-which also knows how a checkpoint's names map onto the module). A rank that will receive its share from another
-builds an empty one on the meta device, which costs no memory and next to no time.
+which also knows how a checkpoint's names map onto the module). A rank that will receive its shards from another rank
+builds an empty model on the meta device, which takes no memory and almost no time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ DTYPES = {
 
 
 def resolve_dtype(name: str, key: str) -> torch.dtype:
-    """The torch dtype of a configured name; `auto` is bfloat16 on a GPU and float32 on a CPU.
+    """Return the torch dtype of a configured name. `auto` is bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
-        ModelError: the name is not known; the message names the configuration key.
+        ModelError: the name is unknown; the error names the configuration key.
     """
     if name == "auto":
         return torch.bfloat16 if device.is_gpu() else torch.float32
@@ -47,7 +47,7 @@ def resolve_dtype(name: str, key: str) -> torch.dtype:
 
 
 def attention_implementation(override: Mapping[str, Any]) -> str:
-    """What attention is computed with: the override's `attn_implementation`, else flash attention 2, else sdpa."""
+    """Choose the attention implementation: the override's `attn_implementation`, else flash attention 2, else sdpa."""
     chosen = override.get("attn_implementation")
     if chosen is not None:
         return str(chosen)
@@ -57,19 +57,19 @@ def attention_implementation(override: Mapping[str, Any]) -> str:
 def load_model_config(
     path: str | Path, trust_remote_code: bool = False, override: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """Read a model's `config.json` and lay `override` over it; nested mappings are merged.
+    """Read a model's `config.json` and apply `override` to it. Nested mappings are merged.
 
-    Dropout is switched off: the old and the new log-probabilities of a token have to come from the same function, or
-    the very first importance ratio is not 1.
+    Dropout is switched off, because the old and new log-probabilities of a token must come from the same function.
+    Otherwise the first importance ratio would not be 1.
 
     Raises:
-        ModelError: no such directory, no readable configuration, or an override of a field that the model does not
-            have.
+        ModelError: there is no such directory or no readable configuration, or `override` has a field that the model
+            does not have.
     """
     source = checked_source(path)
     try:
         config = AutoConfig.from_pretrained(source, **({"trust_remote_code": True} if trust_remote_code else {}))
-    except Exception as error:  # transformers raises whatever the broken file provokes
+    except Exception as error:  # transformers may raise anything for a broken file
         raise ModelError(
             f"the model configuration of {source} cannot be read: {type(error).__name__}: {error}"
         ) from error
@@ -85,10 +85,10 @@ def load_model_config(
 
 
 def checked_source(path: str | Path) -> str | Path:
-    """The directory as a path, or a hub name as it is.
+    """Return a local directory as a path, and a hub name unchanged.
 
     Raises:
-        ModelError: a local directory that does not exist or has no `config.json`.
+        ModelError: a local directory does not exist or has no `config.json`.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -107,7 +107,7 @@ def checked_source(path: str | Path) -> str | Path:
 
 
 def check_weights(path: str | Path) -> None:
-    """Raise `ModelError` for a local directory that holds a configuration but no weights."""
+    """Raise `ModelError` for a local directory that has a configuration but no weights."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(
@@ -119,7 +119,7 @@ def check_weights(path: str | Path) -> None:
 def build_language_model(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal language model without weights: parameters and buffers lie on the meta device."""
+    """Build a causal language model without weights: parameters and buffers are on the meta device."""
     with torch.device("meta"), _default_dtype(dtype):
         options = {"trust_remote_code": True} if trust_remote_code else {}
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
@@ -128,10 +128,10 @@ def build_language_model(
 def load_language_model(
     path: str | Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal language model with its weights in `dtype`, in main memory.
+    """Load a causal language model with its weights in `dtype`, in main memory.
 
     Raises:
-        ModelError: no weights, or weights that do not fit the configuration: missing names or other shapes.
+        ModelError: there are no weights, or they do not fit the configuration (missing names or other shapes).
     """
     return load_pretrained(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
 
@@ -144,7 +144,7 @@ def load_pretrained(
     trust_remote_code: bool = False,
     may_miss: str | None = None,
 ) -> Any:
-    """`auto_class.from_pretrained`, with whatever goes wrong turned into a `ModelError`."""
+    """Call `auto_class.from_pretrained`, and turn any failure into a `ModelError`."""
     source = checked_source(path)
     check_weights(source)
     options = {"trust_remote_code": True} if trust_remote_code else {}
@@ -153,7 +153,7 @@ def load_pretrained(
             model, report = auto_class.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
-    except Exception as error:  # transformers raises whatever the broken file provokes
+    except Exception as error:  # transformers may raise anything for a broken file
         raise ModelError(f"the weights of {source} cannot be loaded: {type(error).__name__}: {error}") from error
     missing = sorted(name for name in report["missing_keys"] if may_miss is None or not name.startswith(may_miss))
     if missing:
@@ -165,7 +165,7 @@ def load_pretrained(
 
 
 def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
-    """Class names of the blocks that are sharded each on their own: the configured ones, else the model's own list."""
+    """Return the class names of the blocks that are sharded separately: the configured ones, else the model's list."""
     if configured:
         return {configured} if isinstance(configured, str) else set(configured)
     names: set[str] = set()
@@ -177,10 +177,10 @@ def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
 def to_checkpoint_names(
     model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole parameters by the names, and in the pieces, that the model's checkpoints have.
+    """Yield whole parameters under the names, and in the form, that the model's checkpoints use.
 
-    For most architectures these are the module's own. Others keep some weights in another form than their
-    checkpoints do (all experts of a layer in one tensor, say); these are turned back a layer at a time.
+    For most architectures these are the module's own. Some modules keep weights in another form than their checkpoints
+    (for example, all experts of a layer in one tensor). These are converted back one layer at a time.
     """
     if not _has_conversions(model):
         yield from tensors
@@ -235,7 +235,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Keep the bar of every rank's model load off the console."""
+    """Hide the progress bar of every rank's model load."""
     from transformers.utils import logging as hf_logging
 
     was_on = hf_logging.is_progress_bar_enabled()
@@ -250,7 +250,7 @@ def _no_progress_bar() -> Iterator[None]:
 def save_language_model(
     state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path, trust_remote_code: bool = False
 ) -> None:
-    """Write configuration and whole weights (by the module's names, tied ones once) for `from_pretrained`."""
+    """Write configuration and whole weights (under the module's names, tied ones once) for `from_pretrained`."""
     twin = build_language_model(config, torch.float32, trust_remote_code)
     twin.load_state_dict(dict(state), strict=False, assign=True)
     twin.tie_weights()

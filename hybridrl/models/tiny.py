@@ -1,9 +1,9 @@
-"""Build a tiny Qwen2 and a character tokenizer locally: a model for laptops, tests and machines without a hub.
+"""Builds a tiny Qwen2 and a character tokenizer locally, for laptops, tests and machines without a hub.
 
     python -m hybridrl.models.tiny --out DIR [--hidden 128] [--layers 2] [--seed 0] ...
 
 The weights are random. The tokenizer has one token for every byte (so every ASCII character is a token, and any text
-survives a round trip), one for each chat role and one for `####`, the mark that answers carry.
+survives a round trip), one for each chat role and one for `####`, which marks answers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerBase:
-    """The character tokenizer: 264 tokens, chat template included.
+    """Build the character tokenizer: 264 tokens, with a chat template.
 
-    It is a byte-level BPE without merges in the class that `AutoTokenizer` picks for a qwen2 directory. Any other
-    tokenizer saved next to a Qwen2 is rebuilt by transformers 5 as a `Qwen2Tokenizer`, which then drops spaces and
-    newlines without a word.
+    It is a byte-level BPE without merges, in the class that `AutoTokenizer` picks for a qwen2 directory. transformers 5
+    rebuilds any other tokenizer saved next to a Qwen2 as a `Qwen2Tokenizer`, which then silently drops spaces and
+    newlines.
     """
     from tokenizers import AddedToken
     from tokenizers.pre_tokenizers import ByteLevel
@@ -73,10 +73,10 @@ def build_tiny_model(
     0.36 M parameters. The same arguments give the same weights, bit for bit.
 
     Args:
-        out: folder to write; made if missing.
+        out: folder to write into; created if missing.
         hidden: model width; `heads` must divide it.
         layers: number of transformer layers.
-        intermediate: width of the MLP, `2 * hidden` if None.
+        intermediate: width of the MLP; `2 * hidden` if None.
         heads: attention heads; `kv_heads` must divide it.
         kv_heads: key/value heads.
         seed: seed of the initial weights.
@@ -117,7 +117,7 @@ def build_tiny_model(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line of this module."""
+    """Run the command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m hybridrl.models.tiny", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True, help="folder to write the model and its tokenizer into")
     parser.add_argument("--hidden", type=int, default=128, help="model width (128)")

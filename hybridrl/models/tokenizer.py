@@ -1,8 +1,8 @@
-"""Loading a tokenizer, and refusing one that loses text.
+"""Loads a tokenizer, and refuses one that loses text.
 
-Whatever a policy reads and whatever a reward function judges passes through the tokenizer. One that silently drops
-spaces or newlines makes a run that looks healthy and learns nothing, so text has to survive a round trip before a
-run starts.
+Everything that a policy reads and that a reward function scores passes through the tokenizer. A run with a tokenizer
+that silently drops spaces or newlines looks healthy and learns nothing. Text therefore has to survive a round trip
+before a run starts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-# Classes that mean "tokenizer.json as it stands".
+# Classes that mean "use tokenizer.json as it is".
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Words, digits, single and double spaces, newlines, signs: what prompts, answers and chat templates are made of.
+# Words, digits, single and double spaces, newlines, signs: the parts of prompts, answers and chat templates.
 PROBES = ("Sort: 31524 7", "#### 12345", "one two\nthree\n\nfour", "x = (1 + 2) * 3 - 4 / 5", "a  b", "Yes, it is 42!")
 
 
@@ -37,9 +37,9 @@ def load_tokenizer(
     """Load the tokenizer of a model directory (or of a hub name) for left-padded prompts.
 
     A directory whose `tokenizer_config.json` records a generic class (`PreTrainedTokenizerFast`,
-    `TokenizersBackend`) is loaded from its `tokenizer.json` as it stands: `AutoTokenizer` would go by the
-    model's type instead and rebuild, for a `qwen2` model, a `Qwen2Tokenizer` that drops every piece which
-    byte-pair encoding cannot reach, spaces and newlines among them.
+    `TokenizersBackend`) is loaded from its `tokenizer.json` unchanged. `AutoTokenizer` would use the model's type
+    instead. For a `qwen2` model it would rebuild a `Qwen2Tokenizer` that drops every piece that byte-pair encoding
+    cannot reach, including spaces and newlines.
 
     Args:
         path: A directory, or a name on the model hub.
@@ -47,11 +47,11 @@ def load_tokenizer(
         custom_chat_template: A Jinja chat template that replaces the tokenizer's own.
 
     Returns:
-        A tokenizer that pads on the left and has a pad token. Without one of its own it pads with its EOS token:
-        masks, never comparisons with the pad id, say what is padding.
+        A tokenizer that pads on the left and has a pad token. If it has no pad token of its own, it pads with its EOS
+        token; padding is marked by masks, never by comparison with the pad id.
 
     Raises:
-        ModelError: there is no tokenizer, it has neither pad nor EOS token, or text does not survive encoding and
+        ModelError: there is no tokenizer, it has neither a pad nor an EOS token, or text does not survive encoding and
             decoding.
     """
     folder = Path(path).expanduser()
@@ -83,11 +83,11 @@ def load_tokenizer(
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     """Refuse a tokenizer that loses text.
 
-    Characters which the tokenizer openly answers with its unknown token are left out: a small vocabulary is the
-    user's choice.
+    Characters that the tokenizer maps to its unknown token are left out, because a small vocabulary is the user's
+    choice.
 
     Raises:
-        ModelError: names the text that was lost and the usual cause.
+        ModelError: text was lost; the error names the text and the usual cause.
     """
     for probe in PROBES:
         text = "".join(char for char in probe if char.isspace() or not _is_unknown(tokenizer, char))
@@ -114,10 +114,10 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> No
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: str | Path) -> None:
-    """Refuse a tokenizer that gives ids which a model with `vocabulary` embeddings does not have.
+    """Refuse a tokenizer that gives ids that a model with `vocabulary` embeddings does not have.
 
     Raises:
-        ModelError: names the largest id.
+        ModelError: the tokenizer has such ids; the error names the largest.
     """
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= vocabulary:
@@ -129,7 +129,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int, path: 
 
 
 def looks_local(path: str | Path) -> bool:
-    """Whether a name is meant as a path of this machine and not as `organisation/model` of a hub."""
+    """Return whether a name is meant as a path on this machine and not as `organisation/model` on a hub."""
     text = str(path)
     return isinstance(path, Path) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or not text
 
@@ -141,7 +141,7 @@ def _from_pretrained(path: str | Path, trust_remote_code: bool) -> PreTrainedTok
     options = {"trust_remote_code": True} if trust_remote_code else {}
     try:
         return loader.from_pretrained(path, **options)
-    except Exception as error:  # transformers raises whatever the broken file provokes
+    except Exception as error:  # transformers may raise anything for a broken file
         raise ModelError(f"the tokenizer of {path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 

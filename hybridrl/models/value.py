@@ -1,8 +1,8 @@
 """A value model: any Hugging Face backbone with a scalar head.
 
-Its parameters carry the names of the architecture's own `...ForTokenClassification` with one label
-(`model.layers...`, `score.weight`), so that a saved critic opens with `AutoModelForTokenClassification` and a
-saved reward model of that kind opens here.
+Its parameters have the names of the architecture's own `...ForTokenClassification` with one label
+(`model.layers...`, `score.weight`). A saved critic can therefore be loaded with `AutoModelForTokenClassification`, and
+a saved reward model of that kind can be loaded here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAD_NAME = "score"
 
 
 class ValueHead(nn.Linear):
-    """A linear map to one number, computed in float32: in bfloat16 a value would keep 8 bits of precision."""
+    """A linear map to one number, computed in float32. In bfloat16 a value would have only 8 bits of precision."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -30,7 +30,7 @@ class ValueHead(nn.Linear):
 
 
 class ValueModel(nn.Module):
-    """Backbone and head. `model(...)` gives an object whose `logits [..., 1]` are the values in float32."""
+    """Backbone and head. `model(...)` returns an object whose `logits [..., 1]` are the values in float32."""
 
     def __init__(self, backbone: nn.Module, config: PreTrainedConfig):
         super().__init__()
@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
             config.get_text_config().hidden_size, 1, bias=True, device=weight.device, dtype=torch.float32
         )
         if weight.device.type != "meta":
-            # Values start at exactly 0: no arbitrary noise in the first advantages.
+            # Values start at exactly 0, so that the first advantages contain no arbitrary noise.
             nn.init.zeros_(self.score.weight)
             nn.init.zeros_(self.score.bias)
 
@@ -64,13 +64,13 @@ class ValueModel(nn.Module):
         self.backbone.gradient_checkpointing_enable(**options)  # type: ignore[operator]
 
     def forward(self, input_ids: torch.Tensor, **options: Any) -> SimpleNamespace:
-        """`options` go to the backbone: attention_mask, position_ids, use_cache."""
+        """Compute the values. `options` go to the backbone: attention_mask, position_ids, use_cache."""
         hidden = self.backbone(input_ids=input_ids, **options).last_hidden_state
         return SimpleNamespace(logits=self.score(hidden))
 
 
 def build_value_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> ValueModel:
-    """A value model without weights, on the meta device."""
+    """Build a value model without weights, on the meta device."""
     with torch.device("meta"):
         backbone = AutoModel.from_config(
             config, dtype=dtype, **({"trust_remote_code": True} if trust_remote_code else {})
@@ -81,11 +81,12 @@ def build_value_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote
 def load_value_model(
     path: str | Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> ValueModel:
-    """A value model on the weights at `path`: of a language model (the head starts at 0) or of a saved value or
-    reward model.
+    """Load a value model from the weights at `path`.
+
+    They may be those of a language model (the head starts at 0), or of a saved value or reward model.
 
     Raises:
-        ModelError: no weights, or weights that do not fit the configuration.
+        ModelError: there are no weights, or they do not fit the configuration.
     """
     backbone = load_pretrained(AutoModel, path, config, dtype, trust_remote_code)
     model = ValueModel(backbone, config)
@@ -96,7 +97,7 @@ def load_value_model(
 
 
 def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration to save next to a value model's weights: that of a token classifier with one label."""
+    """Return the configuration to save with a value model's weights: that of a token classifier with one label."""
     saved = type(config).from_dict(config.to_dict())
     saved.num_labels = 1
     name = type(config)
@@ -106,7 +107,7 @@ def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _read_head(folder: Path) -> dict[str, torch.Tensor]:
-    """The head's tensors in a directory's safetensors files, by `weight` and `bias`; empty where there are none."""
+    """Read the head's tensors from a directory's safetensors files, by `weight` and `bias`; empty if there are none."""
     from safetensors import safe_open
 
     found: dict[str, torch.Tensor] = {}

@@ -1,8 +1,8 @@
-"""Tracking services behind one interface. A service's package is imported only when its class is made.
+"""Tracking services with one interface. A service's package is imported only when its class is instantiated.
 
-Each class opens in its constructor, and from then on takes metrics and samples of a step. Services that cannot take
-back what they were sent (`can_cut` False) are not sent a step again after a resume: the repeated step has the same
-numbers. `memory` is a small dict that the run folder keeps, so that a resumed run goes on in the same online run.
+Each class connects in its constructor and then accepts the metrics and samples of each step. Services that cannot
+delete what they were sent (`can_cut` False) are not sent a step again after a resume, because the repeated step has the
+same numbers. `memory` is a small dict kept in the run folder, so that a resumed run continues the same online run.
 """
 
 import os
@@ -18,7 +18,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Backend(Protocol):
-    """What `Tracking` asks of a service."""
+    """The interface that `Tracking` requires of a service."""
 
     can_cut: bool
 
@@ -26,17 +26,17 @@ class Backend(Protocol):
         """Send the metrics of a step."""
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        """Send samples: rows with equal keys."""
+        """Send samples: rows with the same keys."""
 
     def cut_after(self, step: int) -> None:
-        """Forget later steps; called only where `can_cut`."""
+        """Delete later steps. Called only if `can_cut`."""
 
     def finish(self, failed: bool) -> None:
-        """Send what is left and close."""
+        """Send what is pending and close."""
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one level, keys joined by dots: `{"actor": {"lr": 1}}` -> `{"actor.lr": 1}`."""
+    """Flatten nested settings, with keys joined by dots: `{"actor": {"lr": 1}}` -> `{"actor.lr": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -47,7 +47,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _cells(rows: Rows) -> tuple[list[str], list[list[Any]]]:
-    """Column names and rows; whatever is no number or text becomes text."""
+    """Return column names and rows. Anything that is not a number or text becomes text."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
 
     def cell(value: Any) -> Any:
@@ -66,7 +66,7 @@ def _markdown(rows: Rows) -> str:
 
 
 class _Permanent:
-    """Part of the services that keep what they got."""
+    """Base of the services that cannot delete what they received."""
 
     can_cut = False
 
@@ -75,7 +75,7 @@ class _Permanent:
 
 
 class TensorboardBackend:
-    """Event files in `<run folder>/tensorboard`, or where `TENSORBOARD_DIR` says."""
+    """Event files in `<run folder>/tensorboard`, or in `TENSORBOARD_DIR`."""
 
     can_cut = True
 
@@ -98,7 +98,7 @@ class TensorboardBackend:
         self._writer.flush()
 
     def cut_after(self, step: int) -> None:
-        # Readers drop what earlier files have from the purge step on.
+        # Readers drop the entries of earlier files from the purge step on.
         self._writer.close()
         self._open(step + 1)
 
@@ -107,7 +107,7 @@ class TensorboardBackend:
 
 
 class WandbBackend(_Permanent):
-    """Weights & Biases; its own environment variables (WANDB_MODE, WANDB_ENTITY, WANDB_API_KEY, ...) act as ever."""
+    """Weights & Biases. Its environment variables (WANDB_MODE, WANDB_ENTITY, WANDB_API_KEY, ...) apply as usual."""
 
     def __init__(self, project: str, experiment: str, folder: Path, config: Mapping[str, Any], memory: dict) -> None:
         import wandb
@@ -118,7 +118,7 @@ class WandbBackend(_Permanent):
             project=project,
             name=experiment,
             id=memory["id"],
-            # Only an online run can be continued; offline the option is refused with a warning.
+            # Only an online run can be continued. An offline run refuses the option with a warning.
             resume=None if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") else "allow",
             dir=str(folder),
             config=dict(config),
@@ -138,7 +138,7 @@ class WandbBackend(_Permanent):
 class MlflowBackend(_Permanent):
     """MLflow at `MLFLOW_TRACKING_URI`, or in `<run folder>/mlflow.db`."""
 
-    # MLflow takes letters, digits and _-./: and blanks.
+    # MLflow accepts letters, digits, _-./: and spaces.
     _NAMES = str.maketrans({"@": "_at_"})
     _MAX_PARAM, _PARAMS_A_CALL, _METRICS_A_CALL = 500, 100, 1000
 
@@ -155,7 +155,7 @@ class MlflowBackend(_Permanent):
             return
         known = self._client.get_experiment_by_name(project)
         if known is None:
-            # The sqlite store is ours alone: keep artifacts next to it rather than in the working directory.
+            # The sqlite store belongs to this run, so keep artifacts next to it and not in the working directory.
             place = None if os.environ.get("MLFLOW_TRACKING_URI") else (folder.resolve() / "mlartifacts").as_uri()
             experiment_id = self._client.create_experiment(project, artifact_location=place)
         else:
@@ -186,7 +186,7 @@ class MlflowBackend(_Permanent):
 
 
 class SwanlabBackend(_Permanent):
-    """SwanLab; `SWANLAB_MODE` (online, local, offline, disabled) and `SWANLAB_API_KEY` act as ever."""
+    """SwanLab. `SWANLAB_MODE` (online, local, offline, disabled) and `SWANLAB_API_KEY` apply as usual."""
 
     def __init__(self, project: str, experiment: str, folder: Path, config: Mapping[str, Any], memory: dict) -> None:
         import swanlab
@@ -242,7 +242,7 @@ class TrackioBackend(_Permanent):
 
 
 class ClearmlBackend(_Permanent):
-    """ClearML; `CLEARML_*` variables and clearml.conf act as ever."""
+    """ClearML. `CLEARML_*` variables and clearml.conf apply as usual."""
 
     def __init__(self, project: str, experiment: str, folder: Path, config: Mapping[str, Any], memory: dict) -> None:
         from clearml import Task  # type: ignore[import-not-found,unused-ignore]

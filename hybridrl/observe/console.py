@@ -1,4 +1,4 @@
-"""The run on the user's screen: a progress bar where there is a terminal, one plain line per step in any case."""
+"""Console output of a run: a progress bar on a terminal, and one plain line per step everywhere."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-# Metric, label, format: what a step's line shows of what the step has, in this order.
+# Metric, label, format: a step's line shows those that the step has, in this order.
 IMPORTANT = (
     ("critic/score/mean", "score", ".3f"),
     ("critic/rewards/mean", "reward", ".3f"),
@@ -31,7 +31,7 @@ _VALIDATION = ("val-core/", "val/loss")
 
 
 def is_terminal(stream: IO[str]) -> bool:
-    """Whether cursor movements make sense on this stream."""
+    """Return whether the stream supports cursor movements."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
@@ -40,9 +40,9 @@ def _format(value: float, spec: str) -> str:
 
 
 def step_line(metrics: Mapping[str, float], step: int, total: int | None) -> str:
-    """The important metrics of a step; empty where it has none of them.
+    """Return the important metrics of a step; empty if it has none of them.
 
-    The reward is shown only where it differs from the score (where a KL penalty is part of it).
+    The reward is shown only if it differs from the score (if it includes a KL penalty).
     """
     width = len(str(total)) if total else 1
     parts = []
@@ -59,7 +59,7 @@ def step_line(metrics: Mapping[str, float], step: int, total: int | None) -> str
 
 
 def validation_line(metrics: Mapping[str, float], step: int, total: int | None) -> str:
-    """The core validation metrics of a step; empty where there are none."""
+    """Return the core validation metrics of a step; empty if there are none."""
     width = len(str(total)) if total else 1
     parts = []
     for name, value in metrics.items():
@@ -69,15 +69,15 @@ def validation_line(metrics: Mapping[str, float], step: int, total: int | None) 
 
 
 class ConsoleLogger:
-    """Prints the lines; on a terminal a progress bar stays below them.
+    """Prints the lines, with a progress bar below them on a terminal.
 
-    Without a terminal (a pipe, a log file, a batch job) every line goes out at once and plain, without control
+    Without a terminal (a pipe, a log file, a batch job) every line is printed at once, as plain text without control
     characters.
 
     Args:
-        total: steps of the run, for the bar and `step 3/150`; None where unknown.
-        stream: where to print; by default whatever stdout is when a line is printed.
-        bar: whether a terminal gets the bar.
+        total: number of steps of the run, for the bar and `step 3/150`; None if unknown.
+        stream: where to print; by default, stdout at the time of printing.
+        bar: whether a terminal shows the bar.
     """
 
     can_cut = True
@@ -102,7 +102,7 @@ class ConsoleLogger:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Print a step's line, and its validation's."""
+        """Print a step's line and its validation line."""
         line, validation = step_line(metrics, step, self._total), validation_line(metrics, step, self._total)
         for text, style in ((line, ""), (validation, "bold green")):
             if text:
@@ -111,15 +111,15 @@ class ConsoleLogger:
             self._progress.update(self._task, completed=step)
 
     def status(self, text: str) -> None:
-        """What the run is doing now, left of the bar; without a terminal nothing."""
+        """Show what the run is doing, to the left of the bar. Without a terminal, do nothing."""
         if self._progress is not None:
             self._progress.update(self._task, description=text)
 
     def log_generations(self, rows: Any, step: int) -> None:
-        """Samples are not for the screen; the dumps have them."""
+        """Do nothing: samples are in the dumps, not on the console."""
 
     def cut_after(self, step: int) -> None:
-        """Go on from a step: the bar starts there."""
+        """Continue from a step: the bar starts there."""
         if self._progress is not None:
             self._progress.update(self._task, completed=max(0, step))
 
@@ -130,7 +130,7 @@ class ConsoleLogger:
             print(text, file=self._stream or sys.stdout, flush=True)
 
     def finish(self, failed: bool) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -20,21 +20,21 @@ def dump_generations(
     gts: Sequence[Any] | None = None,
     extra: Mapping[str, Sequence[Any]] | None = None,
 ) -> Path:
-    """Write the samples of one step, one a line, as a whole file or not at all.
+    """Write the samples of one step atomically, one per line.
 
     A line holds `input`, `output`, `gts`, `score`, `step` and the columns of `extra` (`uid`, what the reward function
-    returned, ...). Values that JSON does not know are written as lists, numbers or text.
+    returned, ...). Values that JSON does not support are written as lists, numbers or text.
 
     Args:
-        folder: made where it is missing.
+        folder: created if missing.
         inputs, outputs, scores, gts: one per sample; `gts` are the ground truths.
         extra: column -> one value per sample.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        ValueError: a column of another length, or one named like those above; it is named.
+        ValueError: a column has another length, or one of the names above; the error names it.
     """
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs}
     columns["gts"] = gts if gts is not None else [None] * len(inputs)
@@ -57,7 +57,7 @@ def dump_generations(
 
 
 def dumped_steps(folder: str | Path) -> list[int]:
-    """Steps that have a file, ascending."""
+    """Return the steps that have a file, ascending."""
     if not Path(folder).is_dir():
         return []
     matches = (_FILE.fullmatch(path.name) for path in Path(folder).iterdir())

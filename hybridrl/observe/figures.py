@@ -1,4 +1,4 @@
-"""The curves of a run as pictures. matplotlib is imported here, and here only."""
+"""The curves of a run as figures. This is the only module that imports matplotlib."""
 
 import base64
 import io
@@ -16,7 +16,7 @@ from hybridrl.observe.history import Curve, RunHistory
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#64748b")
-# Any: matplotlib types the keys as one literal of all its settings.
+# Any, because matplotlib types the keys as one literal of all its settings.
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -53,7 +53,7 @@ _MARKED_UP_TO, _SMOOTH_FROM = 12, 25
 class Panel:
     """One chart: `lines` are (metric, label).
 
-    `kind`: `noisy` (thin, with a smoothed line over it), `exact` (as it is), `points` (few values, marked), `stack`.
+    `kind` is `noisy` (thin, with a smoothed line over it), `exact` (as is), `points` (few values, marked) or `stack`.
     """
 
     title: str
@@ -85,7 +85,7 @@ _PANELS = (
 
 
 def panels(history: RunHistory) -> list[Panel]:
-    """The charts that this run has data for, the telling ones first."""
+    """Return the charts that this run has data for, the most informative first."""
     found = []
     for panel in _PANELS:
         lines = tuple((name, label) for name, label in panel.lines if _telling(history, name))
@@ -97,7 +97,7 @@ def panels(history: RunHistory) -> list[Panel]:
     if names:
         lines = tuple((name, name.removeprefix("val-core/")) for name in names)
         found.insert(min(1, len(found)), Panel("Validation", lines, "points"))
-    per_token = "timing_per_token_ms/"  # phases of roles that the user registered are known by it
+    per_token = "timing_per_token_ms/"  # the prefix also finds phases of roles that the user registered
     named = [name.removeprefix(per_token) for name in history.curves if name.startswith(per_token)]
     known = dict.fromkeys([*_PHASES, *named])
     phases = tuple((f"timing_s/{name}", name) for name in known if history.curve(f"timing_s/{name}"))
@@ -109,13 +109,13 @@ def panels(history: RunHistory) -> list[Panel]:
 
 
 def _telling(history: RunHistory, name: str) -> bool:
-    """Whether a metric has points, and not only zeros: with one update a batch nothing is ever clipped, for example."""
+    """Return whether a metric has points other than zeros. With one update per batch nothing is clipped."""
     curve = history.curve(name)
     return curve is not None and (name == history.reward() or bool(np.any(curve.values)))
 
 
 def _repeats(history: RunHistory, lines: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a panel's second line is its first one over again (rewards without a KL penalty are the scores)."""
+    """Return whether a panel's second line repeats its first (rewards without a KL penalty are the scores)."""
     if len(lines) != 2:
         return False
     first, second = history.curve(lines[0][0]), history.curve(lines[1][0])
@@ -123,9 +123,9 @@ def _repeats(history: RunHistory, lines: tuple[tuple[str, str], ...]) -> bool:
 
 
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
-    """Average of the neighbours of each point, weighted by a triangle `span` points wide to either side.
+    """Average the neighbours of each point, weighted by a triangle that is `span` points wide on either side.
 
-    Unlike a moving average of the past it does not lag behind; at the ends it averages what there is.
+    Unlike a moving average of past points it does not lag. At the ends it averages the existing points.
     """
     kernel = np.bartlett(2 * span + 1)
     total = np.convolve(values, kernel, mode="full")[span:-span]
@@ -165,7 +165,7 @@ def _draw_line(axes: Any, curve: Curve, label: str, colour: str, kind: str) -> N
 
 
 def _draw_stack(axes: Any, history: RunHistory, panel: Panel) -> None:
-    """Phases on top of each other, over the steps that any of them was measured in."""
+    """Draw the phases stacked, over the steps in which any of them was measured."""
     measured = {label: history.curve(name) for name, label in panel.lines}
     steps = sorted({int(step) for curve in measured.values() if curve for step in curve.steps})
     rows = []
@@ -183,7 +183,7 @@ def _draw_stack(axes: Any, history: RunHistory, panel: Panel) -> None:
 
 
 def panel_svg(history: RunHistory, panel: Panel) -> str:
-    """One chart as SVG, in base64 for a data URI."""
+    """Draw one chart as SVG, in base64 for a data URI."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.2, 2.9), layout="constrained")
         _draw(figure.subplots(), history, panel)
@@ -193,7 +193,7 @@ def panel_svg(history: RunHistory, panel: Panel) -> str:
 
 
 def write_png(history: RunHistory, path: Path, chosen: Sequence[Panel] | None = None) -> None:
-    """All charts in one picture, three in a row."""
+    """Write all charts into one image, three per row."""
     chosen = panels(history) if chosen is None else chosen
     columns = min(3, max(1, len(chosen)))
     rows = max(1, -(-len(chosen) // columns))

@@ -1,4 +1,4 @@
-"""What a run's folder has to tell, read for the report: curves by metric, settings, samples."""
+"""Reads a run's folder for the report: curves by metric, settings, samples."""
 
 import math
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from hybridrl.observe.dump import dumped_steps
 from hybridrl.observe.run_folder import CONFIG, VERSIONS
 from hybridrl.observe.tracking import METRICS
 
-# Metrics that have a better and a worse, by the start of their names.
+# Metrics with a better direction, by the prefix of their names.
 _HIGHER = ("val-core/", "critic/score/mean", "critic/rewards/mean", "perf/throughput")
 _LOWER = ("train/loss", "val/loss", "critic/vf_loss", "timing_s/", "response/aborted_ratio")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over the run: `steps [K]` ascending and `values [K]`, NaN and infinities left in."""
+    """A metric over the run: `steps [K]` ascending and `values [K]`, including NaN and infinities."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -39,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run's folder, read."""
+    """The contents of a run's folder."""
 
     folder: Path
     curves: dict[str, Curve]
@@ -58,34 +58,34 @@ class RunHistory:
         return " / ".join(str(name) for name in names if name) or self.folder.resolve().name
 
     def curve(self, name: str) -> Curve | None:
-        """The finite points of a metric; None where there are none."""
+        """Return the finite points of a metric; None if there are none."""
         curve = self.curves.get(name)
         finite = curve.finite if curve is not None else None
         return finite if finite is not None and len(finite) else None
 
     def validation(self) -> list[str]:
-        """Core validation metrics with points, mean@N first."""
+        """Return the core validation metrics that have points, mean@N first."""
         names = [name for name in self.curves if name.startswith("val-core/") and not name.endswith("/std")]
         return sorted((name for name in names if self.curve(name)), key=lambda name: ("/mean@" not in name, name))
 
     def reward(self) -> str | None:
-        """The metric that shows whether the run learns: mean score, else the training loss."""
+        """Return the metric that shows whether the run learns: the mean score, else the training loss."""
         names = ("critic/score/mean", "critic/rewards/mean", "train/loss")
         return next((name for name in names if self.curve(name)), None)
 
     def seconds(self) -> float | None:
-        """Time of all steps together, where it was measured."""
+        """Return the time of all steps together; None if it was not measured."""
         curve = self.curve("timing_s/step") or self.curve("perf/time_per_step")
         return float(curve.values.sum()) if curve else None
 
 
 def direction(name: str) -> int:
-    """+1 for a metric that should rise, -1 for one that should fall, 0 for one that has no better."""
+    """Return +1 for a metric that should rise, -1 for one that should fall, and 0 without a better direction."""
     return 1 if name.startswith(_HIGHER) else -1 if name.startswith(_LOWER) else 0
 
 
 def best(name: str, curve: Curve) -> tuple[float, int] | None:
-    """Best value of a finite curve and its step; None for a metric without a better."""
+    """Return the best value of a finite curve and its step; None for a metric without a better direction."""
     sign = direction(name)
     if sign == 0 or not len(curve):
         return None
@@ -96,10 +96,10 @@ def best(name: str, curve: Curve) -> tuple[float, int] | None:
 def load_history(folder: str | Path) -> RunHistory:
     """Read a run's folder.
 
-    Several lines of one step are put together, the later value of a metric wins. Settings and versions may be missing.
+    Several lines of one step are merged, and the later value of a metric wins. Settings and versions may be missing.
 
     Raises:
-        UserError: no such folder, no metrics in it, or a damaged line; file and line are named.
+        UserError: there is no such folder, it has no metrics, or a line is damaged; the error names file and line.
     """
     folder = Path(folder)
     path = folder / METRICS
@@ -137,9 +137,9 @@ def _config(text: str, folder: Path) -> dict[str, Any]:
 
 
 def first_and_last_samples(history: RunHistory, kind: str, count: int) -> list[tuple[int, list[dict[str, Any]]]]:
-    """The first rows of the first and of the last dump of `rollouts` or `validation`: `[(step, rows), ...]`.
+    """Return the first rows of the first and the last dump of `rollouts` or `validation`: `[(step, rows), ...]`.
 
-    Dumps lie in the run's folder or where the settings say.
+    Dumps are in the run's folder or in the folder that the settings name.
     """
     key = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
     trainer = history.config.get("trainer")
@@ -153,7 +153,7 @@ def first_and_last_samples(history: RunHistory, kind: str, count: int) -> list[t
 
 
 def show_number(value: float) -> str:
-    """A number for people: four significant digits, thousands separated, `nan` as it is."""
+    """Format a number for display: four significant digits, thousands separated, `nan` as it is."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e7:
@@ -164,7 +164,7 @@ def show_number(value: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`42 s`, `3 min 20 s`, `5 h 12 min`."""
+    """Format a duration: `42 s`, `3 min 20 s`, `5 h 12 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

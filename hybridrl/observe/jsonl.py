@@ -1,6 +1,6 @@
-"""JSON lines: one complete, strictly valid JSON object a line, whatever happens to the process.
+"""JSON lines: one complete, strictly valid JSON object per line, whatever happens to the process.
 
-Numbers that JSON does not have are written as the strings "NaN", "Infinity" and "-Infinity"; every JSON reader takes
+Numbers that JSON does not have are written as the strings "NaN", "Infinity" and "-Infinity". Every JSON reader accepts
 such a file, and equal values compare equal.
 """
 
@@ -20,7 +20,7 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON data: NumPy and torch numbers and arrays as numbers and lists, unknown objects as their text."""
+    """Convert `value` to JSON data: NumPy and torch values to numbers and lists, unknown objects to their text."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (np.generic, np.ndarray)):
@@ -41,12 +41,12 @@ def plain(value: Any) -> Any:
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One line, without the line's end."""
+    """Encode one line, without the newline."""
     return json.dumps(plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def number(value: Any) -> float | None:
-    """A number read back from a line, special ones included; None for what is none."""
+    """Return a number read from a line, including NaN and infinities; None if the value is not a number."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
@@ -55,16 +55,16 @@ def number(value: Any) -> float | None:
 
 
 class JsonLines:
-    """Appends records to a file. What a killed process left of a last line is removed first."""
+    """Appends records to a file. An incomplete last line, left by a killed process, is removed first."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_end(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open during the whole run)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record; the line has left the process when this returns."""
+        """Append one record. The line has left the process when this returns."""
         self._file.write(encode(record) + "\n")
         self._file.flush()
 
@@ -92,10 +92,10 @@ def _drop_torn_end(path: Path) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every record of a file; a last line without its end is not counted.
+    """Read every record of a file. A last line without a newline is ignored.
 
     Raises:
-        UserError: a line that is no JSON object; file and line are named.
+        UserError: a line is not a JSON object; the error names file and line.
     """
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     records = []
@@ -111,7 +111,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file with those records for which `keep` holds, atomically; lines are kept byte for byte."""
+    """Rewrite a file atomically with the records for which `keep` is true. Lines are kept byte for byte."""
     if not Path(path).exists():
         return
     records = read(path)

@@ -1,6 +1,6 @@
 """Metrics of one training step, from the batch on the controller and the timers around its phases.
 
-Names are HybridFlow's (verl's `metric_utils`), so that dashboards made for one read the other.
+Names are HybridFlow's (verl's `metric_utils`), so that dashboards made for one work with the other.
 
 Legend: B sequences, P prompt width, T response width. Every function here returns plain Python floats and ints.
 """
@@ -38,24 +38,24 @@ __all__ = [
 
 _EXPLAINED_VARIANCE_EPS = 1e-5
 
-# Phases that handle only generated tokens, and phases that handle prompts as well.
+# Phases that process only generated tokens, and phases that also process prompts.
 _RESPONSE_PHASES = ("gen",)
 _WHOLE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """One number a metric, out of the list of numbers that micro-batches or ranks reported.
+    """Reduce each metric to one number, from the list of numbers that micro-batches or ranks reported.
 
     A metric whose name has the word `max` (`.../max`, `max_memory_allocated_gb`) is reduced by the maximum, one
-    with the word `min` by the minimum, every other by the mean. Words are the parts between `/`, `_`, `@` and `.`:
-    `actor/terminated` is a mean. The mean weighs every entry alike. Entries that are `hybridrl.utils.metrics.Metric`
-    are merged by their own kind and weights instead.
+    with the word `min` by the minimum, and every other by the mean. Words are the parts between `/`, `_`, `@` and `.`,
+    so `actor/terminated` is a mean. The mean weights every entry equally. Entries that are
+    `hybridrl.utils.metrics.Metric` are merged by their own kind and weights instead.
 
     Args:
         metrics: name -> list of numbers or of `Metric` (or a single one).
 
     Raises:
-        ValueError: a metric with an empty list, or with an entry that is no single number; it is named.
+        ValueError: a metric has an empty list, or an entry that is not a single number; the error names it.
     """
     return {name: _reduce_one(name, values) for name, values in metrics.items()}
 
@@ -86,7 +86,7 @@ def _is_listlike(values: Any) -> bool:
 
 
 def _summary(prefix: str, values: Tensor) -> dict[str, float]:
-    """Mean, maximum and minimum of a 1-D tensor; NaN where there is nothing to summarise."""
+    """Return mean, maximum and minimum of a 1-D tensor; NaN if it is empty."""
     if values.numel() == 0:
         return {f"{prefix}/{kind}": float("nan") for kind in ("mean", "max", "min")}
     low, high = torch.aminmax(values)
@@ -94,7 +94,7 @@ def _summary(prefix: str, values: Tensor) -> dict[str, float]:
 
 
 def _length_summary(prefix: str, lengths: Tensor, limit: int) -> dict[str, float]:
-    """As `_summary`, with the share of sequences that are as long as the width allows."""
+    """Return `_summary` with the fraction of sequences that reach the maximum length."""
     clipped = (lengths >= limit).float().mean().item() if lengths.numel() else float("nan")
     return {**_summary(prefix, lengths), f"{prefix}/clip_ratio": clipped}
 
@@ -106,7 +106,7 @@ def _fields(batch: "DataProto") -> "TensorDict":
 
 
 def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
-    """Prompt and response lengths `[B]` in tokens (float32), from the attention mask."""
+    """Return prompt and response lengths `[B]` in tokens (float32), from the attention mask."""
     fields = _fields(batch)
     mask = fields["attention_mask"]
     width = fields["responses"].shape[-1]
@@ -115,25 +115,25 @@ def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
 
 
 def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values and lengths of a training batch.
+    """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
-    A sequence's score is `token_level_scores.sum(-1)`, its reward `token_level_rewards.sum(-1)` (the score less the
-    KL penalty, where one is set). A sequence without a generated token is aborted: it counts in
+    A sequence's score is `token_level_scores.sum(-1)`, and its reward is `token_level_rewards.sum(-1)` (the score minus
+    the KL penalty, if one is set). A sequence without a generated token is aborted: it counts in
     `response/aborted_ratio` and `response_length/*`, and is left out of scores and rewards. Advantages, returns and
     values are summarised over the tokens of `response_mask`. With values,
 
         critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5)     (over tokens, unbiased)
 
     Args:
-        batch: needs `attention_mask [B,P+T]`, `responses [B,T]`, `response_mask [B,T]`; of `token_level_scores`,
-            `token_level_rewards`, `advantages`, `returns`, `values` (all `[B,T]`) those that it holds are summarised.
-            Non-tensor `__num_turns__` and `tool_call_counts` (one number a sequence) are, too.
-        use_critic: whether `values` stand for a critic; without one they are ignored.
+        batch: needs `attention_mask [B,P+T]`, `responses [B,T]`, `response_mask [B,T]`. If present,
+            `token_level_scores`, `token_level_rewards`, `advantages`, `returns`, `values` (all `[B,T]`) and the
+            non-tensors `__num_turns__` and `tool_call_counts` (one number per sequence) are summarised.
+        use_critic: whether `values` come from a critic; otherwise they are ignored.
 
     Returns:
         `critic/{score,rewards,advantages,returns,values}/{mean,max,min}`, `critic/vf_explained_var`,
         `response_length/*`, `response_length_non_aborted/*`, `response/aborted_ratio`, `prompt_length/*`
-        (`mean, max, min, clip_ratio`), `num_turns/*`, `tool_call_counts/*`. NaN where no sequence or token is left.
+        (`mean, max, min, clip_ratio`), `num_turns/*`, `tool_call_counts/*`. NaN if no sequence or token is left.
     """
     fields = _fields(batch)
     prompt_length, response_length = _lengths(batch)
@@ -175,10 +175,14 @@ def _explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def staleness_metrics(batch: "DataProto", version: int) -> dict[str, float]:
-    """How many updates the weights that generated each token lack of `version`, as `rollout/staleness/{mean,max}`.
+    """Return by how many updates the weights that generated each token are older than `version`.
 
     Args:
-        batch: with `weight_versions` and `response_mask` [B, T].
+        batch: a batch with `weight_versions` and `response_mask` [B, T].
+        version: the current version of the weights.
+
+    Returns:
+        `rollout/staleness/{mean,max}`.
     """
     fields = _fields(batch)
     if "weight_versions" not in fields.keys() or not bool(fields["response_mask"].any()):
@@ -190,15 +194,15 @@ def staleness_metrics(batch: "DataProto", version: int) -> dict[str, float]:
 def compute_timing_metrics(
     batch: "DataProto", timing_raw: Mapping[str, float], whole_phases: Sequence[str] = _WHOLE_PHASES
 ) -> dict[str, float]:
-    """Seconds of each phase, and milliseconds per token where the phase works token by token.
+    """Return the seconds of each phase, and the milliseconds per token of the phases that process tokens.
 
     Args:
         batch: `attention_mask` and `responses`, for the number of tokens.
-        timing_raw: phase -> seconds. `gen` is divided by the generated tokens.
-        whole_phases: phases that are divided by prompt and response tokens together.
+        timing_raw: phase -> seconds. `gen` is divided by the number of generated tokens.
+        whole_phases: phases that are divided by the number of prompt and response tokens together.
 
     Returns:
-        `timing_s/<phase>` for every phase, `timing_per_token_ms/<phase>` for those.
+        `timing_s/<phase>` for every phase, and `timing_per_token_ms/<phase>` for `gen` and `whole_phases`.
     """
     metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_raw.items()}
     whole = int(_fields(batch)["attention_mask"].sum())
@@ -211,7 +215,7 @@ def compute_timing_metrics(
 
 
 def compute_throughout_metrics(batch: "DataProto", timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """Tokens of the step, seconds of the step, tokens per second and device.
+    """Return tokens of the step, seconds of the step, and tokens per second and device.
 
     Args:
         batch: `meta_info["global_token_num"]` (tokens of each sequence), or else `attention_mask`.
@@ -222,7 +226,7 @@ def compute_throughout_metrics(batch: "DataProto", timing_raw: Mapping[str, floa
         `perf/total_num_tokens`, `perf/time_per_step`, `perf/throughput`.
 
     Raises:
-        ValueError: no time for `step`, or no devices.
+        ValueError: there is no time for `step`, or there are no devices.
     """
     if "step" not in timing_raw:
         raise ValueError(f"timing_raw has no 'step': time the whole step; it has {sorted(timing_raw)}")

@@ -1,6 +1,6 @@
-"""A run on one page: `report.html` (stands alone, no network), `report.png`, and a summary for the terminal.
+"""A run on one page: `report.html` (self-contained, no network), `report.png`, and a summary for the terminal.
 
-`python -m hybridrl.observe.report FOLDER` writes all three for a run, also one that still goes on.
+`python -m hybridrl.observe.report FOLDER` writes all three for a run, even while it is in progress.
 """
 
 import argparse
@@ -38,15 +38,15 @@ _TEMPLATE = "report.html.jinja"
 def write_report(folder: str | Path) -> Path:
     """Write `report.html` and `report.png` into a run's folder.
 
-    Both are written with what is there: metrics that are missing have no chart, values that are not finite leave a gap.
+    Both use the data that exists. Missing metrics have no chart, and values that are not finite leave a gap.
 
     Returns:
         Path of `report.html`.
 
     Raises:
-        UserError: the folder has no metrics, or a damaged file; it is named.
+        UserError: the folder has no metrics, or a damaged file; the error names it.
     """
-    # Pictures cost an import of matplotlib: only who writes a report pays for it.
+    # Figures need matplotlib, which is imported only when a report is written.
     from hybridrl.observe import figures
 
     history = load_history(folder)
@@ -106,7 +106,7 @@ def _tiles(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _metric(history: RunHistory, name: str) -> dict[str, Any]:
-    """A row of the table of all metrics."""
+    """Return a row of the table of all metrics."""
     everything, curve = history.curves[name], history.curve(name)
     row: dict[str, Any] = {"name": name, "broken": len(everything) - len(everything.finite)}
     if curve is None:
@@ -127,16 +127,16 @@ def _score(value: Any) -> str:
 
 
 def summarize(folder: str | Path, *, width: int = 88, ascii_only: bool = False, color: bool = False) -> str:
-    """The run in a box for the terminal: first, last and best of what matters, and the reward curve.
+    """Summarise the run in a box for the terminal: first, last and best values of key metrics, and the reward curve.
 
     Args:
         folder: the run's folder.
-        width: of the box, in characters.
-        ascii_only: for terminals that cannot show more.
-        color: with ANSI colours.
+        width: width of the box, in characters.
+        ascii_only: whether to use ASCII only, for terminals without Unicode.
+        color: whether to use ANSI colours.
 
     Raises:
-        UserError: as `write_report`.
+        UserError: see `write_report`.
     """
     history = load_history(folder)
     table = Table.grid(padding=(0, 3))
@@ -188,14 +188,14 @@ def _curve_texts(history: RunHistory, width: int, ascii_only: bool) -> list[Text
 
 
 def print_summary(folder: str | Path) -> None:
-    """Print `summarize` as this terminal can show it."""
+    """Print `summarize` in the form that this terminal supports."""
     stream = sys.stdout
     unicode = (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "").startswith("utf")
     print(summarize(folder, ascii_only=not unicode, color=stream.isatty()), end="", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 0, or 2 with one message where the folder is at fault."""
+    """Run the command line. Returns 0, or 2 with one message if the folder is at fault."""
     parser = argparse.ArgumentParser(prog="python -m hybridrl.observe.report", description="Write a run's report.")
     parser.add_argument("folder", type=Path, help="the run's folder (trainer.default_local_dir)")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What makes a run reproducible, written into its folder before it starts: settings, versions, machine."""
+"""Writes what makes a run reproducible into its folder before it starts: settings, versions, machine."""
 
 import dataclasses
 import datetime
@@ -25,8 +25,8 @@ VERSIONS = "versions.json"
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A configuration (dataclass, OmegaConf node or mapping) as nested plain data."""
-    if isinstance(config, ConfigNode):  # with the settings of what the user registered
+    """Convert a configuration (dataclass, OmegaConf node or mapping) to nested plain data."""
+    if isinstance(config, ConfigNode):  # includes the settings of user-registered extensions
         return plain(config_as_dict(config))
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return as_dict(dataclasses.asdict(config))
@@ -42,7 +42,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 def write_run_info(folder: str | Path, config: Any) -> None:
     """Write `config.yaml` (resolved settings) and `versions.json` (see `versions`) into the run's folder.
 
-    Files of an earlier start of the same run are replaced: they describe the present start.
+    Files of an earlier start of the same run are replaced, because they describe the current start.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def write_run_info(folder: str | Path, config: Any) -> None:
 
 
 def versions() -> dict[str, Any]:
-    """hybridrl, Python, platform, devices, the git commit of the source tree if there is one, every package."""
+    """Return versions of hybridrl, Python, platform, devices and every package, and the git commit if there is one."""
     packages = {
         distribution.metadata["Name"]: distribution.version
         for distribution in metadata.distributions()
@@ -81,7 +81,7 @@ def _device() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Commit of the tree that this package lies in, `+changes` if files differ from it; None outside of one."""
+    """Return the commit of the tree that contains this package, with `+changes` if files differ, else None."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -90,7 +90,7 @@ def _git_commit() -> str | None:
         ).stdout.strip()
 
     try:
-        # An installed package inside somebody else's repository is not that repository.
+        # A package installed inside another repository is not part of that repository.
         if not git("ls-files", "--", str(Path(__file__).resolve())):
             return None
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")

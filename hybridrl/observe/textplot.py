@@ -1,4 +1,4 @@
-"""A curve drawn with characters, for terminals: braille dots, or plain ASCII where a terminal has nothing else."""
+"""Draws a curve with characters for terminals: with braille dots, or with ASCII if the terminal supports only that."""
 
 import numpy as np
 
@@ -7,15 +7,16 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def draw(steps: np.ndarray, values: np.ndarray, width: int = 60, height: int = 8, *, ascii_only: bool = False) -> str:
-    """Lines of text: the curve with its scale on the left and the first and last step below.
+    """Draw the curve as lines of text, with its scale on the left and the first and last step below.
 
     Args:
-        steps: `[K]`, ascending. values: `[K]`; points that are not finite are left out.
-        width, height: of the drawing itself, in characters; the scale comes on top of that.
+        steps: `[K]`, ascending.
+        values: `[K]`; points that are not finite are left out.
+        width, height: size of the drawing itself in characters, without the scale.
         ascii_only: draw with `*` and ASCII axes.
 
     Returns:
-        `height + 2` lines; the empty string where there is no point to draw.
+        `height + 2` lines; the empty string if there is no point to draw.
     """
     kept = np.isfinite(values)
     steps, values = np.asarray(steps)[kept], np.asarray(values, dtype=np.float64)[kept]
@@ -29,7 +30,7 @@ def draw(steps: np.ndarray, values: np.ndarray, width: int = 60, height: int = 8
     body = _characters(grid, ascii_only)
     corner, side, line, tick = ("+", "|", "-", "|") if ascii_only else ("└", "│", "─", "┤")
     labels = {0: f"{high:.4g}", height // 2: f"{(high + low) / 2:.4g}", height - 1: f"{low:.4g}"}
-    # The middle label stands for the middle of the drawing only if there is a middle row.
+    # The middle label is correct only if there is a middle row.
     if height < 5:
         labels.pop(height // 2, None)
         labels |= {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
@@ -41,7 +42,7 @@ def draw(steps: np.ndarray, values: np.ndarray, width: int = 60, height: int = 8
 
 
 def _trace(steps: np.ndarray, values: np.ndarray, low: float, high: float, width: int, height: int) -> np.ndarray:
-    """Cells `[height, width]` (row 0 on top) that the line through the points touches."""
+    """Return the cells `[height, width]` (row 0 on top) that the line through the points touches."""
     grid = np.zeros((height, width), dtype=bool)
     span = max(float(steps[-1] - steps[0]), 1.0)
     x = (steps - steps[0]) / span * (width - 1)

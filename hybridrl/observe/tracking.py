@@ -1,4 +1,4 @@
-"""Where a run's metrics go: always `metrics.jsonl`, and the services of `trainer.logger`."""
+"""Sends a run's metrics to `metrics.jsonl`, always, and to the services of `trainer.logger`."""
 
 import difflib
 import importlib.util
@@ -41,22 +41,22 @@ _NOT_HERE = {
 
 
 class TrackingError(UserError):
-    """A tracking service that is unknown, not installed, or could not be opened."""
+    """A tracking service is unknown, not installed, or could not be opened."""
 
 
 def as_names(loggers: str | Iterable[str] | None) -> list[str]:
-    """`trainer.logger` as a list without repetitions: one name, a list, or nothing."""
+    """Return `trainer.logger` (one name, a list, or nothing) as a list without duplicates."""
     if loggers is None:
         return []
     return list(dict.fromkeys([loggers] if isinstance(loggers, str) else loggers))
 
 
 def check_loggers(names: str | Iterable[str] | None) -> None:
-    """Refuse, before the work starts, services that cannot be used.
+    """Refuse services that cannot be used, before the work starts.
 
     Raises:
-        TrackingError: names that are unknown (the nearest known one is proposed) and packages that are missing (with
-            the command that installs them), all at once.
+        TrackingError: a name is unknown or a package is missing. The error lists all of them, with the nearest known
+            name and the command that installs the package.
     """
     faults = []
     for name in as_names(names):
@@ -75,7 +75,7 @@ def check_loggers(names: str | Iterable[str] | None) -> None:
 
 
 def _installed(package: str) -> bool:
-    """Whether the package is there; a folder `wandb/` that runs left in the working directory is no package."""
+    """Return whether the package is installed. A folder `wandb/` that runs left in the working directory is not one."""
     if package in sys.modules:
         return sys.modules[package] is not None
     spec = importlib.util.find_spec(package)
@@ -83,25 +83,25 @@ def _installed(package: str) -> bool:
 
 
 class Tracking:
-    """Takes the metrics of each step and hands them to the run's file and to every service asked for.
+    """Writes the metrics of each step to the run's file and sends them to every requested service.
 
-    `metrics.jsonl` is written first and always: a line `{"step": N, "<metric>": value, ...}`, complete before `log`
-    returns. If a service fails while the run goes on (a network that is gone), a notice names it and the step, and
-    after three failures in a row it is left out; the file has everything.
+    `metrics.jsonl` is always written first: one line `{"step": N, "<metric>": value, ...}`, complete before `log`
+    returns. If a service fails during the run (for example because the network is down), a notice names it and
+    the step. After three failures in a row it is no longer used; the file has everything.
 
     Args:
-        loggers: `trainer.logger`: a name or a list of names out of `KNOWN`.
+        loggers: `trainer.logger`: one name or a list of names from `KNOWN`.
         project, experiment: `trainer.project_name`, `trainer.experiment_name`.
-        folder: the run's folder; made where it is missing.
-        config: the resolved settings as nested dicts, for services that keep them.
-        total_steps: for the progress bar.
-        progress_bar: whether the console has one where it is a terminal.
-        dump_folders: where samples are dumped by step, to be cut with the metrics; by default `rollouts/` and
-            `validation/` in the run's folder.
-        notice: called with each message for the user; by default it is printed to stderr.
+        folder: the run's folder; created if missing.
+        config: the resolved settings as nested dicts, for services that store them.
+        total_steps: number of steps, for the progress bar.
+        progress_bar: whether the console shows one on a terminal.
+        dump_folders: folders with the samples of each step, which are cut together with the metrics; by default
+            `rollouts/` and `validation/` in the run's folder.
+        notice: called with each message for the user; by default, messages are printed to stderr.
 
     Raises:
-        TrackingError: see `check_loggers`; or a service that could not be opened.
+        TrackingError: see `check_loggers`, or a service could not be opened.
     """
 
     def __init__(
@@ -165,25 +165,26 @@ class Tracking:
             write_text(self.folder / MEMORY, json.dumps(self._memory, indent=1))
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Hand on the metrics of a step.
+        """Log the metrics of a step.
 
         Args:
             metrics: name -> number (Python, NumPy or one-element tensor).
+            step: the number of the step.
 
         Raises:
-            ValueError: a value that is no single number, or a metric called `step`; it is named.
+            ValueError: a value is not a single number, or a metric is called `step`; the error names it.
         """
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         self._file.write({"step": step, **numbers})
         self._each(step, lambda backend: backend.log(numbers, step))
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        """Hand samples (`input`, `output`, `score`, ...) to the services that show tables; dumps are another matter."""
+        """Send samples (`input`, `output`, `score`, ...) to the services that show tables. Dumps are separate."""
         if rows:
             self._each(step, lambda backend: backend.log_generations(rows, step))
 
     def status(self, text: str) -> None:
-        """Say on the screen what the run is doing (a phase's name)."""
+        """Show on the console what the run is doing (the name of a phase)."""
         if self._console is not None:
             self._console.status(text)
 
@@ -197,7 +198,7 @@ class Tracking:
             try:
                 send(backend)
                 self._failures[name] = 0
-            except Exception as exc:  # a service that is down must not end a run; the file has the numbers
+            except Exception as exc:  # a service that is down must not end the run; the file has the numbers
                 self._failures[name] = self._failures.get(name, 0) + 1
                 gone = self._failures[name] >= _MAX_FAILURES
                 if gone:
@@ -206,10 +207,10 @@ class Tracking:
                 self._notice(f"{name} did not take step {step} ({type(exc).__name__}: {exc}); {end}, {METRICS} has it")
 
     def cut_after(self, step: int) -> None:
-        """Go on from `step`: forget every metric and dump past it. With -1 the run starts over in this folder.
+        """Continue from `step`: remove every later metric and dump. With -1 the run starts over in this folder.
 
-        The file, the dumps and tensorboard lose the later steps. Services that keep what they got are not sent them
-        again until the run is past what they have; when the run starts over, they get a new run of their own.
+        The file, the dumps and tensorboard lose the later steps. Services that cannot delete steps are sent nothing
+        until the run has passed the steps that they have. If the run starts over, they start a new run.
         """
         self._file.close()
         path = self.folder / METRICS
@@ -237,12 +238,12 @@ class Tracking:
             self._save_memory()
 
     def finish(self, failed: bool = False) -> None:
-        """Close everything; a second call does nothing."""
+        """Close everything. A second call does nothing."""
         self._file.close()
         for name, backend in list(self._backends.items()):
             try:
                 backend.finish(failed)
-            except Exception as exc:  # as in _each: the run's end is not the service's
+            except Exception as exc:  # as in _each: a failing service must not fail the run
                 self._notice(f"{name} could not be closed ({type(exc).__name__}: {exc}); {METRICS} has everything")
         self._backends.clear()
         self._console = None

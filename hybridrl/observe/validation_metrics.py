@@ -1,12 +1,12 @@
 """Validation metrics over several samples per prompt: mean@N, best@n, worst@n, maj@n.
 
 With N samples per prompt, `best@n` is the score of drawing n of them and keeping the best, `worst@n` of keeping
-the worst, `maj@n` of taking the answer that most of the n give. Each is estimated by the bootstrap: n samples are drawn
-with replacement, many times; the mean over the draws is the estimate, their standard deviation its spread. Draws come
-from a generator of their own, seeded alike for every prompt: results are reproducible and global random state is left
-alone.
+the worst, and `maj@n` of taking the majority answer of the n. Each is estimated by the bootstrap: n samples are drawn
+with replacement, many times. The mean over the draws is the estimate, and their standard deviation is its spread. The
+draws come from a separate generator with the same seed for every prompt, so results are reproducible and the global
+random state does not change.
 
-Legend: U prompts, N samples of a prompt, D bootstrap draws, n samples per draw.
+Legend: U prompts, N samples per prompt, D bootstrap draws, n samples per draw.
 """
 
 import math
@@ -26,7 +26,7 @@ Table = dict[str, dict[str, dict[str, float]]]
 
 
 def _draws(n_data: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
-    """Indices `[D, n]` of the samples in each draw."""
+    """Return the indices `[D, n]` of the samples in each draw."""
     return np.random.default_rng(seed).integers(0, n_data, size=(n_bootstrap, subset_size))
 
 
@@ -37,18 +37,18 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each reduction over draws of `subset_size` out of `data`, with replacement.
+    """Return mean and standard deviation of each reduction over draws of `subset_size` from `data`, with replacement.
 
     Args:
         data: one entry per sample: numbers, or anything a reduction takes (dicts for `calc_maj_val`).
         subset_size: n, samples per draw.
-        reduce_fns: each takes the entries of one draw (a NumPy array of numbers; a list where entries are no
+        reduce_fns: each takes the entries of one draw (a NumPy array of numbers, or a list if the entries are not
             numbers). `np.max`, `np.min`, `np.mean`, `np.median` and `np.sum` run over all draws at once.
         n_bootstrap: D, number of draws.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: no data, or a size below 1.
+        ValueError: there is no data, or the size is below 1.
     """
     if len(data) == 0 or subset_size < 1 or n_bootstrap < 1:
         raise ValueError(
@@ -71,15 +71,15 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value of the answer that most entries give; of equally frequent answers, the one that comes first.
+    """Return the value of the most frequent answer. Of equally frequent answers, the one that comes first wins.
 
     Args:
         data: one mapping per sample.
-        vote_key: where the answer stands, `val_key`: where its value stands. Equal answers have equal values; the
-            first one's is returned.
+        vote_key: key of the answer.
+        val_key: key of the answer's value. Equal answers have equal values; the first one's is returned.
 
     Raises:
-        ValueError: no data.
+        ValueError: there is no data.
     """
     if not data:
         raise ValueError("calc_maj_val needs at least one sample")
@@ -91,17 +91,17 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
 
 
 def _hashable(answer: Any) -> Hashable:
-    """Answers are compared by value; lists and dicts by their text."""
+    """Return a hashable form of an answer. Answers are compared by value, lists and dicts by their text."""
     return answer if isinstance(answer, Hashable) else repr(answer)
 
 
 def _subset_sizes(n: int) -> list[int]:
-    """2, 4, 8, ... below n, then n itself."""
+    """Return 2, 4, 8, ... below n, then n itself."""
     return [2**k for k in range(1, math.ceil(math.log2(n)))] + [n] if n > 1 else []
 
 
 def _best_worst(values: np.ndarray, size: int, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
-    """best@n and worst@n, mean and std over draws, of each prompt. `values [U, N]` -> arrays `[U]`."""
+    """Compute best@n and worst@n, mean and std over draws, of each prompt. `values [U, N]` -> arrays `[U]`."""
     index = _draws(values.shape[1], size, n_bootstrap, seed)
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
     block = max(1, _BLOCK // index.size)
@@ -114,7 +114,7 @@ def _best_worst(values: np.ndarray, size: int, n_bootstrap: int, seed: int) -> d
 
 
 def _majority(values: np.ndarray, votes: np.ndarray, size: int, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
-    """maj@n of each prompt. `values [U, N]`, `votes [U, N]` (answers as integers below N) -> arrays `[U]`."""
+    """Compute maj@n of each prompt. `values [U, N]`, `votes [U, N]` (answers as integers below N) -> arrays `[U]`."""
     n = values.shape[1]
     index = _draws(n, size, n_bootstrap, seed)
     means, stds = [], []
@@ -144,7 +144,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Missing:
-    """The answer of a sample that failed: equal to no other, so that failures do not vote together."""
+    """The answer of a sample that failed. It equals no other answer, so that failures do not form a majority."""
 
 
 def _group(
@@ -153,7 +153,7 @@ def _group(
     infos_dict: Mapping[str, Sequence[Any]],
     expected_acc_counts: Mapping[tuple[str, str], int] | None,
 ) -> dict[str, dict[str, dict[str, list[Any]]]]:
-    """source -> uid -> variable -> values of the prompt's samples, in the order they came."""
+    """Group the values: source -> uid -> variable -> values of the prompt's samples, in their order."""
     grouped: dict[str, dict[str, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for i, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         prompt = grouped[source][uid]
@@ -173,7 +173,7 @@ def _group(
 
 
 def _prompt_metrics(values: np.ndarray, votes: np.ndarray | None, n_bootstrap: int, seed: int) -> dict[str, np.ndarray]:
-    """Every metric of one variable, for prompts with equally many samples. `values [U, N]` -> arrays `[U]`."""
+    """Compute every metric of one variable, for prompts with the same N. `values [U, N]` -> arrays `[U]`."""
     n = values.shape[1]
     metrics = {f"mean@{n}": values.mean(axis=1)}
     if n == 1:
@@ -193,25 +193,26 @@ def process_validation_metrics(
     seed: int = 42,
     expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
 ) -> Table:
-    """mean@N, std@N, best@n, worst@n and maj@n of each variable, averaged over the prompts of each data source.
+    """Compute mean@N, std@N, best@n, worst@n and maj@n of each variable, averaged over the prompts of a data source.
 
-    Samples belong together when both data source and uid are equal. n runs over 2, 4, 8, ... and N. `maj@n` stands
-    only where `infos_dict` has the answers under `pred`. A variable is averaged over the prompts whose values are all
-    numbers (booleans count as 0 and 1); text stays for the dumps.
+    Samples with equal data source and uid belong to the same prompt. n runs over 2, 4, 8, ... and N. `maj@n` exists
+    only if `infos_dict` has the answers under `pred`. A variable is averaged over the prompts whose values are all
+    numbers (booleans count as 0 and 1). Text appears only in the dumps.
 
     Args:
         data_sources: one per sample.
         sample_uids: one per sample, equal for the samples of a prompt.
         infos_dict: variable -> one value per sample (`reward`, `acc`, `pred`, what the reward function returned).
-        seed: of the bootstrap draws; 1,000 draws are made.
-        expected_acc_counts: (data source, uid) -> number of samples that were asked for. Samples that did not come
-            back count as `acc` 0, also for a prompt of which none did.
+        seed: seed of the bootstrap draws; 1,000 draws are made.
+        expected_acc_counts: (data source, uid) -> number of requested samples. Samples that were not returned count as
+            `acc` 0, even if none of a prompt's samples were.
 
     Returns:
         data source -> variable -> metric -> value, for example `["gsm8k"]["acc"]["best@4/mean"]`.
 
     Raises:
-        ValueError: lists of different length, or more samples than expected; the variable or prompt is named.
+        ValueError: lists differ in length, or there are more samples than expected; the error names the variable or
+            prompt.
     """
     count = len(data_sources)
     lengths = {"sample_uids": len(sample_uids), **{name: len(values) for name, values in infos_dict.items()}}
@@ -229,7 +230,7 @@ def process_validation_metrics(
 
 
 def _variable_metrics(prompts: list[dict[str, list[Any]]], name: str, seed: int) -> dict[str, float]:
-    """One variable over the prompts of a source; prompts with equally many samples are computed together."""
+    """Compute one variable over the prompts of a source. Prompts with the same N are computed together."""
     by_size: dict[tuple[int, bool], list[dict[str, list[Any]]]] = defaultdict(list)
     for prompt in prompts:
         samples = prompt[name]
@@ -252,11 +253,11 @@ def validation_metrics(
     seed: int = 42,
     expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
 ) -> dict[str, float]:
-    """`process_validation_metrics` under the names that are logged.
+    """Return `process_validation_metrics` under the names that are logged.
 
-    The core of a data source is `acc`, or `reward` where there is no `acc`: its mean@N, best@N and maj@N (N the largest
-    number of samples) are `val-core/<source>/<variable>/<metric>`; everything else is `val-aux/...`. Turns of
-    multi-turn samples are `val-aux/num_turns/{min,max,mean}`.
+    The core variable of a data source is `acc`, or `reward` if there is no `acc`. Its mean@N, best@N and maj@N (with N
+    the largest number of samples) are `val-core/<source>/<variable>/<metric>`; everything else is `val-aux/...`. The
+    numbers of turns of multi-turn samples are `val-aux/num_turns/{min,max,mean}`.
     """
     table = process_validation_metrics(data_sources, sample_uids, infos_dict, seed, expected_acc_counts)
     logged: dict[str, float] = {}
@@ -275,5 +276,5 @@ def validation_metrics(
 
 
 def _samples(metric: str) -> int:
-    """The n of `best@n/mean`."""
+    """Return the n of `best@n/mean`."""
     return int(metric.split("@", 1)[1].split("/", 1)[0])
