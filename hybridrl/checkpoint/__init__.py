@@ -1,4 +1,4 @@
-"""Run state on disk: renamed when complete, hashed, verified before reading, kept to the newest N."""
+"""Run state on disk: renamed when complete, hashed, verified before reading, and pruned to the newest N."""
 
 from hybridrl.checkpoint.files import digest, load_json, save_json
 from hybridrl.checkpoint.manifest import Manifest, read_manifest, verify

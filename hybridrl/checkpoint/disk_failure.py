@@ -1,4 +1,4 @@
-"""Telling a failing disk from a failing program."""
+"""Distinguishes a failing disk from a failing program."""
 
 import errno
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DISK = _FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ESTALE, errno.ENXIO}
-# What writers that are not Python's own say when a write fails: safetensors ("... (os error 28)"), torch's zip writer.
+# Messages of failed writes that do not raise OSError: safetensors ("... (os error 28)"), torch's zip writer.
 _PHRASES_FULL = ("os error 28", "os error 27", "os error 122", "no space left", "disk quota", "file too large")
 _PHRASES_DISK = (*_PHRASES_FULL, "os error 5)", "os error 30)", "file write failed", "unexpected pos")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and what a Ray worker raised."""
+    """Yield the error, the errors it was raised from, and the error of a Ray worker."""
     seen: set[int] = set()
     queue: list[BaseException | None] = [error]
     while queue:
@@ -26,19 +26,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 @dataclass(frozen=True)
 class DiskFailure:
-    """What the disk refused: one line of text, and whether it was for want of room (space, quota, size limit)."""
+    """A disk error: one line of text, and whether the cause is a lack of space (space, quota, size limit)."""
 
     text: str
     full: bool
 
 
 def disk_failure(error: BaseException) -> DiskFailure | None:
-    """What the disk refused, if it is the disk and not the program that is at fault; else None."""
+    """Return the disk error if the disk is at fault, and None if the program is."""
     links = list(_chain(error))
     for link in links:
         if isinstance(link, OSError) and link.errno in _DISK:
             return DiskFailure(f"{type(link).__name__}: {link}", link.errno in _FULL)
-    # An error that came through Ray has the worker's traceback as its text: the line that speaks of the disk will do.
+    # An error that came through Ray has the worker's traceback as its text. The line about the disk is enough.
     for line in (line for link in links for line in reversed(str(link).splitlines())):
         if any(phrase in line.lower() for phrase in _PHRASES_DISK):
             return DiskFailure(line.strip(), any(phrase in line.lower() for phrase in _PHRASES_FULL))

@@ -1,4 +1,4 @@
-"""JSON state, streamed hashes, and what a folder holds."""
+"""JSON state, streamed hashes, and folder listings."""
 
 import hashlib
 import json
@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 def save_json(path: Path, state: Any) -> None:
     """Write plain data (dicts with string keys, lists, numbers, strings, booleans, None) atomically as JSON.
 
-    Floats survive exactly, NaN and infinities included (Python's JSON dialect). The state is checked to come back as
-    it is: a tuple or an integer key would not, and would be found only at resume.
+    Floats survive exactly, including NaN and infinities (Python's JSON dialect). The state is checked to survive the
+    round trip unchanged. A tuple or an integer key would not, and that would show only at resume.
 
     Raises:
-        TypeError: something that JSON does not hold; its place in the state is named.
+        TypeError: the state has something that JSON cannot hold; the error names its place.
     """
     _check_plain(state, Path(path).stem)
     write_text(path, json.dumps(state, indent=1, ensure_ascii=False))
@@ -46,7 +46,7 @@ def load_json(path: Path) -> Any:
     """Read what `save_json` wrote.
 
     Raises:
-        CheckpointError: no such file, or its content is no JSON; the file is named.
+        CheckpointError: there is no such file, or its content is not JSON; the error names the file.
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -57,19 +57,19 @@ def load_json(path: Path) -> Any:
 
 
 def digest(state: Any) -> str:
-    """sha256 of plain data, independent of the order of keys: `config_digest` of a `RunStore`."""
+    """Return the sha256 of plain data, independent of the order of keys (`config_digest` of a `RunStore`)."""
     text = json.dumps(state, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content, read in blocks."""
+    """Return the hex digest of a file's content, which is read in blocks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def in_threads(function: Callable[[Path], _T], paths: Iterable[Path]) -> list[_T]:
-    """`function` of each path, several at a time: hashing and fsync leave the interpreter's lock."""
+    """Call `function` on each path, several at a time. Hashing and fsync release the interpreter lock."""
     paths = list(paths)
     if len(paths) < 2:
         return [function(path) for path in paths]
@@ -78,10 +78,10 @@ def in_threads(function: Callable[[Path], _T], paths: Iterable[Path]) -> list[_T
 
 
 def walk(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Every file and every folder below `folder`, sorted; the folder itself is not among them.
+    """Return every file and every folder below `folder`, sorted, without the folder itself.
 
     Raises:
-        CheckpointError: a symbolic link or special file, whose content a hash of this folder would not hold.
+        CheckpointError: there is a symbolic link or special file, whose content a hash of this folder would not cover.
     """
     files: list[Path] = []
     folders: list[Path] = []

@@ -1,6 +1,6 @@
-"""`python -m hybridrl.checkpoint.inspect DIR`: the checkpoints of a run, and whether they are whole.
+"""`python -m hybridrl.checkpoint.inspect DIR`: lists the checkpoints of a run, and whether they are complete.
 
-Reads only; a run may be writing meanwhile.
+It only reads, so a run may write at the same time.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from hybridrl.errors import CheckpointError
 
 
 def describe(folder: Path, *, check: bool) -> tuple[str, bool]:
-    """One line about a checkpoint, and whether it is whole (by its manifest alone unless `check`)."""
+    """Return one line about a checkpoint, and whether it is complete (judged by its manifest alone unless `check`)."""
     try:
         manifest = verify(folder) if check else read_manifest(folder)
     except CheckpointError as exc:
@@ -29,7 +29,7 @@ def describe(folder: Path, *, check: bool) -> tuple[str, bool]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 0 if every checkpoint is whole, 1 if one is torn, 2 if there is none."""
+    """Run the command line. Returns 0 if every checkpoint is complete, 1 if one is corrupt, 2 if there is none."""
     parser = argparse.ArgumentParser(prog="python -m hybridrl.checkpoint.inspect", description="List checkpoints.")
     parser.add_argument("folder", type=Path, help="a run's folder (trainer.default_local_dir) or one global_step_N")
     parser.add_argument("--no-hash", action="store_true", help="read the manifests only, do not hash the files")

@@ -1,4 +1,4 @@
-"""One run a folder: two that write into the same one would destroy each other's checkpoints."""
+"""One run per folder: two runs that write into the same folder would destroy each other's checkpoints."""
 
 import errno
 import fcntl
@@ -14,17 +14,17 @@ _held: dict[tuple[int, Path], IO[str]] = {}
 
 
 def hold(root: Path) -> None:
-    """Take the folder for this process until it ends; taking it again is free.
+    """Lock the folder for this process until the process ends. Locking it again does nothing.
 
-    The system frees the lock when the process dies, however it dies. File systems without locks go unprotected.
+    The system frees the lock when the process dies, however it dies. File systems without locks are not protected.
 
     Raises:
-        CheckpointError: another living process has the folder.
+        CheckpointError: another running process holds the lock.
     """
     key = (os.getpid(), Path(root).resolve())
     if key in _held:
         return
-    file = open(key[1] / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (kept open: closing it gives the lock back)
+    file = open(key[1] / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (kept open: closing it releases the lock)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what belongs to it, byte by byte, and which run and model it is of."""
+"""The manifest of a checkpoint: its files with their hashes, and the run and model that it belongs to."""
 
 import datetime
 import json
@@ -23,12 +23,12 @@ class Manifest:
     Attributes:
         format: version of this layout.
         step: the training step after which the state was taken.
-        sequence: number of the save in its run folder, counted up; shows which of two is newer without a clock.
+        sequence: running number of the save in its run folder, which orders saves without a clock.
         files: path relative to the checkpoint -> {"size": bytes, "sha256": hex digest}.
         hybridrl: version of the package that wrote it.
         created: UTC time, ISO 8601.
-        identity: what the model is (architecture, sizes, vocabulary); compared at resume.
-        world: ranks and devices that wrote it, for the reader's information.
+        identity: identifies the model (architecture, sizes, vocabulary); compared at resume.
+        world: ranks and devices that wrote it, for information only.
         config_digest: hash of the resolved configuration, or None.
     """
 
@@ -44,7 +44,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
+        """The size of all files together, in bytes."""
         return sum(entry["size"] for entry in self.files.values())
 
 
@@ -60,7 +60,7 @@ def write_manifest(
     """Make every file of `folder` durable, hash it, and write `manifest.json` last.
 
     Raises:
-        CheckpointError: there is no file at all.
+        CheckpointError: the folder has no files.
     """
     files, folders = walk(folder)
     names = [path.relative_to(folder).as_posix() for path in files]
@@ -91,10 +91,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, its form checked and nothing else.
+    """Read the manifest of a checkpoint and check only its form.
 
     Raises:
-        CheckpointError: missing, unreadable, or of a later format.
+        CheckpointError: the manifest is missing, unreadable, or of a later format.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -114,19 +114,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
-    """Check that a checkpoint is whole and of this model, before anything in it is read.
+    """Check that a checkpoint is complete and belongs to this model, before anything in it is read.
 
-    Identity first (nothing to read), then that every file is there with its size, then every hash.
+    The identity is checked first (it needs no reading), then the presence and size of every file, then every hash.
 
     Args:
         folder: `global_step_N`.
-        identity: what the model of this run is; every entry must stand in the manifest with the same value.
+        identity: identifies the model of this run; the manifest must have every entry with the same value.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: a missing, additional, shortened or altered file, or another model; each is named.
+        CheckpointError: a file is missing, additional, shortened or altered, or the model differs; each is named.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -152,8 +152,8 @@ def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, which shows both sides, unless the manifest agrees with every entry of `identity`."""
-    # As JSON would bring it back: a tuple equals the list it was saved as.
+    """Raise a CheckpointError that shows both sides, unless the manifest agrees with every entry of `identity`."""
+    # Compare after a JSON round trip, so that a tuple equals the list it was saved as.
     identity = json.loads(json.dumps(dict(identity)))
     differences = [
         f"{key}: checkpoint {manifest.identity.get(key, 'not recorded')!r}, this run {value!r}"

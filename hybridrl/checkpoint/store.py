@@ -1,9 +1,9 @@
-"""The checkpoints of one run: `global_step_N` folders that are whole or not there.
+"""The checkpoints of one run: `global_step_N` folders that are complete or do not exist.
 
-Life of a save: `global_step_N.tmp` is filled, hashed and made durable, then renamed. A kill at any moment leaves the
-`.tmp` (removed at the next start) or the finished folder. Saving a step again parks the former folder as
-`global_step_N.old` for the moment between two renames; if a kill falls in there, the next start renames it back.
-Pruned folders become `global_step_N.del` before their files go, so that half a checkpoint never bears a valid name.
+A save fills `global_step_N.tmp`, hashes it, makes it durable and then renames it. A kill at any moment leaves either
+the `.tmp` folder (removed at the next start) or the finished folder. Saving a step again renames the earlier folder to
+`global_step_N.old` between two renames; if the run is killed there, the next start renames it back. Pruned folders are
+renamed to `global_step_N.del` before their files are removed, so an incomplete checkpoint never has a valid name.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ class RunStore:
     """The checkpoints under `root`.
 
     Args:
-        root: the run's folder (`trainer.default_local_dir`); made when first written to.
-        keep: how many checkpoints to keep, the newest; None keeps all.
-        identity: what the model is (plain data: architecture, sizes, vocabulary hash). Recorded in each checkpoint and
-            compared when one is found.
+        root: the run's folder (`trainer.default_local_dir`); created at the first write.
+        keep: number of newest checkpoints to keep; None keeps all.
+        identity: identifies the model (plain data: architecture, sizes, vocabulary hash). It is recorded in each
+            checkpoint and compared when a checkpoint is found.
         world: number of ranks, nodes and such, recorded in each checkpoint.
         config_digest: hash of the resolved configuration, recorded in each checkpoint.
-        notice: called with each message for the user; by default it is printed to stderr.
+        notice: called with each message for the user; by default, messages are printed to stderr.
 
     Attributes:
         protected: a checkpoint that is kept besides the newest `keep`, or None.
@@ -59,7 +59,7 @@ class RunStore:
             raise CheckpointError(f"number of checkpoints to keep is {keep}; set it to at least 1, or to null for all")
         self.root = Path(root)
         self.keep = keep
-        # As JSON brings it back (a tuple as a list), so that what is compared is what was saved.
+        # After a JSON round trip (a tuple becomes a list), so that the comparison uses the saved form.
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity or {})))
         self.world: dict[str, Any] = json.loads(json.dumps(dict(world or {})))
         self.config_digest = config_digest
@@ -69,11 +69,11 @@ class RunStore:
         self._is_writing = False
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step stands or would stand."""
+        """Return the folder of a step's checkpoint, whether or not it exists."""
         return self.root / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, ascending; whether they are whole is not looked at."""
+        """Return the steps that have a checkpoint folder, ascending. Completeness is not checked."""
         if not self.root.is_dir():
             return []
         matches = (_FOLDER.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
@@ -83,14 +83,14 @@ class RunStore:
 
     @contextlib.contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """A folder to write the state of `step` into; a valid checkpoint when the block is left, else nothing.
+        """Yield a folder to write the state of `step` into. It becomes a valid checkpoint when the block succeeds.
 
-        Processes other than this one may write into the folder as long as they are done when the block is left. A
-        second save of the same step replaces the first at once.
+        Other processes may write into the folder as long as they are done when the block ends. A second save of the
+        same step replaces the first atomically.
 
         Raises:
-            CheckpointError: the disk failed or is full. Whatever else the block raises passes through, with a note. In
-                every case the unfinished folder is removed and the checkpoints that were there are untouched.
+            CheckpointError: the disk failed or is full. Any other exception of the block passes through, with a note.
+                In every case the unfinished folder is removed and existing checkpoints are untouched.
         """
         if self._is_writing:
             raise RuntimeError("a checkpoint is being written already; writing() does not nest")
@@ -123,12 +123,12 @@ class RunStore:
             raise CheckpointError(f"{final} is saved, but an older checkpoint could not be removed: {exc}") from exc
 
     def claim(self) -> None:
-        """Make the folder, take it for this process, and clean up after a killed run; `find` and `writing` do it too.
+        """Create the folder, lock it for this process, and clean up after a killed run. `find` and `writing` do so too.
 
-        To be called before anything else is written into the run's folder.
+        Call it before anything else is written into the run's folder.
 
         Raises:
-            CheckpointError: another living process writes there, or a file has the folder's name.
+            CheckpointError: another running process writes there, or a file has the folder's name.
         """
         if self.root.exists() and not self.root.is_dir():
             raise CheckpointError(f"{self.root} is a file; trainer.default_local_dir has to be a folder")
@@ -137,7 +137,7 @@ class RunStore:
         self.clean()
 
     def clean(self) -> None:
-        """Undo what a killed run left: `.tmp` and `.del` go, `.old` comes back if nothing replaced it."""
+        """Clean up after a killed run: remove `.tmp` and `.del`, and restore `.old` if nothing replaced it."""
         if not self.root.is_dir():
             return
         for path in sorted(self.root.iterdir()):
@@ -170,7 +170,7 @@ class RunStore:
             sync_folder(self.root)
 
     def _explain(self, exc: BaseException, step: int) -> None:
-        """Raise a CheckpointError if the disk is at fault; else note on the exception what became of the save."""
+        """Raise a CheckpointError if the disk is at fault. Otherwise add a note about the save to the exception."""
         kept = self.newest()
         before = f"{self.folder(kept)} is untouched" if kept is not None else "there is no earlier checkpoint"
         culprit = disk_failure(exc)
@@ -193,7 +193,7 @@ class RunStore:
         return max((manifest.sequence for manifest in self._readable().values()), default=0) + 1
 
     def _readable(self) -> dict[int, Manifest]:
-        """Manifests that can be read, by step."""
+        """Return the manifests that can be read, by step."""
         found = {}
         for step in self.steps():
             with contextlib.suppress(CheckpointError):
@@ -201,10 +201,10 @@ class RunStore:
         return found
 
     def _ranked(self) -> list[int]:
-        """Steps with a readable manifest, the one to resume from first.
+        """Return the steps with a readable manifest, starting with the one to resume from.
 
-        The newest is the one saved last, which need not be that of the highest step: a run that went back to an
-        earlier step leaves later ones of a future that was given up. Those come last.
+        The newest checkpoint is the one saved last, which need not have the highest step: a run that went back to an
+        earlier step leaves checkpoints of later steps that it abandoned. Those come last.
         """
         manifests = self._readable()
         if not manifests:
@@ -213,7 +213,7 @@ class RunStore:
         return sorted(manifests, key=lambda step: (step <= newest, manifests[step].sequence), reverse=True)
 
     def newest(self) -> int | None:
-        """Step of the checkpoint saved last, or None; its hashes are not checked."""
+        """Return the step of the checkpoint saved last, or None. Its hashes are not checked."""
         ranked = self._ranked()
         return ranked[0] if ranked else None
 
@@ -227,24 +227,24 @@ class RunStore:
                 folder.rename(doomed)
                 sync_folder(self.root)
                 shutil.rmtree(doomed)
-        # The state that the run came from is protected once: from here on the run stands on its own checkpoint.
+        # The checkpoint that the run resumed from needs no protection any more: the run now has its own.
         self._in_use = None
 
     # ------------------------------------------------------------------ finding
 
     def find(self, resume_mode: str = "auto", resume_from_path: str | os.PathLike[str] | None = None) -> Path | None:
-        """The checkpoint to resume from, verified byte by byte; None to start over.
+        """Return the checkpoint to resume from, verified byte by byte, or None to start over.
 
         Also cleans up after a killed run.
 
         Args:
-            resume_mode: `auto`: the newest that is whole; a torn one is named in a notice and the one before it taken.
-                `resume_path`: exactly `resume_from_path`. `disable`: none.
-            resume_from_path: a `global_step_N` folder, of this run or another.
+            resume_mode: `auto` takes the newest complete checkpoint; a corrupt one is named in a notice and skipped.
+                `resume_path` takes exactly `resume_from_path`. `disable` takes none.
+            resume_from_path: a `global_step_N` folder of this run or another one.
 
         Raises:
-            CheckpointError: an unknown mode; a path that is no checkpoint; a torn one where it was asked for, or no
-                whole one among those there; a checkpoint of another model.
+            CheckpointError: the mode is unknown, the path is not a checkpoint, the requested checkpoint or every
+                checkpoint is corrupt or incomplete, or a checkpoint belongs to another model.
         """
         if resume_mode not in RESUME_MODES:
             raise CheckpointError(f"trainer.resume_mode is {resume_mode!r}; it is one of {', '.join(RESUME_MODES)}")

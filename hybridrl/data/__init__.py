@@ -1,6 +1,6 @@
-"""Parquet to prompts: datasets, samplers, loaders; one preprocessing script a data set.
+"""Parquet to prompts: datasets, samplers and loaders, and one preprocessing script per dataset.
 
-The names below are looked up on first use, so that importing the package costs nothing.
+The names below are imported on first use, so that importing the package costs nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversations of a data set, rendered by the chat template with the row at fault named, and truncated."""
+"""Renders a dataset's conversations with the chat template, names the row of any error, and truncates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer without a chat template.
 
     Raises:
-        DataError: says how to supply one.
+        DataError: there is no chat template; the error says how to supply one.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
@@ -37,14 +37,14 @@ def render(
     """Render every conversation to text.
 
     Args:
-        tokenizer: one with a chat template.
+        tokenizer: a tokenizer with a chat template.
         conversations: lists of messages.
-        locate: the address of the i-th conversation, for messages.
-        add_generation_prompt: end with the opening of an assistant turn.
-        template_kwargs: more variables of the template (`data.apply_chat_template_kwargs`).
+        locate: returns the file and row of the i-th conversation, for messages.
+        add_generation_prompt: whether to end with the opening of an assistant turn.
+        template_kwargs: further variables of the template (`data.apply_chat_template_kwargs`).
 
     Raises:
-        DataError: the template refuses a conversation; names its file and row.
+        DataError: the template refuses a conversation; the error names its file and row.
     """
     arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": False}
     texts = []
@@ -52,7 +52,7 @@ def render(
         try:
             texts.append(tokenizer.apply_chat_template(conversation, **arguments))
         except Exception as error:
-            # A template is a program of its author: it may fail in any way, and the row that it fails on is what helps.
+            # A template is a program and may fail in any way. The row that it fails on is what helps the user.
             raise DataError(
                 f"{locate(index)}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses this "
                 f"conversation: {type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs "

@@ -30,13 +30,13 @@ def create_rl_dataset(
     max_samples: int = -1,
     key: str = "data.train_files",
 ) -> Rows:
-    """The prompts of `files`: an `RLHFDataset`, or the class that `data.custom_cls.{path,name}` names.
+    """Create the prompts of `files`: an `RLHFDataset`, or the class that `data.custom_cls.{path,name}` names.
 
     Args:
-        files: a path or several.
+        files: one or several paths.
         config: `DataConfig` or `GenerationDataConfig`.
-        tokenizer: with a chat template.
-        max_samples: use only so many rows; -1: all.
+        tokenizer: a tokenizer with a chat template.
+        max_samples: number of rows to use; -1 uses all.
         key: the configuration key that named the files, for messages.
 
     Raises:
@@ -52,9 +52,9 @@ def create_sft_dataset(
     max_samples: int = -1,
     key: str = "data.train_files",
 ) -> Rows:
-    """The conversations of `files`: an `SFTDataset`, or the class that `data.custom_cls.{path,name}` names.
+    """Create the conversations of `files`: an `SFTDataset`, or the class that `data.custom_cls.{path,name}` names.
 
-    Args and errors: those of `create_rl_dataset`.
+    Arguments and errors are those of `create_rl_dataset`.
     """
     return _create(files, config, tokenizer, max_samples, key, SFTDataset)
 
@@ -91,13 +91,13 @@ def _create(
 
 
 def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler:
-    """The order of training: `EpochSampler`, or the class that `data.sampler.{class_path,class_name}` names.
+    """Create the training order: `EpochSampler`, or the class that `data.sampler.{class_path,class_name}` names.
 
-    A custom class is called as `cls(data_source=dataset, data_config=config)`; see `StatefulLoader` for what it may
-    bring.
+    A custom class is called as `cls(data_source=dataset, data_config=config)`. `StatefulLoader` describes its optional
+    methods.
 
     Raises:
-        DataError: the class cannot be loaded or called so.
+        DataError: the class cannot be loaded, or cannot be called this way.
     """
     custom = getattr(config, "sampler", None)
     if custom is None or custom.class_path is None:
@@ -117,7 +117,7 @@ def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler
 
 
 def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | None = None) -> PromptLoader:
-    """Training prompts: `batch_size` (default `data.train_batch_size`) a batch, full batches only."""
+    """Load training prompts in full batches of `batch_size` (default: `data.train_batch_size`)."""
     return PromptLoader(
         dataset,
         batch_size or config.train_batch_size,
@@ -129,10 +129,10 @@ def create_train_loader(config: DataConfig, dataset: Rows, batch_size: int | Non
 
 
 def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
-    """Validation prompts: `data.val_batch_size` (default: all at once) a batch, every row once.
+    """Load validation prompts in batches of `data.val_batch_size` (default: all at once), every row once.
 
-    Each pass has the same order and the same uids, however many came before, so that a resumed run
-    validates as one never stopped.
+    Each pass has the same order and the same uids, however many passes came before, so that a resumed run validates
+    exactly like an uninterrupted one.
     """
     size = config.val_batch_size or len(dataset)
     sampler = EpochSampler(len(dataset), shuffle=config.validation_shuffle, seed=seed_of(config))
@@ -151,7 +151,7 @@ def create_val_loader(config: DataConfig, dataset: Rows) -> PromptLoader:
 def create_sft_loader(
     config: SFTDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
 ) -> SFTLoader:
-    """Conversations for training (in the sampler's order, full batches) or validation (each row once)."""
+    """Load conversations for training (in the sampler's order, full batches) or validation (each row once)."""
     sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
     return SFTLoader(
         dataset,

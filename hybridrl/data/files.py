@@ -1,7 +1,7 @@
 """Rows of parquet, JSON and JSON-lines files as one table.
 
-Parquet stays in Arrow memory and a row becomes Python objects when it is asked for; JSON rows are Python objects from
-the start. A row keeps its address, so that an error can say which line of which file to mend.
+Parquet stays in Arrow memory, and a row becomes Python objects when it is read. JSON rows are Python objects from the
+start. A row keeps its file and line, so that an error can say which line of which file to fix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
 class _ArrowPart:
-    """A parquet file, or a table in memory that `path` describes; rows are counted from 0."""
+    """A parquet file, or a table in memory that `path` describes. Rows are counted from 0."""
 
     def __init__(self, path: Path | str, table: pyarrow.Table) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class _ArrowPart:
 
 
 class _JsonPart:
-    """One JSON or JSON-lines file; rows are named by their line, or by their place in a JSON list."""
+    """One JSON or JSON-lines file. Rows are named by their line, or by their position in a JSON list."""
 
     def __init__(self, path: Path | str, rows: list[dict[str, Any]], lines: list[int] | None) -> None:
         self.path = path
@@ -75,11 +75,11 @@ class _JsonPart:
 
 
 class Table:
-    """The rows of several files, one after the other.
+    """The rows of several files, in order.
 
     Attributes:
-        parts: one a file, in the order given.
-        columns: every column that any of the files has; a row of a file without it holds None there.
+        parts: one part per file, in the order given.
+        columns: every column that any of the files has. Rows of a file that lacks a column hold None there.
     """
 
     def __init__(self, parts: Sequence[_ArrowPart | _JsonPart]) -> None:
@@ -106,10 +106,10 @@ class Table:
         return {name: row.get(name) for name in self.columns}
 
     def arrow(self) -> pyarrow.Table:
-        """All rows in Arrow memory; parquet columns keep their types, and those of JSON are inferred.
+        """Return all rows in Arrow memory. Parquet columns keep their types; the types of JSON columns are inferred.
 
         Raises:
-            DataError: the values of a column are of kinds that no one type holds; the file is named.
+            DataError: no single type can hold the values of a column; the error names the file.
         """
         import pyarrow
 
@@ -126,26 +126,26 @@ class Table:
             raise DataError(f"{files}: their columns do not fit into one parquet file: {error}.") from error
 
     def column(self, name: str) -> list[Any]:
-        """All values of one column as Python objects, None where a file lacks it."""
+        """Return all values of one column as Python objects, None where a file lacks it."""
         values: list[Any] = []
         for part in self.parts:
             values.extend(part.column(name) if name in part.columns else [None] * len(part))
         return values
 
     def locate(self, index: int) -> str:
-        """The file and row of `index`, for messages."""
+        """Return the file and row of `index`, for messages."""
         part, inner = self._find(index)
         return part.locate(inner)
 
     def files_without(self, column: str) -> Iterator[_ArrowPart | _JsonPart]:
-        """The files that lack a column."""
+        """Yield the files that lack a column."""
         return (part for part in self.parts if column not in part.columns)
 
     def require(self, column: str, key: str, hint: str = "") -> None:
         """Refuse files that lack `column`, which the configuration key `key` names.
 
         Raises:
-            DataError: names the file, the columns it has and what to change.
+            DataError: a file lacks it; the error names the file, the columns it has and what to change.
         """
         for part in self.files_without(column):
             found = ", ".join(part.columns) or "none"
@@ -156,21 +156,21 @@ class Table:
 
 
 def table_of(rows: Any, origin: str) -> Table:
-    """Rows that are in memory already.
+    """Make a table from rows that are already in memory.
 
     Args:
         rows: a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table`, or a list of dicts.
-        origin: where they come from, for messages.
+        origin: where the rows come from, for messages.
 
     Raises:
-        DataError: they are something else, or there is none.
+        DataError: `rows` is something else, or empty.
     """
     import datasets
     import pandas
     import pyarrow
 
     if isinstance(rows, datasets.Dataset):
-        rows = rows.flatten_indices().data.table  # a filtered or shuffled data set is its table and a list of indices
+        rows = rows.flatten_indices().data.table  # a filtered or shuffled dataset is a table with a list of indices
     elif isinstance(rows, pandas.DataFrame):
         rows = pyarrow.Table.from_pandas(rows, preserve_index=False)
     part: _ArrowPart | _JsonPart
@@ -192,11 +192,11 @@ def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_
     """Read one or several .parquet, .json or .jsonl files.
 
     Args:
-        files: a path or several; `~` is expanded.
+        files: one or several paths; `~` is expanded.
         key: the configuration key that named them, for messages.
 
     Raises:
-        DataError: no file named, a file missing, unreadable, of another kind, or without a row.
+        DataError: no file is named, or a file is missing, unreadable, of another kind, or empty.
     """
     paths = [files] if isinstance(files, (str, Path)) else list(files or [])
     if not paths:
@@ -244,7 +244,7 @@ def _read_parquet(path: Path, key: str) -> _ArrowPart:
 
 
 def _read_json(path: Path, key: str) -> _JsonPart:
-    """A file that begins with `[` is one JSON list of rows; any other holds one row a line."""
+    """Read a JSON file. One that begins with `[` is a list of rows; any other holds one row per line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Batches, in an order that a resumed run repeats exactly."""
+"""Loads batches in an order that a resumed run repeats exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """A map-style dataset: what it may bring besides is asked for by name."""
+    """A map-style dataset. Optional methods are looked up by name."""
 
     def __len__(self) -> int: ...
 
@@ -34,27 +34,27 @@ Collated = tuple[dict[str, torch.Tensor], dict[str, list[Any]]]
 
 
 class StatefulLoader:
-    """Iterates batches of one epoch at a time and knows its place for ever.
+    """Iterates over the batches of one epoch at a time and keeps track of its position.
 
-    `for batch in loader` yields what is left of the current epoch: all of it at first, the rest after
-    `load_state_dict` or after a `break`. While the last batch of an epoch is in hand the place is already the start
-    of the next epoch, so a run that is saved there and resumed goes on with the next epoch and does not find an
-    exhausted one.
+    `for batch in loader` yields the remaining batches of the current epoch: all of them at first, the rest after
+    `load_state_dict` or after a `break`. When the last batch of an epoch has been yielded, the position is already the
+    start of the next epoch. A run that is saved there and resumed therefore continues with the next epoch and does not
+    find an exhausted one.
 
     Args:
         dataset: a map-style dataset.
         batch_size: rows per batch.
-        sampler: default: `EpochSampler` in file order. One with `set_epoch` is told the epoch before each; one with
-            `state_dict` and `load_state_dict` is saved and restored; any other is replayed to its place.
-        drop_last: leave out an incomplete last batch.
-        num_workers: processes that read ahead; 0 reads in this process.
+        sampler: default: `EpochSampler` in file order. If it has `set_epoch`, that is called before each epoch. A
+            sampler with `state_dict` and `load_state_dict` is saved and restored; others are replayed.
+        drop_last: whether to leave out an incomplete last batch.
+        num_workers: number of processes that read ahead; 0 reads in this process.
         collate: rows -> (tensors, lists of objects); runs in the reading process.
-        seed: of the reading processes' random state, together with the epoch.
-        every_epoch_alike: do not count epochs: each pass is epoch 0 again, with its order and uids.
+        seed: seed of the reading processes' random state, together with the epoch.
+        every_epoch_alike: do not count epochs, so that each pass is epoch 0, with its order and uids.
         key: the configuration key of the batch size, for messages.
 
     Raises:
-        DataError: not one batch fits into an epoch, or a sampler that learns from batches would be read ahead of them.
+        DataError: an epoch has less than one batch, or a sampler that learns from batches would be read ahead of them.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class StatefulLoader:
         self._check_hooks(num_workers)
         self.seed = seed
         self.every_epoch_alike = every_epoch_alike
-        self._generator = torch.Generator()  # its own, so that reading data draws nothing from the global one
+        self._generator = torch.Generator()  # a separate one, so that reading data does not draw from the global one
         with warnings.catch_warnings():
-            # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates; nothing that a user could change.
+            # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. A user cannot change that.
             warnings.filterwarnings("ignore", message=".*set_vital.*", category=UserWarning)
             self._loader = StatefulDataLoader(
                 dataset,
@@ -96,11 +96,11 @@ class StatefulLoader:
             )
         self._epoch = 0
         self._batches = 0
-        self._pending: dict[str, Any] | None = None  # state of the inner loader to go on from
+        self._pending: dict[str, Any] | None = None  # state of the inner loader to continue from
         self._resumed_at_boundary = False
 
     def _check_hooks(self, num_workers: int) -> None:
-        """Refuse hooks that would act too late or not at all; say what a resume would not repeat."""
+        """Refuse hooks that would act too late or not at all, and report what a resume would not repeat."""
         hooks = [
             f"{type(thing).__name__}.{name}"
             for thing, name in ((self.sampler, "update"), (self.dataset, "on_batch_end"))
@@ -120,7 +120,7 @@ class StatefulLoader:
             )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Return the number of batches in a whole epoch."""
         return len(self._loader)
 
     @property
@@ -130,7 +130,7 @@ class StatefulLoader:
 
     @property
     def batches_done(self) -> int:
-        """How many batches of that epoch have been handed out."""
+        """The number of batches of that epoch that have been yielded."""
         return self._batches
 
     def __iter__(self) -> Iterator[DataProto]:
@@ -142,7 +142,7 @@ class StatefulLoader:
             yield self.finish(collated, epoch)
 
     def _inner_batches(self) -> Iterator[Collated]:
-        """The rest of the current epoch."""
+        """Yield the rest of the current epoch."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self._epoch)
         self._generator.manual_seed(self.seed * 1_000_003 + self._epoch)
@@ -154,16 +154,16 @@ class StatefulLoader:
             any_batch = True
             yield collated
         if not any_batch and self._resumed_at_boundary:
-            # A sampler that was saved at the end of its epoch may first have to run out, as it did in the run that
-            # saved it.
+            # A sampler that was saved at the end of its epoch may first have to be exhausted, as it was in the run
+            # that saved it.
             yield from self._loader
         self._resumed_at_boundary = False
 
     def after_step(self, batch: DataProto) -> None:
-        """Hand a batch to the sampler's `update` and the data set's `on_batch_end`, where they have one (as in verl).
+        """Pass a batch to the sampler's `update` and the dataset's `on_batch_end`, if they exist (as in verl).
 
         Args:
-            batch: after its update: responses, rewards and advantages are in it.
+            batch: the batch after its update, with responses, rewards and advantages.
         """
         for hook in (getattr(self.sampler, "update", None), getattr(self.dataset, "on_batch_end", None)):
             if hook is not None:
@@ -177,7 +177,7 @@ class StatefulLoader:
         return DataProto.from_dict(tensors=tensors, non_tensors={name: object_array(v) for name, v in objects.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch, as JSON-serialisable objects.
+        """Return the position of the next batch, as JSON-serialisable objects.
 
         Raises:
             DataError: a custom sampler's or dataset's state is not JSON-serialisable.
@@ -202,10 +202,10 @@ class StatefulLoader:
             ) from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place.
+        """Continue from a saved position.
 
         Raises:
-            DataError: it lies in the middle of an epoch of other data, another batch size or another order.
+            DataError: the position is in the middle of an epoch with other data, another batch size or another order.
         """
         changed = {
             name: (old, self._made_with()[name])
@@ -246,8 +246,8 @@ class PromptLoader(StatefulLoader):
     `"{epoch}-{index}"`: the same in every run of the same data, different for every prompt of a run.
 
     Args:
-        dataset, batch_size, sampler, drop_last, settings: those of `StatefulLoader`.
-        pad_token_id: default: that of `dataset.pad_token_id`.
+        dataset, batch_size, sampler, drop_last, settings: see `StatefulLoader`.
+        pad_token_id: default: `dataset.pad_token_id`.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class PromptLoader(StatefulLoader):
         for index in objects["index"]:
             uid = f"{epoch}-{index}"
             again = seen[uid] = seen.get(uid, -1) + 1
-            uids.append(f"{uid}-{again}" if again else uid)  # a sampler may draw a row twice: two prompts, two groups
+            uids.append(f"{uid}-{again}" if again else uid)  # a row drawn twice is two prompts, two groups
         return super().finish((tensors, {**objects, "uid": uids}), epoch)
 
 
@@ -278,7 +278,7 @@ class SFTLoader(StatefulLoader):
     """Batches of whole conversations for supervised training.
 
     A batch holds `input_ids, attention_mask, position_ids, loss_mask` `[B, S]` (int64), right-padded to the longest
-    of the batch, and as non-tensor `index`. `loss_mask[b, t]` is 1 where token t is to be learnt (from the tokens
+    of the batch, and the non-tensor `index`. `loss_mask[b, t]` is 1 if token t is trained on (predicted from the tokens
     before it).
     """
 
@@ -297,7 +297,7 @@ class SFTLoader(StatefulLoader):
 
 
 class PromptCollator:
-    """Rows with `input_ids` -> left-padded tensors and lists."""
+    """Turns rows with `input_ids` into left-padded tensors and lists."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
@@ -318,7 +318,7 @@ class PromptCollator:
 
 
 class SFTCollator:
-    """Rows with `input_ids` and `loss_mask` -> right-padded tensors."""
+    """Turns rows with `input_ids` and `loss_mask` into right-padded tensors."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
@@ -339,7 +339,7 @@ class SFTCollator:
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ragged ids to an int64 matrix as wide as the longest, and the mask of what is no padding."""
+    """Pad ragged ids to an int64 matrix as wide as the longest, and return it with the mask of the real tokens."""
     width = max(len(ids) for ids in sequences)
     ids = np.full((len(sequences), width), value, dtype=np.int64)
     mask = np.zeros((len(sequences), width), dtype=np.int64)
@@ -351,7 +351,7 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[tor
 
 
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2, ... over the tokens that the mask keeps; 0 on the padding before them. `[B, S]` -> `[B, S]`."""
+    """Return 0, 1, 2, ... over the tokens that the mask keeps, 0 on the padding before them. `[B, S]` -> `[B, S]`."""
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 

@@ -33,12 +33,12 @@ _HOOKS_WITHOUT_EFFECT = {
 }
 _CHUNK = 2048  # rows rendered and tokenised at a time
 _CACHED_TOKENS = (
-    50_000_000  # token ids kept in memory (int32: 200 MB); beyond it a prompt is tokenised again when it is drawn
+    50_000_000  # token ids kept in memory (int32: 200 MB); with more, prompts are tokenised again when drawn
 )
 
 
 class TokenCache:
-    """Ragged token ids in one flat array; nothing is kept once they are more than `limit`."""
+    """Ragged token ids in one flat array. Nothing is kept once there are more than `limit`."""
 
     def __init__(self, limit: int = _CACHED_TOKENS) -> None:
         self.limit = limit
@@ -58,14 +58,14 @@ class TokenCache:
             self._chunks.extend(np.asarray(ids, dtype=np.int32) for ids in sequences)
 
     def freeze(self) -> None:
-        """Called once, after the last `add`."""
+        """Finish the cache. Called once, after the last `add`."""
         if self._total <= self.limit:
             self._flat = np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int32)
             self._starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self._chunks = []
 
     def get(self, index: int) -> list[int] | None:
-        """The ids of one sequence, or None if they were too many to keep."""
+        """Return the ids of one sequence, or None if there were too many to keep."""
         if self._flat is None or self._starts is None:
             return None
         return self._flat[self._starts[index] : self._starts[index + 1]].tolist()
@@ -74,30 +74,31 @@ class TokenCache:
 class RLHFDataset(Dataset):
     """Prompts as token ids, with the columns that rewards need.
 
-    A row holds `config.prompt_key` (a list of messages) and whatever else the reward function reads: usually
-    `data_source`, `reward_model` (`{"style", "ground_truth"}`), `extra_info`. Every row is checked when the
-    dataset is made. Where a length decides something at once (`filter_overlong_prompts`, or `truncation=error`) all
-    prompts are tokenised then too, and kept.
+    A row holds `config.prompt_key` (a list of messages) and whatever else the reward function reads, usually
+    `data_source`, `reward_model` (`{"style", "ground_truth"}`) and `extra_info`. Every row is checked when the dataset
+    is created. If prompt lengths are needed at once (`filter_overlong_prompts`, or `truncation=error`), all prompts are
+    also tokenised then, and the token ids are kept.
 
-    An item is `{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}`; `index` counts the
+    An item is `{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}`. `index` counts the
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
-    `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. One that defines a hook of verl's
-    that has no effect here is refused by name. With `on_batch_end(batch)` it sees each batch after its update.
+    `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
+    verl's hooks that has no effect here is refused, and the error names the hook. `on_batch_end(batch)`, if defined,
+    gets each batch after its update.
 
     Args:
-        data_files: one path or several.
-        tokenizer: with a chat template.
+        data_files: one or several paths.
+        tokenizer: a tokenizer with a chat template.
         config: `DataConfig` or `GenerationDataConfig`.
-        processor: accepted for the sake of subclasses written for verl; must be None.
-        max_samples: use only so many rows: the first, or a sample drawn by `config.seed` if `config.shuffle`; -1
-            uses all.
+        processor: accepted for subclasses written for verl; must be None.
+        max_samples: number of rows to use: the first ones, or a sample drawn with `config.seed` if `config.shuffle`;
+            -1 uses all.
         key: the configuration key that named the files, for messages.
 
     Raises:
-        DataError: unreadable files, missing columns, a bad or overlong row (each named), no row left, a hook that would
-            not be called.
+        DataError: a file is unreadable, a column is missing, a row is bad or overlong (each is named), no row is left,
+            or a hook would not be called.
     """
 
     def __init__(
@@ -145,13 +146,13 @@ class RLHFDataset(Dataset):
                 "data.truncation=left."
             )
 
-    # What a subclass may want to change
+    # Methods that a subclass may override
 
     def build_messages(self, row: dict[str, Any]) -> list[Message]:
-        """The chat messages of a row.
+        """Return the chat messages of a row.
 
         Args:
-            row: all columns. What an override changes in it is what the item holds.
+            row: all columns. Changes that an override makes to it appear in the item.
         """
         return self._build_messages(row)
 
@@ -160,13 +161,13 @@ class RLHFDataset(Dataset):
         return clean_messages(example[self.config.prompt_key])
 
     def _read_files_and_tokenize(self) -> None:
-        """Read `data_files`. An override, as in verl, sets `self.dataframe`; see `table_of` for what that may be."""
+        """Read `data_files`. As in verl, an override sets `self.dataframe`; see `table_of` for the allowed types."""
         self.table = read_table(self.data_files, self.key)
         if type(self).maybe_filter_out_long_prompts is not RLHFDataset.maybe_filter_out_long_prompts:
             self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """verl's hook that drops rows: overridden, it returns those to keep. Overlong prompts are dropped after it."""
+        """verl's hook for dropping rows. An override returns the rows to keep; overlong prompts are dropped later."""
         return self.dataframe if dataframe is None else dataframe
 
     @property
@@ -200,12 +201,12 @@ class RLHFDataset(Dataset):
         indices: Sequence[int],
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> list[list[int]]:
-        """Token ids of rendered conversations, generation prompt included.
+        """Return the token ids of rendered conversations, including the generation prompt.
 
         Args:
             conversations: lists of messages.
             indices: their row numbers.
-            tokenizer: a copy of this data set's, where several threads are at work.
+            tokenizer: a copy of the dataset's tokenizer, if several threads are at work.
         """
         texts = render(
             tokenizer or self.tokenizer,
@@ -235,7 +236,7 @@ class RLHFDataset(Dataset):
 
     @property
     def pad_token_id(self) -> int:
-        """What shorter prompts are padded with; the mask, not this id, says what is padding."""
+        """The id that shorter prompts are padded with. The mask, not this id, marks padding."""
         return pad_token_id(self.tokenizer)
 
     @property
@@ -244,15 +245,15 @@ class RLHFDataset(Dataset):
         return [int(index) for index in self._rows]
 
     def locate(self, item: int) -> str:
-        """File and row of an item, for messages."""
+        """Return the file and row of an item, for messages."""
         return self.table.locate(int(self._rows[item]))
 
     def column(self, name: str) -> list[Any]:
-        """One column of all items, None where a file lacks it."""
+        """Return one column of all items, None where a file lacks it."""
         values = self.table.column(name)
         return [values[int(index)] for index in self._rows]
 
-    # Making it
+    # Construction
 
     def _refuse_media(self) -> None:
         for name in _MEDIA_COLUMNS:
@@ -271,27 +272,27 @@ class RLHFDataset(Dataset):
                 )
 
     def _builds_messages(self) -> bool:
-        """Whether a subclass makes the messages, so that the prompt column may hold anything."""
+        """Return whether a subclass builds the messages, so that the prompt column may hold anything."""
         base, cls = RLHFDataset, type(self)
         return cls.build_messages is not base.build_messages or cls._build_messages is not base._build_messages
 
     def _prompt_column(self) -> list[Any] | None:
-        """The prompts of the chosen rows; None where a subclass makes them of whole rows."""
+        """Return the prompts of the chosen rows, or None if a subclass builds them from whole rows."""
         if self._builds_messages():
             return None
         column = self.table.column(self.config.prompt_key)
         return [column[int(index)] for index in self._rows]
 
     def _conversation(self, number: int, prompts: list[Any] | None) -> list[Message]:
-        """The checked messages of the chosen row `number`."""
+        """Return the checked messages of the chosen row `number`."""
         index = int(self._rows[number])
         return self._checked(index, self.table[index] if prompts is None else {self.config.prompt_key: prompts[number]})
 
     def _checked(self, index: int, row: dict[str, Any]) -> list[Message]:
-        """The messages of a row.
+        """Return the messages of a row.
 
         Raises:
-            DataError: it has none, or they are of the wrong form; the row is named.
+            DataError: it has none, or they have the wrong form; the error names the row.
         """
         if not self._builds_messages():
             fault = fault_in_messages(row[self.config.prompt_key])
@@ -310,7 +311,7 @@ class RLHFDataset(Dataset):
         return messages
 
     def _tokenize(self, prompts: list[Any] | None) -> None:
-        """Tokenise every prompt; drop or refuse those that are too long."""
+        """Tokenise every prompt, and drop or refuse those that are too long."""
         limit = self.config.max_prompt_length
         cache, kept, overlong = TokenCache(), [], []
         for indices, sequences in self._encoded_chunks(prompts):
@@ -338,10 +339,10 @@ class RLHFDataset(Dataset):
         self._rows = np.asarray(kept, dtype=np.int64)
 
     def _encoded_chunks(self, prompts: list[Any] | None) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """Row numbers and token ids of the prompts, chunk by chunk.
+        """Yield the row numbers and token ids of the prompts, chunk by chunk.
 
-        `filter_overlong_prompts_workers` threads share the work: tokenising is done outside the interpreter lock.
-        Each has a copy of the tokenizer, which must not be used by two threads at once.
+        `filter_overlong_prompts_workers` threads share the work, because tokenising releases the interpreter lock.
+        Each thread has a copy of the tokenizer, which two threads must not use at once.
         """
         own = threading.local()
 
@@ -362,15 +363,15 @@ class RLHFDataset(Dataset):
 
 
 def seed_of(config: PromptConfig | SFTDataConfig) -> int:
-    """`data.seed`; null means 1, never a random one: a resumed run must see the same order."""
+    """Return `data.seed`. Null means 1, never a random seed, because a resumed run must see the same order."""
     return 1 if config.seed is None else config.seed
 
 
 def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int) -> np.ndarray:
-    """The numbers of the rows to use, ascending.
+    """Return the numbers of the rows to use, ascending.
 
     Raises:
-        DataError: none is wanted.
+        DataError: no rows are requested.
     """
     if max_samples == 0:
         raise DataError("data.train_max_samples or val_max_samples is 0, so no row is left. Set it to -1 for all.")
@@ -382,7 +383,7 @@ def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int) -> np.nd
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The pad id, or the EOS id of a tokenizer that has none.
+    """Return the pad id, or the EOS id if the tokenizer has no pad id.
 
     Raises:
         DataError: the tokenizer has neither.

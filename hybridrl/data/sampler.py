@@ -1,4 +1,4 @@
-"""In which order rows are seen."""
+"""The order in which rows are drawn."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.utils.data import Sampler
 
 
 class EpochSampler(Sampler[int]):
-    """All rows once an epoch: in file order, or in a permutation that depends on `(seed, epoch)` and nothing else.
+    """Yields all rows once per epoch: in file order, or in a permutation that depends only on `(seed, epoch)`.
 
-    So epoch 7 has the same order in a run that started there as in one that came through the six before.
+    Epoch 7 therefore has the same order in a run that resumed there as in an uninterrupted run.
 
     Args:
         size: number of rows.
-        shuffle: permute; otherwise file order.
+        shuffle: whether to permute the rows; otherwise they are in file order.
         seed: seed of the permutations.
     """
 

@@ -28,26 +28,26 @@ Span = tuple[int, int]
 
 
 class SFTDataset(Dataset):
-    """Whole conversations as token ids, with a mask of the tokens to learn.
+    """Whole conversations as token ids, with a mask of the tokens that the loss covers.
 
-    A row holds `config.messages_key`, a list of messages with at least one from the assistant; or, where
-    `config.prompt_key` and `config.response_key` are set, a prompt (text or messages) and a response (text). Learnt
-    are the assistant's turns: the text between the opening of the turn, as the generation prompt writes it, and its
-    end, the template's end-of-turn token included and white space after that not.
+    A row holds `config.messages_key`, a list of messages with at least one from the assistant. If `config.prompt_key`
+    and `config.response_key` are set, it holds a prompt (text or messages) and a response (text) instead. The loss
+    covers the assistant's turns: the text from the end of the turn's opening, as the generation prompt writes it, to
+    the end of the turn, including the template's end-of-turn token but not the whitespace after it.
 
-    An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`, both lists of one length.
+    An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`. Both lists have the same length.
 
     Args:
-        data_files: one path or several.
-        tokenizer: with a chat template and offsets (a "fast" tokenizer).
+        data_files: one or several paths.
+        tokenizer: a tokenizer with a chat template and offsets (a "fast" tokenizer).
         config: `SFTDataConfig`.
-        max_samples: use only so many rows; -1: all.
+        max_samples: number of rows to use; -1 uses all.
         key: the configuration key that named the files, for messages.
 
     Raises:
-        DataError: unreadable files, missing columns, a bad or overlong row (each named), or a chat template that
-            renders earlier turns differently once later ones follow, so that what the model is asked later was never
-            trained.
+        DataError: a file is unreadable, a column is missing, a row is bad or overlong (each is named), or the chat
+            template renders earlier turns differently once later ones follow, so that the model would be prompted with
+            text that it was never trained on.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class SFTDataset(Dataset):
 
     @property
     def pad_token_id(self) -> int:
-        """What shorter sequences are padded with; the mask, not this id, says what is padding."""
+        """The id that shorter sequences are padded with. The mask, not this id, marks padding."""
         return pad_token_id(self.tokenizer)
 
     def locate(self, item: int) -> str:
-        """File and row of an item, for messages."""
+        """Return the file and row of an item, for messages."""
         return self.table.locate(int(self._rows[item]))
 
     def _conversations(self) -> list[list[Message]]:
@@ -174,7 +174,7 @@ class SFTDataset(Dataset):
         self._masks.append(mask)
 
     def _render_with_spans(self, conversations: list[list[Message]], start: int) -> tuple[list[str], list[list[Span]]]:
-        """The text of every conversation, and where in it the assistant's turns stand."""
+        """Return the text of every conversation, and the spans of the assistant's turns in it."""
         prefixes: list[list[Message]] = []
         openings: list[list[Message]] = []
         owners: list[int] = []
@@ -221,7 +221,7 @@ class SFTDataset(Dataset):
                 )
 
     def _check_end_of_turn(self) -> None:
-        """Say so once if no assistant turn ends in the EOS token: a model trained so may never stop."""
+        """Warn once if no assistant turn ends in the EOS token, because a model trained this way may never stop."""
         eos = self.tokenizer.eos_token_id
         if eos is not None and not any(
             (ids[mask.astype(bool)] == eos).any() for ids, mask in zip(self._ids, self._masks, strict=True)
@@ -234,13 +234,13 @@ class SFTDataset(Dataset):
 
 
 def token_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """1 for each token whose characters lie inside one of the spans.
+    """Return 1 for each token whose characters lie inside one of the spans, and 0 for the others.
 
-    A token that begins before a span belongs to the prompt; one without characters belongs to none.
+    A token that begins before a span belongs to the prompt. A token without characters belongs to no span.
 
     Args:
         offsets: `[T, 2]` first and past-the-last character of each token.
-        spans: the same of each learnt piece of text.
+        spans: first and past-the-last character of each piece of text that the loss covers.
     """
     mask = np.zeros(len(offsets), dtype=np.int8)
     for first, last in spans:
@@ -249,7 +249,7 @@ def token_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:
-    """Which positions of a sequence survive truncation to `limit`; see `hybridrl.data.chat.truncate`."""
+    """Return the positions of a sequence that survive truncation to `limit`; see `hybridrl.data.chat.truncate`."""
     if side == "left":
         return np.arange(length - limit, length)
     if side == "right":

@@ -1,1 +1,1 @@
-"""The controller programs: each is plain Python over worker groups."""
+"""The controller programs. Each is plain Python that calls worker groups."""

@@ -1,4 +1,4 @@
-"""The evaluation program: the responses of a file, scored as training scores them, summarised by data source."""
+"""The evaluation program: scores the responses in a file as training does, and summarises them by data source."""
 
 import json
 from collections import defaultdict
@@ -23,19 +23,19 @@ from hybridrl.reward.processes.pool import Outcome
 from hybridrl.reward.score import check_data_source
 from hybridrl.utils.files import write_text
 
-_NAMED = 5  # faulty rows named in a message
-_CHUNK = 8192  # samples between two movements of the progress bar
+_NAMED = 5  # how many faulty rows a message names
+_CHUNK = 8192  # samples between two updates of the progress bar
 _NO_SOURCE = "unknown"
 
 
 @dataclass
 class Answers:
-    """The responses to score, one after the other.
+    """The responses to score, in order.
 
     Attributes:
-        samples: what the reward function gets.
-        rows: the row of each.
-        places: where each stands, for messages.
+        samples: the inputs of the reward function.
+        rows: the row number of each sample.
+        places: the file and row of each sample, for messages.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -51,8 +51,8 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         and for each data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
 
     Raises:
-        DataError: rows cannot be scored; they are named.
-        RewardError: the reward function cannot be loaded, or fails.
+        DataError: rows cannot be scored; the error names them.
+        RewardError: the reward function cannot be loaded or fails.
     """
     data, custom = config.data, config.reward.custom_reward_function
     function = RewardFunction(custom.path, custom.name, dict(custom.reward_kwargs))
@@ -77,18 +77,18 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
 
 
 def default_output(file: str) -> Path:
-    """Where the metrics of a file go."""
+    """Return the path that the metrics of a file are written to."""
     return Path(file).expanduser().with_suffix(".eval.json")
 
 
 def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answers:
-    """Every response of the table.
+    """Read every response in the table.
 
     Args:
-        built_in: whether the built-in scorers are asked, which need a known data source and a ground truth.
+        built_in: whether the built-in scorers are used. They need a known data source and a ground truth.
 
     Raises:
-        DataError: a column is missing, or rows cannot be scored: the first are named.
+        DataError: a column is missing, or rows cannot be scored; the error names the first of them.
     """
     data = config.data
     count = len(table) if data.max_samples < 0 else min(data.max_samples, len(table))
@@ -140,7 +140,7 @@ def _fault_in_reference(source: Any, truth: Any, source_key: str, truth_key: str
 
 
 def _scored(pool: RewardPool, answers: Answers) -> Iterator[Outcome]:
-    """Outcomes in order; a function that takes a batch is called once, with everything."""
+    """Yield outcomes in order. A function that takes a batch is called once, with all samples."""
     samples, places = answers.samples, answers.places
     if pool.form == "batch":
         yield from pool.run(samples, places.__getitem__)
@@ -153,7 +153,7 @@ def _scored(pool: RewardPool, answers: Answers) -> Iterator[Outcome]:
 
 
 def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Metrics of all responses; see `run_evaluation`."""
+    """Compute the metrics of all responses; see `run_evaluation`."""
     sources = [_source(sample) for sample in answers.samples]
     extra = extra_columns([extra_of(outcome) for outcome in outcomes], outcomes, set())
     scores = [outcome.score for outcome in outcomes]
@@ -173,7 +173,7 @@ def _source(sample: Sample) -> str:
 
 
 def _print(metrics: Mapping[str, float], answers: Answers) -> None:
-    """A line a data source: its score and its core metrics."""
+    """Print one line per data source: its score and its core metrics."""
     rows: dict[str, set[int]] = defaultdict(set)
     for sample, row in zip(answers.samples, answers.rows, strict=True):
         rows[_source(sample)].add(row)

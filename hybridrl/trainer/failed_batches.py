@@ -1,4 +1,4 @@
-"""Batches of updates that failed, kept in the run's folder to be examined and replayed."""
+"""Keeps the batches of failed updates in the run's folder, so that they can be examined and replayed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from hybridrl.protocol.storage import StorageError
 from hybridrl.single_controller import WorkerError
 from hybridrl.utils.metrics import Metric
 
-KEPT_BATCHES = 8  # a run that skips update after update must not fill the disk
+KEPT_BATCHES = 8  # a run that skips many updates must not fill the disk
 
 
 class FailedBatches:
     """Keeps the batches of failed updates.
 
     Args:
-        folder: the run's folder; a batch goes to `failed_batch_step_N` in it.
+        folder: the run's folder. A batch is written to `failed_batch_step_N` in it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,7 +25,7 @@ class FailedBatches:
 
     @contextmanager
     def keeping(self, batch: DataProto, step: int) -> Iterator[None]:
-        """Keep `batch` if a worker fails inside the block; the error says where it is."""
+        """Keep `batch` if a worker fails inside the block. The error says where the batch was written."""
         try:
             yield
         except WorkerError as error:
@@ -36,7 +36,7 @@ class FailedBatches:
         """Keep the batch of an update in which a step was skipped (`trainer.on_nonfinite=skip`), and report it.
 
         Args:
-            metrics: what the workers' update returned.
+            metrics: the metrics that the workers' update returned.
         """
         if any(
             float(metric.value) > 0 for name in metrics if name.endswith("/skipped_steps") for metric in metrics[name]
@@ -45,13 +45,13 @@ class FailedBatches:
             notify(f"{what}; {self._keep(batch, step)}", "warning")
 
     def _keep(self, batch: DataProto, step: int) -> str:
-        """Write the batch and return what became of it, for a message."""
+        """Write the batch and return a sentence for a message that says where it is, or why it was not written."""
         path = self.folder / f"failed_batch_step_{step}"
         if len(list(self.folder.glob("failed_batch_step_*"))) >= KEPT_BATCHES and not path.exists():
             return f"the batch of this update is not kept: {KEPT_BATCHES} are in {self.folder} already"
         known = [name for name in ("temperature",) if name in batch.meta_info]
         try:
             batch.select(meta_info_keys=known).save_to_disk(path)
-        except (OSError, StorageError) as error:  # the failure itself matters more
+        except (OSError, StorageError) as error:  # must not hide the failure of the update
             return f"the batch of this update could not be kept in {path}: {error}"
         return f"the batch of this update is kept in {path} (DataProto.load_from_disk)"

@@ -1,4 +1,4 @@
-"""The user's wish to stop: a first signal ends the run after the step, with a checkpoint; a second ends it at once."""
+"""Stop requests: a first signal ends the run after the current step, with a checkpoint; a second ends it at once."""
 
 import signal
 from types import FrameType, TracebackType
@@ -9,8 +9,8 @@ from hybridrl.notify import notify
 class StopRequest:
     """Listens for SIGINT and SIGTERM while it is entered.
 
-    `requested` holds the first signal's name. A second signal falls back to what Python does by default, so a step that
-    hangs can still be interrupted.
+    `requested` holds the name of the first signal. A second signal gets Python's default handler, so a step that hangs
+    can still be interrupted.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`python -m hybridrl.trainer.main_eval KEY=VALUE ...`: scores of the responses in a file, by data source."""
+"""`python -m hybridrl.trainer.main_eval KEY=VALUE ...`: scores the responses in a file, by data source."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def run(config: "EvaluationConfig") -> None:
     """Score the file."""
-    from hybridrl.trainer.evaluation import run_evaluation  # imports the data's libraries: not for `--help`
+    from hybridrl.trainer.evaluation import run_evaluation  # imports the data libraries, which `--help` does not need
 
     run_evaluation(config)
 

@@ -1,4 +1,4 @@
-"""`python -m hybridrl.trainer.main_generation KEY=VALUE ...`: responses to the prompts of a file, into parquet."""
+"""`python -m hybridrl.trainer.main_generation KEY=VALUE ...`: writes responses to the prompts in a file to parquet."""
 
 from typing import TYPE_CHECKING
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 def run(config: "GenerationConfig") -> None:
-    """Generate what is missing of the output."""
-    from hybridrl.trainer.generation.run_generation import run_generation  # imports torch: not for `--help` and `--cfg`
+    """Generate the missing parts of the output."""
+    from hybridrl.trainer.generation.run_generation import run_generation  # imports torch, which `--help` does not need
 
     run_generation(config)
 

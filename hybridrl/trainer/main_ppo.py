@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def run(config: "PPOTrainerConfig") -> None:
     """Prepare everything that can fail cheaply while the worker processes start, then train."""
-    from hybridrl.trainer.ppo.run_ppo import run_ppo  # imports torch: not for `--help` and `--cfg`
+    from hybridrl.trainer.ppo.run_ppo import run_ppo  # imports torch, which `--help` and `--cfg` do not need
 
     run_ppo(config)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def run(config: "SFTTrainerConfig") -> None:
     """Read the data while the worker processes start, then train."""
-    from hybridrl.trainer.sft.run_sft import run_sft  # imports torch: not for `--help` and `--cfg`
+    from hybridrl.trainer.sft.run_sft import run_sft  # imports torch, which `--help` and `--cfg` do not need
 
     run_sft(config)
 

@@ -1,4 +1,4 @@
-"""Wall time per phase of a step, and what to change if a phase runs out of memory."""
+"""Measures the wall time per phase of a step, and adds advice when a phase runs out of memory."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ class PhaseTimer:
     """Measures the phases of one step.
 
     Args:
-        advice: by phase, what to change if it runs out of memory.
+        advice: what to change if a phase runs out of memory, by phase.
 
     Attributes:
         seconds: wall time of each phase so far, by name.

@@ -1,4 +1,4 @@
-"""What every training program shares around its loop: folder, metrics, timers, checkpoints, and the wish to stop."""
+"""What all training programs share around the loop: folder, metrics, timers, checkpoints and stop requests."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,12 +28,12 @@ class TrainingRun:
         config: the whole resolved configuration, written into the run's folder.
         trainer: its `trainer` part.
         total_steps: the step after which the run is complete.
-        identity: what model this is; a checkpoint of another one is refused.
-        short_of_memory: by phase, what to change where it runs out of memory.
+        identity: identifies the model; a checkpoint of another model is refused.
+        short_of_memory: what to change if a phase runs out of memory, by phase.
 
     Attributes:
         step: steps completed, or inside `measured_step` the one in progress (from 1).
-        rollout_folder, validation_folder: where samples are dumped, a file a step.
+        rollout_folder, validation_folder: where samples are dumped, one file per step.
         timing: seconds of each phase of the step in progress, by name.
     """
 
@@ -103,11 +103,11 @@ class TrainingRun:
         return self._stop.requested is not None
 
     def due(self, frequency: int) -> bool:
-        """Whether something done every `frequency` steps (none if not positive), and after the last one, is due now."""
+        """Return whether an action is due that runs every `frequency` steps (never if not positive) and at the end."""
         return frequency > 0 and (self.step % frequency == 0 or self.step >= self.total_steps)
 
     def batches(self, loader: StatefulLoader) -> Iterator[DataProto]:
-        """Batches of the loader, epoch after epoch, from where the run stands to its end."""
+        """Yield the loader's batches, epoch after epoch, from the current step to the end of the run."""
         while not self.is_last:
             for batch in loader:
                 yield batch
@@ -120,9 +120,9 @@ class TrainingRun:
 
     @contextmanager
     def measured_step(self) -> Iterator[None]:
-        """Count a step; the block's wall time is `timing_s/step`."""
+        """Count a step, and measure the block's wall time as `timing_s/step`."""
         self.step += 1
-        saving = self.timing.get("save_checkpoint")  # of the step before, which was reported before it was saved
+        saving = self.timing.get("save_checkpoint")  # of the previous step, which was reported before it was saved
         self.timing.clear()
         if saving is not None:
             self.timing["save_checkpoint"] = saving
@@ -130,12 +130,12 @@ class TrainingRun:
             yield
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Hand the metrics of the current step to every tracking back end."""
+        """Send the metrics of the current step to every tracking back end."""
         self.tracking.log(dict(metrics), step=self.step)
 
     def look_for_checkpoint(self) -> None:
-        """Find what `restore` will resume from and verify it, so that a torn or foreign one is refused before a model
-        is loaded. Done once; `restore` does it otherwise.
+        """Find and verify the checkpoint that `restore` will resume from, so that a corrupt or foreign one is refused
+        before a model is loaded. This is done only once; `restore` does it if it was not done before.
 
         Raises:
             CheckpointError: see `RunStore.find`.
@@ -145,13 +145,13 @@ class TrainingRun:
             self._looked = True
 
     def restore(self, load: Callable[[Path, dict[str, Any]], None]) -> bool:
-        """Resume as `trainer.resume_mode` says: `load(folder, state)` gets the verified checkpoint and what `save` was
-        given.
+        """Resume as `trainer.resume_mode` says. `load(folder, state)` gets the verified checkpoint and the state that
+        was saved with it.
 
-        Metrics and dumps of later steps, written by a run that died after its checkpoint, are cut.
+        Metrics and dumps of later steps, written by a run that died after its checkpoint, are removed.
 
         Returns:
-            Whether there was something to resume.
+            Whether there was a checkpoint to resume from.
         """
         self.look_for_checkpoint()
         folder = self._found
@@ -166,22 +166,22 @@ class TrainingRun:
         return True
 
     def go_back(self, folder: Path, load: Callable[[Path, dict[str, Any]], None]) -> None:
-        """`load(folder, state)` of an earlier checkpoint, which is verified first; steps and metrics go on.
+        """Verify an earlier checkpoint and call `load(folder, state)` with it. Steps and metrics continue.
 
         Raises:
-            CheckpointError: it is not whole.
+            CheckpointError: the checkpoint is corrupt or incomplete.
         """
         found = self.store.find("resume_path", folder)
         assert found is not None
         load(found, load_json(found / STATE_FILE)["state"])
 
     def save_if_due(self, write: Callable[[Path], dict[str, Any]]) -> None:
-        """Save if `trainer.save_freq` or a wish to stop asks for it; `write(folder)` returns the controller's state."""
+        """Save if `trainer.save_freq` or a stop request asks for it. `write(folder)` returns the controller's state."""
         if self.due(self.trainer.save_freq) or self.stop_requested:
             self.save(write)
 
     def save(self, write: Callable[[Path], dict[str, Any]]) -> None:
-        """Write a checkpoint of the current step, unless there is one."""
+        """Write a checkpoint of the current step, unless it already exists."""
         if self.step in (0, self._saved_step):
             return
         with self.phase("save_checkpoint"), self.store.writing(self.step) as folder:

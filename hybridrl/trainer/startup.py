@@ -1,4 +1,4 @@
-"""Starting worker processes beside everything else that has to be done before the first step."""
+"""Starts worker processes in parallel with everything else that has to be done before the first step."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,23 +17,23 @@ USES_GPU = {
     "auto": None,
     "cpu": False,
     "cuda": True,
-}  # trainer.device, as resource pools take it; None: where there is one
+}  # trainer.device -> use_gpu of the resource pools; None uses a GPU if there is one
 
 
 @contextmanager
 def workers_starting(
     ray_options: Mapping[str, Any], manager: ResourcePoolManager, device: str, spawn: Callable[[], Groups]
 ) -> Iterator[Callable[[], Groups]]:
-    """Ray and the worker processes start in a thread; the block gets a function that waits for them.
+    """Start Ray and the worker processes in a thread. The block gets a function that waits for them.
 
-    Reading data and checking the user's settings take as long as starting processes, and need none of them. The
-    processes end with the block, whatever happened in it, and so does Ray if it was started here.
+    Reading data and checking the user's settings takes as long as starting processes, and does not need them. The
+    processes end with the block, whatever happens in it, and so does Ray if it was started here.
 
     Args:
         ray_options: `ray_kwargs.ray_init`.
-        manager: the pools that the workers live in.
+        manager: the pools that the workers run in.
         device: `trainer.device`.
-        spawn: starts the worker groups, in the manager's pools, once Ray runs.
+        spawn: starts the worker groups in the manager's pools, once Ray runs.
     """
     given_up = threading.Event()
 
@@ -41,7 +41,7 @@ def workers_starting(
         init_ray(dict(ray_options), manager.resource_pool_spec, use_gpu=USES_GPU[device])
         return None if given_up.is_set() else spawn()
 
-    # The thread has to outlive Ray: the kernel ends Ray's processes when the thread that started them ends.
+    # The thread must outlive Ray: the kernel ends Ray's processes when the thread that started them ends.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-workers") as background:
         starting = background.submit(start)
         try:

@@ -1,1 +1,1 @@
-"""Training weights into generation engines."""
+"""Sends training weights to generation engines."""

@@ -1,4 +1,4 @@
-"""What sender and receiver of weights tell each other: small enough for any channel; the weights go elsewhere."""
+"""Messages between sender and receiver of weights. They are small enough for any channel; the weights go elsewhere."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,13 +8,13 @@ LaneKind = Literal["shared_memory", "cuda_ipc", "broadcast"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor lies in a bucket.
+    """The position of a tensor in a bucket.
 
     Attributes:
         name: the parameter's Hugging Face name.
-        dtype: torch's name of it, "bfloat16".
-        shape: of the whole parameter.
-        offset, size: in bytes.
+        dtype: torch's name of the dtype, for example "bfloat16".
+        shape: shape of the whole parameter.
+        offset, size: offset and size in bytes.
     """
 
     name: str
@@ -26,14 +26,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some parameters, ready to be taken.
+    """A group of parameters that is ready to be received.
 
     Attributes:
-        lane: how the bytes travel.
-        where: what a receiver needs to find them. Shared memory: the segment's name. CUDA IPC: by the device's UUID,
-            how to open the buffer there. Broadcast: (host, port, world size, members) of the group, in which rank 0
-            sends, and the rank of the replica's first process.
-        entries: what it holds.
+        lane: the transport of the bytes.
+        where: what a receiver needs to find the bytes. For shared memory, the segment's name. For CUDA IPC, how to open
+            the buffer on each device, by the device's UUID. For broadcast, (host, port, world size, members) of the
+            group, in which rank 0 sends, and the rank of the replica's first process.
+        entries: the parameters in the bucket.
     """
 
     lane: LaneKind

@@ -10,19 +10,19 @@ from hybridrl.utils import device as devices
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync.messages import Bucket
 
-#: place of the device's index among the arguments that `reduce_tensor` gives for a CUDA tensor
+#: position of the device index among the arguments that `reduce_tensor` returns for a CUDA tensor
 _STORAGE_DEVICE = 6
 
 
 class WeightReceiver:
-    """Opens buckets and gives out the tensors in them.
+    """Opens buckets and yields the tensors in them.
 
-    The sender overwrites a bucket once it is told that the bucket was taken.
+    The sender overwrites a bucket once it is told that the bucket was received.
 
     Args:
-        device: where this process computes.
-        rank: of this process among those of its replica.
-        copies: give out copies, for engines that keep tensors after they were told to load them.
+        device: the device that this process computes on.
+        rank: rank of this process within its replica.
+        copies: whether to yield copies, for engines that keep references to the tensors they load.
     """
 
     def __init__(self, device: torch.device, rank: int = 0, copies: bool = True) -> None:
@@ -35,9 +35,10 @@ class WeightReceiver:
         self._group: tuple[tuple[str, int, int, str], StandaloneGroup] | None = None
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of each parameter. Without `copies` they are the bucket itself: valid until it was taken.
+        """Yield the name and value of each parameter.
 
-        A bucket without entries says that the sender is about to free its memory: what was opened is let go.
+        Without `copies` the values are views of the bucket, valid until the sender is told that it was received. A
+        bucket without entries means that the sender is about to free its memory, so the opened buffers are released.
         """
         if not bucket.entries:
             self.close()
@@ -57,13 +58,13 @@ class WeightReceiver:
             yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
 
     def close(self) -> None:
-        """Let go of the sender's memory; a group for broadcasts stays for the next update."""
+        """Release the sender's memory. A broadcast group is kept for the next update."""
         self.last = None
         self._buffers.clear()
         devices.empty_cache()
 
     def _from_shared_memory(self, name: str, size: int) -> torch.Tensor:
-        # Not through multiprocessing's SharedMemory: it would track the segment here too, and unlink the sender's.
+        # Not multiprocessing's SharedMemory: it would track the segment here too, and unlink the sender's segment.
         if name not in self._buffers:
             with open(f"/dev/shm/{name}", "r+b") as file:
                 self._buffers[name] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -74,7 +75,7 @@ class WeightReceiver:
         if handle not in self._buffers:
             rebuild, arguments = pickle.loads(handle)
             arguments = list(arguments)
-            arguments[_STORAGE_DEVICE] = self.device.index  # the sender's number of this device may be another
+            arguments[_STORAGE_DEVICE] = self.device.index  # the sender may number this device differently
             self._buffers[handle] = rebuild(*arguments)
         return self._buffers[handle][:size]
 

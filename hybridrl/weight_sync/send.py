@@ -1,15 +1,15 @@
-"""The training weights into running generation engines: parameter by parameter, in buckets, under their HF names.
+"""Sends the training weights to running generation engines, in buckets of parameters under their HF names.
 
-Every training rank iterates over the whole parameters together (that gathers them), and some ranks write what comes by
+All training ranks iterate over the whole parameters together (this gathers them), and some ranks write the parameters
 into a bucket that engines read:
 
     same node, CPU    shared memory; the first rank of each node writes, every engine process there reads
     same GPU          CUDA IPC; each rank writes on its device, the engine's process there reads
     other devices     broadcast from rank 0 to all engine processes, over gloo or NCCL
 
-A bucket is sent while the one before is being loaded. So beyond the shards and the engines' own weights there are two
-buckets on a device at most, and the parameter that is being gathered and cast. A parameter is never split: a bucket
-grows to the largest one.
+A bucket is sent while the previous one is being loaded. Besides the shards and the engines' own weights, a device
+therefore holds at most two buckets and the parameter that is being gathered and cast. A parameter is never split; a
+bucket grows to the size of the largest one.
 """
 
 import os
@@ -30,22 +30,22 @@ from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync.messages import Bucket, Entry, LaneKind
 
-_ALIGNMENT = 512  # bytes; more than any dtype or vector load asks for
+_ALIGNMENT = 512  # bytes; more than any dtype or vector load requires
 _SLOTS = 2
-_PIPELINED = 8  # buckets at least, so that writing and loading go on side by side
+_PIPELINED = 8  # minimum number of buckets, so that writing and loading overlap
 _LEAST_BUCKET = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class Target:
-    """An engine that is to get weights.
+    """An engine that receives weights.
 
     Attributes:
         replica: the Ray actor that it runs in.
-        incarnation: names this start of it.
+        incarnation: identifies this start of the replica.
         node_id: Ray's name of the node it runs on.
-        ranks: the training ranks that share its devices; none where it has devices of its own.
-        processes: of the engine that hold weights.
+        ranks: the training ranks that share its devices; empty if it has its own devices.
+        processes: number of the engine's processes that hold weights.
     """
 
     replica: Any
@@ -57,7 +57,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one rank did. `bytes` counts each parameter once; 0 where the rank sent nothing itself."""
+    """What one rank sent. `bytes` counts each parameter once, and is 0 if the rank sent nothing itself."""
 
     bytes: int
     seconds: float
@@ -65,7 +65,7 @@ class TransferReport:
 
 
 class Lane(ABC):
-    """One way to the engines. Writes into one of two slots while the other is being read."""
+    """One transport to the engines. It writes into one of two slots while the other is being read."""
 
     kind: LaneKind
 
@@ -76,7 +76,7 @@ class Lane(ABC):
         self._acks: list[list[Any]] = [[] for _ in range(_SLOTS)]
 
     def reserve(self, size: int) -> torch.Tensor:
-        """The bytes to write the next bucket into, at least `size`; waits until nobody reads them any more."""
+        """Return at least `size` bytes to write the next bucket into. Waits until no engine reads them any more."""
         self._wait(self._slot)
         if size > self.capacity:
             self._drain()
@@ -85,7 +85,7 @@ class Lane(ABC):
         return self._buffer(self._slot)
 
     def send(self, entries: Sequence[Entry]) -> None:
-        """Tell the engines of what was written."""
+        """Announce the written bucket to the engines."""
         self._acks[self._slot] = self._announce(self._slot, tuple(entries))
         self._slot = (self._slot + 1) % _SLOTS
 
@@ -95,7 +95,7 @@ class Lane(ABC):
         self.close()
 
     def _drain(self) -> None:
-        """Wait until every slot is loaded, and have the engines let go of the slots."""
+        """Wait until every slot is loaded, and have the engines release the slots."""
         for slot in range(_SLOTS):
             self._wait(slot)
         if self.capacity and self.kind != "broadcast":
@@ -109,7 +109,7 @@ class Lane(ABC):
                 ray.get(ack)
             except RayTaskError:
                 raise
-            except RayError:  # the replica is gone: whoever started it sees that, too
+            except RayError:  # the replica is gone; the process that started it notices too
                 continue
 
     def _load(self, bucket: Bucket) -> list[Any]:
@@ -117,15 +117,15 @@ class Lane(ABC):
 
     @abstractmethod
     def _open(self, size: int) -> None:
-        """Make slots of this size; those there were are free."""
+        """Allocate slots of this size. The previous slots are free."""
 
     @abstractmethod
     def _buffer(self, slot: int) -> torch.Tensor:
-        """The slot's bytes."""
+        """Return the slot's bytes."""
 
     @abstractmethod
     def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
-        """Start the transfer of a slot; what to wait for before it may be overwritten."""
+        """Start the transfer of a slot. Return what to wait for before it may be overwritten."""
 
     @abstractmethod
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Lane(ABC):
 
 
 class SharedMemoryLane(Lane):
-    """To the engines of this node, through /dev/shm."""
+    """Sends to the engines on this node, through /dev/shm."""
 
     kind: LaneKind = "shared_memory"
 
@@ -169,7 +169,7 @@ class SharedMemoryLane(Lane):
 
 
 class CudaIpcLane(Lane):
-    """To the engines on the trainer's own GPUs. All ranks take part; the first of each replica's tells it."""
+    """Sends to engines on the trainer's own GPUs. All ranks take part; the first rank of each replica notifies it."""
 
     kind: LaneKind = "cuda_ipc"
 
@@ -207,9 +207,9 @@ class CudaIpcLane(Lane):
 
 
 class BroadcastLane(Lane):
-    """From rank 0 to engines on devices of their own.
+    """Sends from rank 0 to engines on other devices.
 
-    The group of processes is kept for the next update, as long as the engines are the same.
+    The process group is kept for the next update, as long as the engines are the same.
     """
 
     kind: LaneKind = "broadcast"
@@ -247,7 +247,7 @@ class BroadcastLane(Lane):
             group.connect()
             group.broadcast(self._buffers[slot][: entries[-1].offset + entries[-1].size], root=0)
         except RuntimeError as error:
-            # An engine died. The others may lack this bucket, and wait for what does not come: all start anew.
+            # An engine died. The others may lack this bucket and would wait for it forever, so all are restarted.
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
             for target in self.targets:
                 ray.kill(target.replica)
@@ -259,7 +259,7 @@ class BroadcastLane(Lane):
 
 
 def lanes_to(targets: Sequence[Target], node_id: str) -> list[Lane]:
-    """The lanes that this rank writes to; all ranks call this together.
+    """Return the lanes that this rank writes to. All ranks call this together.
 
     Args:
         targets: the engines.
@@ -286,10 +286,10 @@ def stream(
     """Send `weights` through every lane.
 
     Args:
-        weights: name and whole value of each parameter; iterated to its end on every rank.
-        lanes: none on a rank that only takes part in gathering.
-        total_bytes: of all weights together.
-        bucket_bytes: a bucket is at most so large, where no single parameter is larger.
+        weights: name and whole value of each parameter; every rank iterates to the end.
+        lanes: empty on a rank that only takes part in gathering.
+        total_bytes: size of all weights together.
+        bucket_bytes: maximum size of a bucket, unless a single parameter is larger.
     """
     started = time.perf_counter()
     packer = _Packer(lanes, min(bucket_bytes, max(total_bytes // _PIPELINED, _LEAST_BUCKET), total_bytes))
@@ -308,7 +308,7 @@ def stream(
 
 
 class _Packer:
-    """Puts parameters one behind the other into buckets."""
+    """Packs parameters one after another into buckets."""
 
     def __init__(self, lanes: Sequence[Lane], bucket_bytes: int) -> None:
         self.lanes = lanes

@@ -1,1 +1,1 @@
-"""One file per data set: each turns a source into parquet files in the schema that the trainers read."""
+"""One script per dataset. Each turns a source into parquet files in the schema that the trainers read."""

@@ -3,7 +3,7 @@
     python -m hybridrl.data.preprocess.gsm8k --out DIR [--local_dir DIR]
 
 `--local_dir` holds `train` and `test` as .jsonl, .json or .parquet with the columns `question` and `answer`;
-without it the data comes from the hub (`openai/gsm8k`). Written are `train.parquet` and `test.parquet` in the
+without it the data comes from the hub (`openai/gsm8k`). The script writes `train.parquet` and `test.parquet` in the
 schema that `main_ppo` reads.
 """
 
@@ -19,7 +19,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def make_row(row: Row, split: str, number: int, where: str) -> Row:
-    """One problem in the trainers' schema.
+    """Convert one problem to the trainers' schema.
 
     Raises:
         DataError: a column is missing, or the answer has no `####`.
@@ -38,10 +38,10 @@ def make_row(row: Row, split: str, number: int, where: str) -> Row:
 
 
 def write_gsm8k(out: Path, local_dir: Path | None = None) -> dict[str, int]:
-    """Write `train.parquet` and `test.parquet` into `out`; returns the number of rows of each.
+    """Write `train.parquet` and `test.parquet` into `out`, and return the number of rows of each.
 
     Raises:
-        DataError: the source cannot be read, or a row of it is not as expected.
+        DataError: the source cannot be read, or one of its rows is not as expected.
     """
     return convert(out, local_dir, (DATA_SOURCE, "main"), make_row)
 

@@ -1,9 +1,9 @@
-r"""MATH: competition problems whose answers stand in `\boxed{}`.
+r"""MATH: competition problems whose answers are in `\boxed{}`.
 
     python -m hybridrl.data.preprocess.math --out DIR [--local_dir DIR]
 
 `--local_dir` holds `train` and `test` as .jsonl, .json or .parquet with the columns `problem` and `solution`;
-without it the data comes from the hub (`DigitalLearningGmbH/MATH-lighteval`). Written are `train.parquet` and
+without it the data comes from the hub (`DigitalLearningGmbH/MATH-lighteval`). The script writes `train.parquet` and
 `test.parquet` in the schema that `main_ppo` reads.
 """
 
@@ -20,7 +20,7 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def make_row(row: Row, split: str, number: int, where: str) -> Row:
-    r"""One problem in the trainers' schema.
+    r"""Convert one problem to the trainers' schema.
 
     Raises:
         DataError: a column is missing, or the solution has no `\boxed{}`.
@@ -39,10 +39,10 @@ def make_row(row: Row, split: str, number: int, where: str) -> Row:
 
 
 def write_math(out: Path, local_dir: Path | None = None) -> dict[str, int]:
-    """Write `train.parquet` and `test.parquet` into `out`; returns the number of rows of each.
+    """Write `train.parquet` and `test.parquet` into `out`, and return the number of rows of each.
 
     Raises:
-        DataError: the source cannot be read, or a row of it is not as expected.
+        DataError: the source cannot be read, or one of its rows is not as expected.
     """
     return convert(out, local_dir, (DATA_SOURCE, None), make_row)
 

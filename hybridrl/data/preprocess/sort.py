@@ -1,11 +1,11 @@
-"""The sorting task: a made-up data set that a tiny model learns in a minute, without a hub.
+"""The sorting task: a synthetic dataset that a tiny model learns in a minute, without a hub.
 
     python -m hybridrl.data.preprocess.sort --out DIR [--seed 0]
 
-A prompt is `Sort: 31524`, its answer `#### 12345`; the reward (data source `hybridrl/sort`) is 1 for an exact
-match. Written are `train.parquet` and `test.parquet` for reinforcement learning (disjoint prompts) and
-`sft_train.parquet` and `sft_val.parquet`, the same prompts with their answers as `messages`, for the supervised
-warm start.
+A prompt is `Sort: 31524` and its answer is `#### 12345`. The reward (data source `hybridrl/sort`) is 1 for an exact
+match. The script writes `train.parquet` and `test.parquet` for reinforcement learning (disjoint prompts), and
+`sft_train.parquet` and `sft_val.parquet` for the supervised warm start: the same prompts with their answers as
+`messages`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def make_prompts(train_size: int, test_size: int, length: int, seed: int) -> tup
 
 
 def answer(digits: str) -> str:
-    """The ground truth: the digits in ascending order."""
+    """Return the ground truth: the digits in ascending order."""
     return "".join(sorted(digits))
 
 
 def rl_row(digits: str, split: str, index: int) -> dict[str, Any]:
-    """One row of the RL files, in the schema that every preprocessing script writes."""
+    """Build one row of the RL files, in the schema that every preprocessing script writes."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"Sort: {digits}"}],
@@ -56,7 +56,7 @@ def rl_row(digits: str, split: str, index: int) -> dict[str, Any]:
 
 
 def sft_row(digits: str) -> dict[str, Any]:
-    """One row of the supervised files: the prompt and the answer that earns the reward, as one conversation."""
+    """Build one row of the supervised files: the prompt and the correct answer, as one conversation."""
     return {
         "messages": [
             {"role": "user", "content": f"Sort: {digits}"},
@@ -68,10 +68,10 @@ def sft_row(digits: str) -> dict[str, Any]:
 def write_sort_data(
     out: str | Path, *, seed: int = 0, train_size: int = 8000, test_size: int = 256, length: int = 5
 ) -> Path:
-    """Write the four files into `out` (made if missing); the same arguments give the same rows.
+    """Write the four files into `out` (created if missing). The same arguments give the same rows.
 
     Raises:
-        UserError: fewer different prompts exist than asked for.
+        UserError: fewer different prompts exist than requested.
     """
     train, test = make_prompts(train_size, test_size, length, seed)
     folder = Path(out)
@@ -84,7 +84,7 @@ def write_sort_data(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Command line of this module."""
+    """Run the command line of this module."""
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.data.preprocess.sort", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,4 +1,4 @@
-"""What the preprocessing scripts share: finding a source, writing rows, the command line."""
+"""What the preprocessing scripts share: reading a source, writing rows, the command line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ Row = dict[str, Any]
 
 
 def read_split(folder: Path, split: str) -> Table:
-    """The rows of `SPLIT.jsonl`, `.json` or `.parquet` in a folder, or of `SPLIT-*.parquet` as the hub names
-    its pieces.
+    """Read the rows of `SPLIT.jsonl`, `.json` or `.parquet` in a folder, or of `SPLIT-*.parquet`, the hub's naming.
 
     Raises:
         DataError: there is no such file, or it cannot be read.
@@ -32,17 +31,17 @@ def read_split(folder: Path, split: str) -> Table:
 
 
 def read_hub(name: str, configuration: str | None, split: str) -> list[Row]:
-    """The rows of one split of a data set of the Hugging Face hub.
+    """Read the rows of one split of a dataset on the Hugging Face hub.
 
     Raises:
-        DataError: the hub cannot be reached or has no such data set.
+        DataError: the hub cannot be reached or has no such dataset.
     """
     import datasets
 
     try:
         return list(datasets.load_dataset(name, configuration, split=split))
     except Exception as error:
-        # The hub's client raises a dozen kinds of errors for one thing: the data did not come.
+        # The hub's client raises a dozen kinds of errors for the same failure: the data could not be downloaded.
         raise DataError(
             f"{name} cannot be loaded from the hub ({type(error).__name__}: {error}). Without a connection, download "
             "the data set elsewhere and name its folder with --local_dir."
@@ -65,10 +64,10 @@ def write_rows(file: Path, rows: Iterable[Row]) -> int:
 
 
 def text_of(row: Row, column: str, where: str) -> str:
-    """A column that must hold text.
+    """Return the value of a column that must hold text.
 
     Raises:
-        DataError: it does not; names the row.
+        DataError: it does not; the error names the row.
     """
     value = row.get(column)
     if not isinstance(value, str) or not value.strip():
@@ -81,19 +80,19 @@ def text_of(row: Row, column: str, where: str) -> str:
 def convert(
     out: Path, local_dir: Path | None, hub: tuple[str, str | None], make_row: Callable[[Row, str, int, str], Row]
 ) -> dict[str, int]:
-    """Turn both splits into `train.parquet` and `test.parquet` under `out` (made if missing).
+    """Turn both splits into `train.parquet` and `test.parquet` under `out` (created if missing).
 
     Args:
-        out: folder to write.
-        local_dir: folder of the source; None: the hub.
+        out: folder to write into.
+        local_dir: folder of the source; None means the hub.
         hub: the source's name and configuration on the hub.
-        make_row: (row, split, number, where the row stands) -> row of the trainers' schema.
+        make_row: (row, split, number, location of the row) -> row in the trainers' schema.
 
     Returns:
-        How many rows each split has.
+        The number of rows of each split.
 
     Raises:
-        DataError: the source cannot be read, or a row of it is not as expected.
+        DataError: the source cannot be read, or one of its rows is not as expected.
     """
     converted: dict[str, list[Row]] = {}
     for split in SPLITS:
@@ -105,7 +104,7 @@ def convert(
 
 
 def command_line(module: str, description: str, run: Callable[[Path, Path | None], dict[str, int]]) -> None:
-    """`python -m ...MODULE --out DIR [--local_dir DIR]`; an error of the user is one line and exit code 2."""
+    """Run `python -m ...MODULE --out DIR [--local_dir DIR]`. A user error is one line and exit code 2."""
     parser = argparse.ArgumentParser(prog=f"python -m hybridrl.data.preprocess.{module}", description=description)
     parser.add_argument("--out", required=True, type=Path, help="folder to write train.parquet and test.parquet into")
     parser.add_argument(

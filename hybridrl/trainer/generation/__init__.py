@@ -1,1 +1,1 @@
-"""`main_generation`: responses to the prompts of a file, part by part, so that a killed run goes on where it was."""
+"""`main_generation`: generates responses to the prompts in a file, in parts, so that a killed run can resume."""

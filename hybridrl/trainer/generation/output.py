@@ -1,7 +1,8 @@
-"""The output file and the parts that it is made of: each written whole or not at all.
+"""The output file and its parts. Each is written completely or not at all.
 
-Parts lie in `OUTPUT.parts/` beside the output until all are there; then they are joined, and the folder goes. Output
-and parts tell which settings made them, so that nothing made with others is mixed in or taken for done.
+Parts are kept in `OUTPUT.parts/` next to the output. When the last part is written, the parts are joined and the folder
+is removed. The output and its parts record the settings they were made with, so that responses made with other settings
+are neither mixed in nor taken as finished.
 """
 
 import json
@@ -25,7 +26,7 @@ _SETTINGS_FILE = "settings.json"
 
 @dataclass(frozen=True)
 class Response:
-    """One response as it is kept; what is not known is None."""
+    """One response as it is stored. Unknown fields are None."""
 
     text: str
     finish_reason: str | None
@@ -36,20 +37,20 @@ class Response:
 
 
 class Output:
-    """The file that is to be written.
+    """The output file of a generation run.
 
     Args:
         path: `data.output_path`.
         rows: the input rows that get responses, in order.
-        batch_size: rows a part.
-        key: `data.response_key`, the column of the responses and the beginning of the others' names.
-        log_probs: whether tokens and their log-probabilities are kept.
+        batch_size: rows per part.
+        key: `data.response_key`, the name of the response column and the prefix of the other new columns.
+        log_probs: whether tokens and their log-probabilities are stored.
         settings: everything that the responses depend on, as plain data.
         overwrite: `data.overwrite`.
 
     Raises:
-        UserError: the input has such a column already; or the output, or parts of it, are there and were made with
-            other settings; or another process writes it.
+        UserError: the input already has such a column, or the output or parts of it exist and were made with other
+            settings, or another process is writing it.
     """
 
     def __init__(
@@ -76,24 +77,24 @@ class Output:
             )
         self.is_complete = self._look_at_output(overwrite)
         if self.is_complete:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed just before
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by a run that was killed just before
         else:
             self._claim(overwrite)
 
     def __len__(self) -> int:
-        """How many parts there are in all."""
+        """Return the total number of parts."""
         return -(-self.rows.num_rows // self.batch_size)
 
     def rows_of(self, number: int) -> range:
-        """The rows of a part, counted among those that get responses."""
+        """Return the rows of a part, as positions in `rows`."""
         return range(number * self.batch_size, min((number + 1) * self.batch_size, self.rows.num_rows))
 
     def missing(self) -> list[int]:
-        """Parts that are not there yet."""
+        """Return the numbers of the parts that are not written yet."""
         return [number for number in range(len(self)) if not self._part(number).exists()]
 
     def write(self, number: int, responses: Sequence[Sequence[Response]]) -> None:
-        """Keep a part: the responses to each of its rows."""
+        """Write a part: the responses to each of its rows."""
         rows = self.rows_of(number)
         table = self.rows.slice(rows.start, len(rows))
         for name, (attribute, kind) in self.fields.items():
@@ -106,7 +107,7 @@ class Output:
             pq.write_table(table, beside)
 
     def join(self) -> None:
-        """Make the output of the parts, a part in memory at a time, and remove them."""
+        """Join the parts into the output and remove them. Only one part is in memory at a time."""
         schema = pq.read_schema(self._part(0))
         made_by = {SETTINGS: json.dumps(self.settings, sort_keys=True).encode()}
         schema = schema.with_metadata((schema.metadata or {}) | made_by)
@@ -120,7 +121,7 @@ class Output:
         return self.folder / f"part_{number:06d}.parquet"
 
     def _look_at_output(self, overwrite: bool) -> bool:
-        """Whether the output is there, made with these settings."""
+        """Return whether the output exists and was made with these settings."""
         if not self.path.exists():
             return False
         try:
@@ -137,7 +138,7 @@ class Output:
         return False
 
     def _claim(self, overwrite: bool) -> None:
-        """Take the folder of the parts for this process and these settings."""
+        """Claim the folder of the parts for this process and these settings."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -166,7 +167,7 @@ class Output:
 
     @property
     def _plain(self) -> Any:
-        """The settings as JSON gives them back."""
+        """The settings as they look after a JSON round trip."""
         return json.loads(json.dumps(self.settings))
 
     def _differences(self, before: Mapping[str, Any]) -> str:
@@ -177,13 +178,13 @@ class Output:
 
 
 def parts_folder(path: str | Path) -> Path:
-    """Where the parts of an output lie while it is made."""
+    """Return the folder that holds the parts of an output while it is written."""
     path = Path(path).expanduser()
     return path.with_name(f"{path.name}.parts")
 
 
 def _fields(key: str, log_probs: bool) -> dict[str, tuple[str, pa.DataType]]:
-    """Column -> attribute of `Response`, type."""
+    """Map each column to its attribute of `Response` and its type."""
     fields: dict[str, tuple[str, pa.DataType]] = {
         key: ("text", pa.list_(pa.string())),
         f"{key}_finish_reasons": ("finish_reason", pa.list_(pa.string())),

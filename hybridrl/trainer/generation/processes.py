@@ -1,4 +1,4 @@
-"""What generates for a program that only generates: `main_generation`."""
+"""The generating processes of `main_generation`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,16 +23,16 @@ ROLE = "actor_rollout_ref"
 def start_processes(
     config: GenerationConfig, engine: str, manager: ResourcePoolManager, log_folder: Path
 ) -> Callable[[], Rollout]:
-    """Take the devices of the manager's pool for generation, and start there what starts without a model.
+    """Reserve the devices of the manager's pool for generation, and start whatever does not need the model there.
 
     Args:
         engine: `rollout.name`, resolved.
         manager: maps the role "actor_rollout_ref" to a pool.
-        log_folder: where replicas' output goes.
+        log_folder: folder for the output of the replicas.
 
     Returns:
-        Loads the model, and returns what generates with it. With an engine a replica stands on as many devices as its
-        parallel sizes make, and reads the checkpoint itself.
+        A function that loads the model and returns the rollout. With an engine, a replica takes as many devices as the
+        product of its parallel sizes, and reads the checkpoint itself.
     """
     policy, trainer = config.actor_rollout_ref, config.trainer
     manager.create_resource_pool()
@@ -69,20 +69,20 @@ def start_processes(
 
 
 def sampling_of(rollout: RolloutConfig, row: int, sample: int) -> SamplingParams:
-    """How an endpoint is to sample: as training does, with a seed that belongs to the sample.
+    """Return the sampling parameters for an endpoint: those of training, with a seed for this sample.
 
     Raises:
         UserError: a setting is out of range.
     """
     key = stream_keys(rollout.seed, 0, "generate", [f"0-{row}"], [sample])[0]
-    return replace(SamplingParams.for_training(rollout), seed=int(key) >> 33)  # 31 bits: what every endpoint takes
+    return replace(SamplingParams.for_training(rollout), seed=int(key) >> 33)  # 31 bits, which every endpoint accepts
 
 
 class Endings:
-    """Tells from a response's tokens whether it ended by itself.
+    """Determines from a response's tokens whether it ended by itself.
 
     Args:
-        config: whose `rollout` says where a response ends, and whose `model` with which tokens.
+        config: `rollout` says where a response ends, and `model` with which tokens.
     """
 
     def __init__(self, config: ActorRolloutRefConfig) -> None:
@@ -93,6 +93,6 @@ class Endings:
         self._stop = StopStrings(tokenizer, sampling.stop)
 
     def reason(self, token_ids: Sequence[int]) -> str:
-        """``stop`` where it ended by itself, be it with the last token that it may have; else ``length``."""
+        """Return `stop` if the response ended by itself, even at its last allowed token, and `length` otherwise."""
         cut_off = len(token_ids) >= self._limit and token_ids[-1] not in self._eos and not self._stop.ends(token_ids)
         return "length" if cut_off else "stop"

@@ -1,4 +1,4 @@
-"""What a generation run shows while it lasts, and the figures that it leaves beside its output."""
+"""The progress output of a generation run, and the figures that it writes next to its output."""
 
 import json
 import sys
@@ -20,13 +20,13 @@ from hybridrl.utils.files import write_text
 
 
 class Report:
-    """Context manager around the parts of a run; a line a part, and on a terminal a bar below them.
+    """Context manager around the parts of a run. It prints one line per part, and a progress bar on a terminal.
 
     Args:
-        output: that is written.
-        missing: parts that this run has to make.
+        output: the output that is written.
+        missing: the parts that this run has to generate.
         key: `data.response_key`.
-        bar: whether a terminal gets the bar.
+        bar: whether a terminal shows the bar.
     """
 
     def __init__(self, output: Output, missing: int, key: str, bar: bool) -> None:
@@ -56,7 +56,7 @@ class Report:
             self._progress.stop()
 
     def wrote(self, number: int, responses: Sequence[Sequence[Response]]) -> None:
-        """Count a part, and say so."""
+        """Count a part and report it."""
         tokens = [response.tokens or 0 for of_row in responses for response in of_row]
         self.tokens += sum(tokens)
         self.done += 1
@@ -75,7 +75,7 @@ class Report:
         return max(time.perf_counter() - self._started, 1e-9)
 
     def finish(self) -> None:
-        """Write `OUTPUT.metrics.json`, of the whole output; speed is that of this run alone."""
+        """Write `OUTPUT.metrics.json` for the whole output. The speed in it is that of this run alone."""
         seconds = self._seconds
         metrics = summary(self.output.path, self.key) | {
             "parts": len(self.output),
@@ -89,12 +89,12 @@ class Report:
 
 
 def metrics_path(output: Path) -> Path:
-    """Where the figures of an output stand."""
+    """Return the path of an output's figures."""
     return output.with_suffix(".metrics.json")
 
 
 def summary(path: Path, key: str) -> dict[str, Any]:
-    """Counts over all responses of an output."""
+    """Compute counts over all responses of an output."""
     names = [f"{key}_tokens", f"{key}_prompt_tokens", f"{key}_finish_reasons"]
     table = pq.read_table(path, columns=names)
     lengths = [length for row in table.column(names[0]).to_pylist() for length in row if length is not None]

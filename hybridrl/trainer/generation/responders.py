@@ -1,4 +1,4 @@
-"""From rows to responses: by processes of the cluster, or by an endpoint."""
+"""Turns rows into responses, with processes of the cluster or with an endpoint."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,29 +20,29 @@ from hybridrl.trainer.ppo.batching import repeat_for_sampling
 
 
 class Responder(Protocol):
-    """Answers the rows of the data.
+    """Generates responses to the rows of the data.
 
     Attributes:
-        rows: those that get responses, in order.
-        in_flight: parts that it works on at once, each in a thread of its own.
+        rows: the rows that get responses, in order.
+        in_flight: number of parts that it works on at once, each in its own thread.
     """
 
     rows: pa.Table
     in_flight: int
 
     def respond(self, items: Sequence[int]) -> list[list[Response]]:
-        """`n_samples` responses to each of these rows."""
+        """Return `n_samples` responses to each of these rows."""
         ...
 
 
 class ClusterResponder:
-    """Prompts are tokenised here, responses come from `generate` as tokens.
+    """Tokenises the prompts here. `generate` returns the responses as tokens.
 
     Args:
         config: the whole configuration.
         dataset: the prompts.
         tokenizer: turns responses into text.
-        endings: tells how a response ended.
+        endings: determines how a response ended.
     """
 
     def __init__(self, config: GenerationConfig, dataset: RLHFDataset, tokenizer: Any, endings: Endings) -> None:
@@ -57,7 +57,7 @@ class ClusterResponder:
 
     @classmethod
     def of(cls, config: GenerationConfig, tokenizer: Any, endings: Endings) -> "ClusterResponder":
-        """With the prompts that `data` names.
+        """Create one with the prompts that `data` names.
 
         Raises:
             DataError: the files or rows cannot be used.
@@ -74,7 +74,7 @@ class ClusterResponder:
     def respond(self, items: Sequence[int]) -> list[list[Response]]:
         rows = [self.dataset[item] for item in items]
         tensors, objects = self._collate(rows)
-        uids = object_array([f"0-{index}" for index in objects["index"]])  # as in training: noise belongs to the row
+        uids = object_array([f"0-{index}" for index in objects["index"]])  # noise depends on the row, as in training
         n = self.config.data.n_samples
         prompts = repeat_for_sampling(DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}), n)
         prompts = prompts.select(non_tensor_batch_keys=["uid", "sample"])
@@ -82,7 +82,7 @@ class ClusterResponder:
         return self._read(self.generate(prompts), [len(row["input_ids"]) for row in rows])
 
     def _read(self, batch: DataProto, prompt_tokens: Sequence[int]) -> list[list[Response]]:
-        """Responses of a batch with `n_samples` rows a prompt."""
+        """Return the responses of a batch with `n_samples` rows per prompt."""
         tensors = batch.batch
         lengths: list[int] = tensors["response_mask"].sum(dim=1).tolist()
         tokens = [ids[:length] for ids, length in zip(tensors["responses"].tolist(), lengths, strict=True)]
@@ -106,7 +106,7 @@ class ClusterResponder:
 
 
 class EndpointResponder:
-    """Messages go to the endpoint, which renders and tokenises them itself; each response is a request of its own.
+    """Sends messages to an endpoint, which renders and tokenises them itself. Each response is a separate request.
 
     Args:
         config: the whole configuration.
@@ -134,7 +134,7 @@ class EndpointResponder:
         self.rows = table.arrow().take(pa.array(self._index))
         self.endpoint = Endpoint(rollout.openai)
         waiting = data.batch_size * data.n_samples
-        self.in_flight = 1 + -(-rollout.openai.max_concurrency // waiting)  # so that a part's end leaves no room empty
+        self.in_flight = 1 + -(-rollout.openai.max_concurrency // waiting)  # keeps slots busy at a part's end
 
     def respond(self, items: Sequence[int]) -> list[list[Response]]:
         n, asked = self.config.data.n_samples, []

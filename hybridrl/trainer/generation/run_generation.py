@@ -1,4 +1,4 @@
-"""The generation program, from a configuration to the output file."""
+"""The generation program, from the configuration to the output file."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,15 +20,15 @@ from hybridrl.trainer.generation.report import Report
 from hybridrl.trainer.generation.responders import ClusterResponder, EndpointResponder, Responder
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
-_OVERLAP = 2  # parts under way with an engine: the end of one, where few long responses are left, leaves room
+_OVERLAP = 2  # parts in progress with an engine: at the end of a part only a few long responses are left
 _WEIGHTS = (".safetensors", ".bin", ".json")
 
 
 def run_generation(config: GenerationConfig) -> None:
-    """Generate as `config` says, or what is left of it.
+    """Generate the output that `config` describes, or the parts of it that are missing.
 
     Raises:
-        UserError: a setting, file or endpoint of the user's cannot work. Parts that were written stay.
+        UserError: a setting, file or endpoint cannot work. Parts that were written are kept.
     """
     import_external_lib(config.actor_rollout_ref.model.external_lib)
     if is_endpoint(config.actor_rollout_ref.rollout.name):
@@ -84,7 +84,7 @@ def _output(config: GenerationConfig, responder: Responder, made_by: dict[str, A
 
 
 def _settings(config: GenerationConfig) -> dict[str, Any]:
-    """What the responses depend on, and the parts; not where they are computed."""
+    """Return the settings that the responses and the parts depend on, without those that say where to compute them."""
     data, rollout, model = as_dict(config.data), config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     del data["path"], data["output_path"], data["overwrite"], data["filter_overlong_prompts_workers"]
     names = ("do_sample", "temperature", "top_k", "top_p", "ignore_eos", "stop", "seed", "dtype")
@@ -102,14 +102,14 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _weights(path: str) -> str:
-    """A digest that changes when the model's files are replaced: names, sizes and times, not contents."""
+    """Return a digest that changes when the model's files are replaced: of names, sizes and times, not contents."""
     folder = Path(path).expanduser()
     files = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS) if path and folder.is_dir() else []
     return digest([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
 def _generate(config: GenerationConfig, responder: Responder, output: Output) -> None:
-    """Every missing part, then the whole."""
+    """Generate every missing part, then join the parts."""
     missing = output.missing()
     with Report(output, len(missing), config.data.response_key, config.trainer.progress_bar) as report:
         for number, responses in _answered(responder, output, missing):
@@ -120,7 +120,7 @@ def _generate(config: GenerationConfig, responder: Responder, output: Output) ->
 
 
 def _answered(responder: Responder, output: Output, numbers: list[int]) -> Iterator[tuple[int, Any]]:
-    """The responses of each part, as parts are done; no more than `in_flight` are under way."""
+    """Yield the responses of each part as it completes. At most `in_flight` parts are in progress."""
     if responder.in_flight == 1:
         for number in numbers:
             yield number, responder.respond(output.rows_of(number))
@@ -146,7 +146,7 @@ def _answered(responder: Responder, output: Output, numbers: list[int]) -> Itera
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that an error in one part does not wait for: what they wait for ends with the responder."""
+    """Provide threads that an error in one part does not wait for. Their pending calls end with the responder."""
     threads = ThreadPoolExecutor(count, thread_name_prefix="part")
     try:
         yield threads

@@ -1,4 +1,4 @@
-"""From scores to advantages: what the estimator needs, the KL penalty in the reward, the estimator, PF-PPO's draw."""
+"""From scores to advantages: checks of the estimator's inputs, the KL penalty in the reward, estimation, and PF-PPO."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
 from hybridrl.protocol import DataProto
 from hybridrl.workers.losses import FULL_KL
 
-SLOT = "slot"  # column that cuts a drawn batch into mini-batches: the uid of the row whose place a drawn row takes
+SLOT = "slot"  # column for cutting a drawn batch into mini-batches: uid of the row that a drawn row replaces
 
 
 def check_estimator(config: PPOTrainerConfig) -> None:
-    """Refuse, before a model is loaded, an estimator whose inputs this run will not have.
+    """Refuse an estimator whose inputs this run will not have, before a model is loaded.
 
     Raises:
-        AlgorithmError: names what is missing and the setting that provides it.
+        AlgorithmError: an input is missing; the error names it and the setting that provides it.
     """
     available = {
         "uid",
@@ -42,11 +42,13 @@ def check_estimator(config: PPOTrainerConfig) -> None:
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl") -> tuple[DataProto, dict[str, float]]:
-    """token_level_rewards - beta * KL(pi_old || pi_ref), token by token; the controller sees the batch's mean KL.
+    """Subtract the KL penalty: token_level_rewards - beta * KL(pi_old || pi_ref) for each token.
+
+    The KL controller is updated with the mean KL of the batch.
 
     Args:
-        data: `token_level_rewards` or, where there are none yet, `token_level_scores`; `response_mask`; for the KL form
-            `full` `ref_kl`, for others `old_log_probs` and `ref_log_prob`; all [B, T].
+        data: `token_level_rewards`, or `token_level_scores` if there are no rewards yet; `response_mask`; `ref_kl` for
+            the KL form `full`, or `old_log_probs` and `ref_log_prob` for the other forms. All are [B, T].
         kl_ctrl: has `value` (beta) and `update(current_kl, n_steps)`.
 
     Returns:
@@ -71,7 +73,7 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_type: str = "kl")
 def compute_advantage(
     data: DataProto, adv_estimator: str, gamma: float, lam: float, config: AlgorithmConfig
 ) -> DataProto:
-    """`advantages` and `returns` [B, T] by the registered estimator, which is handed what its parameters name.
+    """Add `advantages` and `returns` [B, T]. The registered estimator gets the inputs that its parameters name.
 
     Raises:
         AlgorithmError: an input is missing, or rewards are not finite.
@@ -84,14 +86,14 @@ def compute_advantage(
 
 
 def critic_metrics(batch: DataProto, gamma: float) -> dict[str, float]:
-    """What the critic is worth, against rewards alone. Over response tokens, with G_t = r_t + gamma G_{t+1}:
+    """Measure how much the critic helps, from rewards alone. Over response tokens, with G_t = r_t + gamma G_{t+1}:
 
         critic/vf_explained_var_mc                 1 - Var(G - V) / Var(G)
         critic/advantages/var                      Var(returns - V): the advantages of GAE before they are whitened
         critic/advantages/var_constant_baseline    Var(G): the advantages that a constant baseline would give
 
-    `critic/vf_explained_var` is against the lambda-returns, which hold the critic's own values. A critic that earns its
-    cost has the second below the third. Of a trajectory in several rows G is that of each row.
+    `critic/vf_explained_var` compares with the lambda-returns, which contain the critic's own values. If the critic
+    helps, the second metric is below the third. For a trajectory in several rows, G is computed for each row.
 
     Args:
         batch: after `gae`: `token_level_rewards, values, returns, response_mask` [B, T].
@@ -108,14 +110,14 @@ def critic_metrics(batch: DataProto, gamma: float) -> dict[str, float]:
 
 
 def draw_by_reward(batch: DataProto, settings: PFPPOConfig, seed: int) -> DataProto:
-    """PF-PPO's batch: rows drawn with replacement by their score, each with its own advantages, returns and uid.
+    """Draw PF-PPO's batch: rows with replacement by their score, each with its own advantages, returns and uid.
 
-    Mini-batches are cut by the places of the batch, not by the prompts that were drawn (`slot`), so that there are as
-    many of them as ever.
+    Mini-batches are cut by the positions in the batch (`slot`), not by the prompts that were drawn, so their number
+    does not change.
 
     Args:
-        batch: with advantages.
-        seed: of the draw.
+        batch: a batch with advantages.
+        seed: seed of the draw.
     """
     places = batch.non_tensor_batch["uid"]
     generator = torch.Generator().manual_seed(seed)

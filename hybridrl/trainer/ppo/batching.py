@@ -1,7 +1,7 @@
-"""How the controller cuts and orders a batch: samples of a prompt, ranks, mini-batches.
+"""How the controller splits and orders a batch: samples of a prompt, ranks, mini-batches.
 
-Everything here depends on the batch alone, never on how many ranks there are, except the last step that spreads rows
-over them.
+Everything here depends only on the batch and never on the number of ranks, except the last step, which spreads the rows
+over the ranks.
 
 Shapes: B sequences, P prompt width, T response width.
 """
@@ -18,16 +18,16 @@ from hybridrl.workers.update_plan import MiniBatch
 
 
 def repeat_for_sampling(prompts: DataProto, n: int) -> DataProto:
-    """Each prompt n times in a row; `sample` numbers a prompt's rows."""
+    """Repeat each prompt n times in succession. The column `sample` numbers the rows of a prompt."""
     batch = prompts.repeat(repeat_times=n, interleave=True)
     batch.non_tensor_batch["sample"] = np.tile(np.arange(n), len(prompts)).astype(object)
     return batch
 
 
 def trim(batch: DataProto) -> DataProto:
-    """Cut the response columns that no row uses: engines return `rollout.response_length` columns in any case.
+    """Cut the response columns that no row uses. Engines always return `rollout.response_length` columns.
 
-    What a row uses is its `attention_mask`. `response_mask` may have holes, as where a tool answered.
+    `attention_mask` says which columns a row uses. `response_mask` may have holes, for example where a tool answered.
     """
     attention = batch.batch["attention_mask"]
     if attention.is_nested:
@@ -42,9 +42,9 @@ def trim(batch: DataProto) -> DataProto:
 
 
 def join_generated(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
-    """Generated batches of different widths as one, row after row; a non-tensor column that a part lacks is None there.
+    """Concatenate generated batches of different widths. A non-tensor column that a part lacks is None in its rows.
 
-    Prompts grow at their left, responses at their right.
+    Prompts are padded on the left, responses on the right.
     """
     if len(parts) == 1:
         return parts[0]
@@ -75,7 +75,7 @@ def _widths(batch: DataProto) -> Widths:
 
 
 def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
-    """An order [B] of the rows in which `ranks` equal consecutive shards carry about the same work."""
+    """Return an order [B] of the rows in which `ranks` equal consecutive shards have about the same work."""
     lengths = batch.batch["attention_mask"].sum(dim=1)
     workload = calculate_workload(lengths).tolist()
     parts = get_seqlen_balanced_partitions(workload, k_partitions=ranks, equal_size=True)
@@ -85,11 +85,11 @@ def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
 def epochs_of_mini_batches(
     uids: np.ndarray, prompts_per_mini_batch: int, epochs: int, shuffle: bool, seed: int
 ) -> Iterator[list[np.ndarray]]:
-    """For each epoch, the rows of each mini-batch.
+    """Yield the rows of each mini-batch, for each epoch.
 
     A mini-batch is `prompts_per_mini_batch` prompts with all of their samples, as `ppo_mini_batch_size` counts. Prompts
-    stand in the order in which they first appear; with `shuffle` each epoch has another order, which (seed, epoch)
-    decides.
+    are in the order in which they first appear. With `shuffle` each epoch has another order, which depends on
+    (seed, epoch).
     """
     _, first, prompt_of = np.unique(uids.astype(str), return_index=True, return_inverse=True)
     by_appearance = np.argsort(np.argsort(first))
@@ -104,22 +104,22 @@ def epochs_of_mini_batches(
 
 
 def seed_of(*numbers: int) -> int:
-    """One seed out of several numbers (step, epoch, ...), each of which changes it."""
+    """Combine several numbers (step, epoch, ...) into one seed. Each of them changes it."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def spread_over_ranks(
     batch: DataProto, mini_batches: Sequence[np.ndarray], dp_size: int, seeds: Sequence[int] | None = None
 ) -> tuple[DataProto, tuple[MiniBatch, ...]]:
-    """Arrange a batch for one update call: shard after shard, and in each shard mini-batch after mini-batch.
+    """Arrange a batch for one update call: by shard, and by mini-batch within each shard.
 
-    The work of every mini-batch is balanced over the shards. One that does not divide is filled up with copies of its
-    first row. The copies have an empty `response_mask`, so they add nothing to any loss.
+    The work of every mini-batch is balanced over the shards. A mini-batch that cannot be divided evenly is padded with
+    copies of its first row. The copies have an empty `response_mask`, so they add nothing to any loss.
 
     Args:
-        mini_batches: the rows of each.
+        mini_batches: the rows of each mini-batch.
         dp_size: number of shards, `WorkerGroup.dp_size`.
-        seeds: of each mini-batch; 0 where None.
+        seeds: seed of each mini-batch; None means 0 for all.
 
     Returns:
         The arranged batch, and its mini-batches for an `UpdatePlan`.

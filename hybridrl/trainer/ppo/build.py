@@ -1,7 +1,7 @@
-"""Everything that can fail cheaply, checked before a model is loaded.
+"""Checks everything that can fail cheaply before a model is loaded.
 
-The user's own modules, tokenizer, data, reward function, sampling and the checkpoint to resume from are looked at here
-while Ray and the worker processes start beside it.
+The user's modules, tokenizer, data, reward function and sampling, and the checkpoint to resume from, are checked here
+while Ray and the worker processes start.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ def prepare(
     role_worker_mapping: Mapping[str, Any] | None = None,
     resource_pool_manager: ResourcePoolManager | None = None,
 ) -> RayPPOTrainer:
-    """The trainer with everything that lives on the controller.
+    """Build the trainer, with everything that lives on the controller.
 
     Raises:
-        UserError: a setting, file or function of the user's cannot work; nothing was loaded yet.
+        UserError: a setting, file or function cannot work. No model has been loaded yet.
     """
     model = config.actor_rollout_ref.model
     import_external_lib(model.external_lib)  # estimators run here; losses, engines and model classes in other processes
@@ -74,7 +74,7 @@ def _with_data(
     resource_pool_manager: ResourcePoolManager | None,
     identity: Mapping[str, Any],
 ) -> RayPPOTrainer:
-    """Read the data while the reward function's processes start."""
+    """Read the data while the processes of the reward function start."""
     data = config.data
     train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
     val = None

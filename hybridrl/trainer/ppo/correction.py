@@ -1,4 +1,4 @@
-"""The sampler against the trainer: how far their probabilities are apart, and what is done about it.
+"""The mismatch between the sampler's and the trainer's probabilities: its measurement and its correction.
 
 Shapes: B sequences, T response tokens.
 """
@@ -12,18 +12,19 @@ from hybridrl.algorithms.rollout_correction.apply import correction_settings
 from hybridrl.config import RolloutConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
 
-#: field of the tokens that rejection leaves, which replaces `response_mask` in the updates. Advantages are estimated
-#: with all that was sampled: a rejected sample's reward is as good a part of its group's baseline as any.
+#: field with the tokens that rejection keeps, which replaces `response_mask` in the updates. Advantages are estimated
+#: from all samples, because the reward of a rejected sample is still a valid part of its group's baseline.
 TRAINED_MASK = "trained_mask"
 PROBE_ROWS = 32
 UNTRUNCATED = {"do_sample": True, "top_p": 1.0, "top_k": -1}
 
 
 def correct_rollout(batch: DataProto, settings: RolloutCorrectionConfig) -> dict[str, float]:
-    """Measure the mismatch, and add what the settings ask for: `rollout_is_weights` [B, T], `trained_mask` [B, T].
+    """Measure the mismatch, and add the fields that the settings ask for: `rollout_is_weights` and `trained_mask`
+    [B, T].
 
-    In bypass mode the sampler's log-probabilities become `old_log_probs`; the loss does the rest. Without
-    `old_log_probs` nothing is to be done here: the update measures.
+    In bypass mode the sampler's log-probabilities become `old_log_probs`, and the loss does the rest. Without
+    `old_log_probs` nothing is done here, because the update measures the mismatch.
 
     Returns:
         `rollout_corr/*` and `training/rollout_*`.
@@ -51,7 +52,7 @@ def is_untruncated(rollout: RolloutConfig) -> bool:
 
 
 def probe_prompts(batch: DataProto) -> DataProto:
-    """The prompts of the batch's first rows, to be answered again for a comparison of sampler and trainer."""
+    """Return the prompts of the first rows. They are answered again to compare sampler and trainer."""
     batch = batch[:PROBE_ROWS]
     width = batch.batch["prompts"].shape[1]
     return DataProto.from_dict(

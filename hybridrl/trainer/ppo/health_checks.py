@@ -1,4 +1,4 @@
-"""What shows a run going wrong before its reward does, and what is done about it: `trainer.health`.
+"""Health checks (`trainer.health`): detect a run that goes wrong before its reward shows it, and act on it.
 
 | check | value | wrong when |
 |---|---|---|
@@ -9,7 +9,7 @@
 | logprob_mismatch | `rollout_corr/k3_kl`: sampler against trainer | above |
 | dead_critic | `critic/vf_explained_var` | below |
 
-A check that has no value in a step (no critic, one sample a prompt) is left as it stands.
+A check that has no value in a step (no critic, one sample per prompt) keeps its state.
 """
 
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ from hybridrl.errors import UserError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 
-USUAL_STEPS = 20  # steps that the usual length is a mean over, by their exponential weights
+USUAL_STEPS = 20  # time constant, in steps, of the exponential mean that gives the usual length
 
 
 class HealthError(UserError):
-    """A check with the action `stop` failed, or there is no going back."""
+    """A check with the action `stop` failed, or the run cannot go back."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Where a check finds its value, which side of the threshold is wrong, and what may be done.
+    """Where a check finds its value, which side of the threshold is wrong, and which actions are allowed.
 
-    With `while_growing` it is wrong only while responses also get longer.
+    With `while_growing` the value is wrong only while responses also get longer.
     """
 
     metrics: tuple[str, ...]
@@ -91,14 +91,15 @@ class Finding:
 
 
 class HealthMonitor:
-    """Measures a step's batch, counts for how many steps each check has failed, and knows where to go back to.
+    """Measures each step's batch, counts for how many steps each check has failed, and records the good checkpoint.
 
-    A step is measured before its update, so a checkpoint is good once a later step passed every check that may send the
-    run back. Its state belongs in the checkpoint, so that a resumed run does what the whole one would have done.
+    A step is measured before its update, so a checkpoint is good once a later step has passed every check that may send
+    the run back. The monitor's state belongs in the checkpoint, so that a resumed run does what an uninterrupted run
+    would have done.
 
     Attributes:
-        saved: the newest checkpoint that the models in use come from; set it with each save.
-        good: the newest of those that a later step found good; None where there is none, or nothing may go back.
+        saved: the newest checkpoint that the current models come from; set it with each save.
+        good: the newest checkpoint that a later step found good; None if there is none, or if no check may go back.
     """
 
     def __init__(self, settings: HealthConfig) -> None:
@@ -110,10 +111,10 @@ class HealthMonitor:
         self.good: Path | None = None
 
     def measure(self, batch: DataProto) -> dict[str, float]:
-        """`health/*` of a trained batch: uniform groups, what length earns, and how much longer than usual it is.
+        """Compute `health/*` of a trained batch: uniform groups, the length-reward correlation and the length growth.
 
-        `health/length_growth` is L / U - 1, L the batch's mean response length and U the exponential mean of the steps
-        before, U <- U + (L - U) / 20; where length grows by a share g each step it goes towards 20 g.
+        `health/length_growth` is L / U - 1, where L is the batch's mean response length and U the exponential mean of
+        the steps before, U <- U + (L - U) / 20. If the length grows by a fraction g per step, it tends to 20 g.
         """
         scores, mask, uids = (
             batch.batch["token_level_scores"],
@@ -131,7 +132,7 @@ class HealthMonitor:
         return metrics | (group_health(scores, mask, uids) if several else {})
 
     def check(self, metrics: Mapping[str, Any]) -> list[Finding]:
-        """The checks that have failed `patience` steps in a row (and each time as many again) after this step."""
+        """Return the checks that have now failed for `patience` steps in a row, or for a multiple of it."""
         findings = []
         for name, check in CHECKS.items():
             settings = self.settings[name]
@@ -153,10 +154,10 @@ class HealthMonitor:
         return findings
 
     def act(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Say what is wrong after a step; whether the run is to go back to its last checkpoint's models.
+        """Report what is wrong after a step, and return whether the run should go back to a checkpoint's models.
 
         Raises:
-            HealthError: a failed check asks for a stop, or the run has gone back as often as it may.
+            HealthError: a failed check asks for a stop, or the run has gone back as often as allowed.
         """
         findings = self.check(metrics)
         for finding in findings:
@@ -193,7 +194,7 @@ class HealthMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path | None = None) -> None:
-        """Go on from a state; `folder` is the checkpoint that it and the models were read from."""
+        """Continue from a state. `folder` is the checkpoint that the state and the models were read from."""
         self.streaks = {name: int(state["streaks"].get(name, 0)) for name in CHECKS}
         self.rollbacks = int(state["rollbacks"])
         self.usual_length = state.get("usual_length")  # older checkpoints have neither this nor `good`

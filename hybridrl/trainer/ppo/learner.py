@@ -1,4 +1,4 @@
-"""From a scored batch to updated models: `Learner.learn` evaluates, corrects, estimates advantages and updates.
+"""From a scored batch to updated models. `Learner.learn` evaluates, corrects, estimates advantages and updates.
 
 Shapes: B sequences, T response tokens.
 """
@@ -41,13 +41,13 @@ MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "res
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step of learning did.
+    """The result of one learning step.
 
     Attributes:
-        step: its number, from 1.
-        batch: the batch that was learned from, rows in the sampler's order, with what was computed on the way
+        step: the number of the step, from 1.
+        batch: the batch that was learned from, with rows in the sampler's order and the fields computed on the way
             (`old_log_probs`, `ref_log_prob`, `values`, `token_level_rewards`, `advantages`, `returns` [B, T]).
-        metrics: of evaluation, correction, advantages and updates.
+        metrics: metrics of evaluation, correction, advantages and updates.
         timing: seconds per phase: `old_log_prob`, `ref`, `values`, `rollout_corr`, `adv`, `update_critic`,
             `update_actor`.
     """
@@ -67,7 +67,7 @@ class Learner:
         failed_batches: keeps batches whose update failed.
 
     Attributes:
-        roles: those that take part, in the order of evaluation; see `ROLES`.
+        roles: the roles that take part, in the order of evaluation; see `ROLES`.
         step: number of batches learned from.
     """
 
@@ -94,12 +94,12 @@ class Learner:
             self.groups[spec.name].init_model(steps, updates)
 
     def learn(self, sampled: Sampled) -> StepResult:
-        """One step: evaluate, correct, advantages, update."""
+        """Run one step: evaluate, correct, estimate advantages, update."""
         self.step += 1
         timer = PhaseTimer(memory_advice())
-        batch = sampled.batch.select()  # what is added here is not added to the sampler's batch
+        batch = sampled.batch.select()  # fields added here do not appear in the sampler's batch
         metrics = self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
-        metrics |= self.correct(batch, sampled.probe, timer)  # for where sampler and trainer differ
+        metrics |= self.correct(batch, sampled.probe, timer)  # for the mismatch between sampler and trainer
         metrics |= self.estimate_advantages(batch, timer)
         metrics |= self.update(batch, timer)  # critic, then actor
         return StepResult(self.step, batch, metrics, dict(timer.seconds))
@@ -109,9 +109,9 @@ class Learner:
     def evaluate(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
         """Add log-probabilities before the update, reference log-probabilities and values, each if it is needed.
 
-        All are asked for before the first is waited for, so that models on different devices compute side by side.
-        With `trainer.balance_batch` the rows are ordered so that every rank gets about the same work; what comes back
-        is in the batch's order again.
+        All passes are started before the first result is awaited, so that models on different devices compute in
+        parallel. With `trainer.balance_batch` the rows are ordered so that every rank gets about the same work. The
+        results are returned in the order of the batch.
         """
         inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
         inputs, back, metrics = self._balanced(inputs)
@@ -132,7 +132,7 @@ class Learner:
         return metrics | self._add_scores(batch)
 
     def _add_scores(self, batch: DataProto) -> dict[str, float]:
-        """Add the scores of the roles that have some to those of the reward function."""
+        """Add the scores of roles that compute scores to those of the reward function."""
         metrics: dict[str, float] = {}
         for spec in self.roles:
             if spec.scores is not None:
@@ -142,7 +142,7 @@ class Learner:
         return metrics
 
     def _balanced(self, inputs: DataProto) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
-        """The rows in balanced order, the order that undoes it (None where nothing was reordered), and metrics."""
+        """Return the rows in balanced order, the inverse order (None if nothing was reordered), and metrics."""
         ranks = self.policy.dp_size(ROLES[POLICY].mesh)
         if not self.config.trainer.balance_batch or ranks == 1 or len(inputs) % ranks:
             return inputs, None, {}
@@ -153,9 +153,9 @@ class Learner:
         return inputs.select_idxs(order), torch.argsort(order), metrics
 
     def correct(self, batch: DataProto, probe: DataProto | None, timer: PhaseTimer) -> dict[str, float]:
-        """Measure how far sampler and trainer are apart, and correct for it as `algorithm.rollout_correction` says.
+        """Measure the mismatch between sampler and trainer, and correct it as `algorithm.rollout_correction` says.
 
-        On the first step a difference that no rounding explains ends the run.
+        On the first step, a difference that rounding cannot explain ends the run.
         """
         settings, metrics = self.config.algorithm.rollout_correction, {}
         with timer.phase("rollout_corr"):
@@ -164,7 +164,7 @@ class Learner:
             return metrics | correct_rollout(batch, settings)
 
     def compare_with_sampler(self, batch: DataProto, threshold: float) -> dict[str, float]:
-        """Compare sampler and trainer on tokens sampled at temperature alone, under the same weights.
+        """Compare sampler and trainer with the same weights, on tokens sampled without top-p or top-k.
 
         Args:
             batch: as generated; log-probabilities are computed for a few of its rows if it has none.
@@ -173,7 +173,7 @@ class Learner:
             `rollout_corr/probe_*`.
 
         Raises:
-            AlgorithmError: they differ by more than `threshold`: not the same model.
+            AlgorithmError: they differ by more than `threshold`, so they are not the same model.
         """
         if "old_log_probs" not in batch.batch.keys():
             batch = batch[:PROBE_ROWS]
@@ -184,7 +184,7 @@ class Learner:
         return check_probe(fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"], threshold)
 
     def estimate_advantages(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
-        """Add rewards (normalised, clipped and less a KL penalty, as configured), `advantages` and `returns`."""
+        """Add rewards (normalised, clipped and minus a KL penalty, as configured), `advantages` and `returns`."""
         algorithm, fields = self.config.algorithm, batch.batch
         metrics: dict[str, float] = {}
         with timer.phase("adv"):
@@ -201,7 +201,7 @@ class Learner:
         return metrics
 
     def update(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
-        """Every epoch of mini-batches of the critic, then, once the critic is warmed up, of the policy."""
+        """Run all epochs of mini-batches for the critic and then, once the critic is warmed up, for the policy."""
         algorithm = self.config.algorithm
         if algorithm.use_pf_ppo:
             seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.step)
@@ -222,11 +222,11 @@ class Learner:
         return reduce_to_floats(merge_metrics(parts))
 
     def _updates_per_step(self, settings: Any) -> int:
-        """Optimizer steps that a model takes in each training step."""
+        """Return the number of optimizer steps that a model takes per training step."""
         return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
 
     def _update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
-        """One batch per epoch, arranged for `ModelWorker.update`."""
+        """Yield one batch per epoch, arranged for `ModelWorker.update`."""
         settings, dp_size = update.settings(self.config), self.groups[spec.name].dp_size(spec.mesh)
         fields = [*MODEL_INPUTS, *update.fields, *(name for name in update.optional if name in batch.batch.keys())]
         objects = batch.non_tensor_batch
@@ -268,7 +268,7 @@ class Learner:
         return {"kl_ctrl": self.kl_ctrl.state_dict(), "reward_transform": self.reward_transform.state_dict()}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Weights, optimizers and schedules of a checkpoint, the KL coefficient and the running reward statistics."""
+        """Load the weights, optimizers and schedules of a checkpoint, the KL coefficient and the reward statistics."""
         for spec in self.roles:
             if spec.saved is not None:
                 contents = spec.saved.settings(self.config).load_contents

@@ -1,4 +1,4 @@
-"""Device memory of each phase of a step, reported before the first one, and what to change if it is short."""
+"""Device memory of each phase of a step, reported before the first step, and advice for when it runs out."""
 
 from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
@@ -10,12 +10,12 @@ _GENERATION = (
     f"lower {_ROLLOUT}.max_num_seqs or {_ROLLOUT}.gpu_memory_utilization, raise tensor_model_parallel_size, "
     f"or set {_ACTOR_OFFLOAD}"
 )
-#: of what an engine took, this share may stay when it was told to release it (graphs, the library itself)
+#: the fraction of an engine's memory that may stay allocated after a release (graphs, the library itself)
 _MAY_STAY = 0.25
 
 
 def memory_advice() -> dict[str, str]:
-    """By phase, what to change if it runs out of memory."""
+    """Return what to change if a phase runs out of memory, by phase."""
     advice = {
         "gen": _GENERATION,
         "gen_max": _GENERATION,
@@ -45,7 +45,7 @@ class MemoryReport:
         self.printed = False
 
     def note(self, what: str) -> float:
-        """Measure now, and remember the result under this name."""
+        """Measure now and record the result under this name."""
         facts = self._group.device_memory()
         used = max(fact["total_gb"] - fact["free_gb"] for fact in facts)
         self._total = max(fact["total_gb"] for fact in facts)
@@ -53,14 +53,14 @@ class MemoryReport:
         return used
 
     def print(self) -> None:
-        """Print what was noted."""
+        """Print the recorded values."""
         self.printed = True
         where = "device" if getattr(self._group.resource_pool, "use_gpu", False) else "this machine's"
         points = ", ".join(f"{what} {used:.1f}" for what, used in self._points)
         notify(f"{where} memory in use, GiB of {self._total:.1f}: {points}")
 
     def check_released(self, before: float, awake: float, asleep: float) -> None:
-        """Warn of an engine that keeps its memory although it was told to release it."""
+        """Warn of an engine that keeps its memory after it was told to release it."""
         taken = awake - before
         if taken > 0 and asleep - before > _MAY_STAY * taken:
             notify(

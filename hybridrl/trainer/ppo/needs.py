@@ -1,4 +1,4 @@
-"""What a run's settings ask of its models: computed once, before anything runs."""
+"""What a run's settings require of its models, computed once before anything runs."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,16 +18,17 @@ class Needs:
     """What a run computes for each batch.
 
     Attributes:
-        critic: a value model takes part, see `PPOTrainerConfig.use_critic`.
-        reference: a reference policy takes part, see `PPOTrainerConfig.use_reference`.
+        critic: a value model takes part; see `PPOTrainerConfig.use_critic`.
+        reference: a reference policy takes part; see `PPOTrainerConfig.use_reference`.
         old_log_probs: the actor computes log-probabilities once before the first update of a batch. With one update
             per batch the policy that is updated is the one that sampled, so its detached current log-probabilities
             are the old ones and the pass is skipped; `actor.recompute_old_log_prob=always` never skips it. A KL
-            penalty in the reward, some estimators and a correction of the sampler's probabilities need them before.
-            In bypass mode the sampler's log-probabilities replace them.
-        ref_log_prob: the reference computes log-probabilities of the sampled tokens: every KL form but `full` reads
-            them, and a policy loss that is registered to need them.
-        ref_kl: the reward needs the KL over the vocabulary, which the actor computes with its old log-probabilities.
+            penalty in the reward, some estimators and a correction of the sampler's probabilities need them before
+            the update. In bypass mode the sampler's log-probabilities replace them.
+        ref_log_prob: the reference computes log-probabilities of the sampled tokens. Every KL form except `full`
+            reads them, and so does a policy loss that is registered to need them.
+        ref_kl: the reward needs the KL over the vocabulary. The actor computes it along with its old
+            log-probabilities.
         values: the estimator reads the critic's values.
         reward_baselines: the estimator compares with a greedy response to each prompt.
     """
@@ -42,7 +43,7 @@ class Needs:
 
     @classmethod
     def of(cls, config: PPOTrainerConfig) -> "Needs":
-        """Read them from the settings and from what the estimator names as its inputs."""
+        """Derive the needs from the settings and from the inputs that the estimator names."""
         actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
         inputs = named_inputs(algorithm.adv_estimator)
         loss_needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
@@ -73,10 +74,11 @@ def _old_log_probs(config: PPOTrainerConfig, inputs: frozenset[str]) -> bool:
 
 
 def check_algorithm(config: PPOTrainerConfig) -> None:
-    """Try out estimator, policy loss and rollout correction as far as that needs no model.
+    """Try out the estimator, policy loss and rollout correction, as far as possible without a model.
 
     Raises:
-        AlgorithmError: an unknown name, an input that nothing provides, or a setting out of its range; it is named.
+        AlgorithmError: an unknown name, an input that nothing provides, or a setting out of its range. The error names
+            it.
     """
     check_estimator(config)
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
@@ -100,7 +102,7 @@ def check_algorithm(config: PPOTrainerConfig) -> None:
 
 
 def total_training_steps(config: PPOTrainerConfig, prompts_per_epoch: int) -> int:
-    """`trainer.total_training_steps`, or the steps of `trainer.total_epochs` if no prompt is dropped."""
+    """Return `trainer.total_training_steps`, or the steps of `trainer.total_epochs` if no prompt is dropped."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     return max(prompts_per_epoch * config.trainer.total_epochs // config.data.train_batch_size, 1)

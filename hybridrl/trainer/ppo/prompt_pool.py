@@ -1,4 +1,4 @@
-"""The prompts of a step: which of the scored groups are trained on, and which wait for the next step.
+"""Chooses the prompts of a step: which scored groups are trained on, and which wait for the next step.
 
 DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a prompt whose samples all have the same score has no
 advantage, so it is dropped, and more prompts are generated until the batch is full. Surplus prompts wait for the next
@@ -20,7 +20,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.batching import join_generated, trim
 
 SURPLUS_FILE = "surplus.safetensors"
-SCORES = (None, "score", "seq_reward")  # filter_groups.metric that is the summed score
+SCORES = (None, "score", "seq_reward")  # values of filter_groups.metric that mean the summed score
 _CPU = torch.device("cpu")
 
 
@@ -30,10 +30,10 @@ class PromptPool:
     Args:
         settings: `algorithm.filter_groups`.
         prompts: number of prompts per step (`data.train_batch_size`).
-        samples: number of samples per prompt (`rollout.n`); a checkpoint with another number is refused.
-        prompts_in_data: number of prompts in one pass over the training data; if none of a whole pass is usable, the
-            run is stopped.
-        pad_token_id: fills up rows that were generated to different widths.
+        samples: number of samples per prompt (`rollout.n`). A checkpoint with another number is refused.
+        prompts_in_data: number of prompts in one pass over the training data. If no prompt of a whole pass is usable,
+            the run stops.
+        pad_token_id: pads rows that were generated to different widths.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PromptPool:
         self.prompts_in_data = prompts_in_data
         self.pad_token_id = pad_token_id
         self._waiting: list[DataProto] = []
-        self._uids: dict[str, None] = {}  # of the waiting groups, in the order of their first rows
+        self._uids: dict[str, None] = {}  # uids of the waiting groups, in the order of their first rows
         self._start_step()
 
     def _start_step(self) -> None:
@@ -56,22 +56,22 @@ class PromptPool:
 
     @property
     def waiting(self) -> int:
-        """Number of prompts that are ready to be taken."""
+        """The number of prompts that are ready to be taken."""
         return len(self._uids)
 
     @property
     def wanted(self) -> int:
-        """Number of prompts that the next step still lacks."""
+        """The number of prompts that the next step still needs."""
         return max(self.prompts - self.waiting, 0)
 
     def add(self, batch: DataProto) -> None:
-        """Keep the groups of a scored generation batch; with `filter_groups.enable` only those whose samples differ.
+        """Keep the groups of a scored generation batch. With `filter_groups.enable`, keep those whose samples differ.
 
         Args:
-            batch: whole groups: all rows of a `uid` are added at once. Needs `token_level_scores` [B, T].
+            batch: complete groups: all rows of a `uid` are added at once. Needs `token_level_scores` [B, T].
 
         Raises:
-            UserError: a `uid` is waiting already, `max_num_gen_batches` batches did not fill the step, or no prompt of
+            UserError: a `uid` is already waiting, `max_num_gen_batches` batches did not fill the step, or no prompt of
                 a whole pass over the data was usable.
         """
         uids = batch.non_tensor_batch["uid"]
@@ -103,13 +103,13 @@ class PromptPool:
             self._check_limits()
 
     def take(self) -> tuple[DataProto, dict[str, float]]:
-        """The groups of a step, oldest first, with their rows in the order in which they were added.
+        """Take the groups of a step, oldest first, with their rows in the order in which they were added.
 
         Returns:
-            The batch, and `filter_groups/*` if anything was filtered or carried over: the numbers of generation batches
-            and of prompts generated, discarded, carried over from the previous step and left for the next; the mean
-            score of everything that was generated (the mean of the batch hardly moves if only mixed groups are kept)
-            and of the discarded.
+            The batch, and `filter_groups/*` if anything was filtered or carried over. These metrics are the number of
+            generation batches; the numbers of prompts generated, discarded, carried over from the previous step and
+            left for the next; and the mean scores of all generated samples (the mean of the batch hardly moves if only
+            mixed groups are kept) and of the discarded ones.
 
         Raises:
             ValueError: there are not enough prompts; see `wanted`.
@@ -158,7 +158,7 @@ class PromptPool:
             )
 
     def _differs(self, batch: DataProto, groups: Groups, scores: torch.Tensor) -> torch.Tensor:
-        """For each group, whether its samples differ: in their score summed over their rows, or in a column."""
+        """Return for each group whether its samples differ in a column, or in their score summed over their rows."""
         if self.settings.metric in SCORES:
             samples = samples_of(batch)
             values = samples.sum(scores)[samples.ids]
@@ -182,7 +182,7 @@ class PromptPool:
             ) from error
 
     def drop(self) -> int:
-        """Forget the waiting prompts and return how many there were."""
+        """Discard the waiting prompts and return how many there were."""
         prompts = self.waiting
         self._waiting, self._uids = [], {}
         self._start_step()
@@ -199,7 +199,7 @@ class PromptPool:
         """Read what `save` wrote.
 
         Raises:
-            UserError: the prompts have another number of samples.
+            UserError: the saved prompts have another number of samples.
         """
         path = folder / SURPLUS_FILE
         self.drop()
@@ -219,7 +219,7 @@ class PromptPool:
 
 
 def samples_of(batch: DataProto) -> Groups:
-    """Which rows are one sample of a prompt: those with the same `uid` and `sample`; without `sample` every row."""
+    """Group the rows of one sample: those with the same `uid` and `sample`. Without `sample`, every row is a sample."""
     objects = batch.non_tensor_batch
     numbers = objects.get("sample", np.arange(len(batch)))
     return Groups(list(zip(map(str, objects["uid"]), numbers.tolist(), strict=True)), _CPU)

@@ -1,4 +1,4 @@
-"""What becomes of the scores before the estimator sees them: normalised over a batch or a run, and clipped.
+"""Transforms scores before the estimator sees them: normalisation over a batch or a run, and clipping.
 
 Shapes: B sequences, T response tokens.
 """
@@ -15,9 +15,10 @@ EPSILON = 1e-6
 class RewardTransform:
     """R -> clip((R - mean) / (std + 1e-6), -c, c) of a sequence's summed score R.
 
-    `normalize_rewards=batch` takes mean and (unbiased) standard deviation of the batch, `running` of every sequence of
-    the run so far, the batch included (Welford's recurrence, merged batch by batch); `none` leaves R. c is
-    `clip_rewards`, where it is set. The change stands on the response's last token; the tokens before keep theirs.
+    `normalize_rewards=batch` uses the mean and (unbiased) standard deviation of the batch. `running` uses those of
+    every sequence of the run so far, including the batch (Welford's recurrence, merged batch by batch). `none` leaves R
+    as it is. c is `clip_rewards`, if it is set. The change is added to the response's last token; the scores of earlier
+    tokens do not change.
 
     The running statistics are state: `state_dict` belongs in the checkpoint.
     """
@@ -28,12 +29,12 @@ class RewardTransform:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 
     def __call__(self, scores: torch.Tensor, mask: torch.Tensor, baselines: torch.Tensor | None = None) -> Any:
-        """The transformed token-level scores [B, T], and the baselines [B] of the same kind or None.
+        """Return the transformed token-level scores [B, T], and the transformed baselines [B] or None.
 
         Args:
             scores: token-level scores [B, T].
             mask: response tokens [B, T].
-            baselines: rewards that advantages are taken against (ReMax): they pass through the same change.
+            baselines: rewards that advantages are computed against (ReMax). They get the same transform.
         """
         if self.mode == "none" and self.limit is None:
             return scores, baselines

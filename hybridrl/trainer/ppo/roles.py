@@ -1,7 +1,7 @@
-"""The table of roles: every model that takes part in a run, and all that the trainer knows about it.
+"""The table of roles: every model that takes part in a run, and everything that the trainer knows about it.
 
-Start-up, loading, evaluation, updates, checkpoints, placement and metrics iterate over this table. A further model is a
-worker class, its settings and a row (`register_role`).
+Start-up, loading, evaluation, updates, checkpoints, placement and metrics iterate over this table. To add a model,
+write a worker class and its settings, and add a row (`register_role`).
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from hybridrl.trainer.ppo.needs import Needs
 
 POLICY = "actor_rollout"
-#: key of a pool mapping, and name of the pool, for replicas that have devices of their own
+#: key in the pool mapping, and name of the pool, for replicas on their own devices
 ROLLOUT, ROLLOUT_POOL = "rollout", "rollout_pool"
 
 
 class Role(StrEnum):
-    """verl's names of the roles; each is the string that names the role everywhere."""
+    """verl's names of the roles. Each is the string that names the role everywhere."""
 
     Actor = "actor"
     Rollout = ROLLOUT
@@ -54,11 +54,11 @@ def _at_once(config: PPOTrainerConfig) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass over a batch before the update: one call of the worker group, whose columns join the batch.
+    """A forward pass over a batch before the update: one call of the worker group whose columns join the batch.
 
     Attributes:
         phase: its name in `timing_s/<phase>`.
-        method: of the worker group; gets `MODEL_INPUTS`, returns tensors of the same rows.
+        method: the method of the worker group. It gets `MODEL_INPUTS` and returns tensors with the same rows.
         needed: whether the run reads the result.
         advice: what to change if the phase runs out of memory.
         per_token: whether `timing_per_token_ms/<phase>` is reported.
@@ -77,12 +77,12 @@ class Update:
 
     Attributes:
         phase: its name in `timing_s/<phase>`.
-        method: of the worker group; gets the batch of an epoch, see `ModelWorker.update`.
+        method: the method of the worker group. It gets the batch of an epoch; see `ModelWorker.update`.
         settings: the part of the configuration with `ppo_epochs`, `ppo_mini_batch_size`, `shuffle`,
             `data_loader_seed`.
-        fields: of the batch, besides `MODEL_INPUTS`.
-        optional: further fields, if the batch has them.
-        after: number of steps before the role learns; its schedule begins then.
+        fields: fields of the batch that it needs besides `MODEL_INPUTS`.
+        optional: further fields that it gets if the batch has them.
+        after: number of steps before the role starts to learn. Its schedule begins then.
         advice: what to change if the phase runs out of memory.
     """
 
@@ -97,7 +97,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Saved:
-    """What of a role is in a checkpoint: `folder` in it, and the `checkpoint` settings."""
+    """A role's part of a checkpoint: its `folder` there, and the `checkpoint` settings."""
 
     folder: str
     settings: Callable[[PPOTrainerConfig], Any]
@@ -108,18 +108,18 @@ class RoleSpec:
     """A role.
 
     Attributes:
-        name: of the worker group; the key of every mapping by role.
-        worker: returns the worker class, which is imported no earlier. Its constructor takes `config` and `timeout_s`,
-            and it has `init_model(steps, updates_per_step)`.
-        config_of: the worker's part of the configuration.
+        name: name of the worker group, and the key of every mapping by role.
+        worker: returns the worker class, and imports it only then. The constructor of the class takes `config` and
+            `timeout_s`, and the class has `init_model(steps, updates_per_step)`.
+        config_of: returns the worker's part of the configuration.
         needed: whether the role takes part in a run.
-        placement: keys of `placement.roles`; the first that is given counts.
+        placement: keys of `placement.roles`. The first one that is set counts.
         mesh: the dispatch mesh of the worker's methods.
         arguments: further arguments of the worker's constructor.
         passes: forward passes before the update.
-        scores: computes [B, T] from the batch after the passes; it is added to `token_level_scores`.
-        update: how it learns; None for a frozen model.
-        saved: its part of a checkpoint; None if there is nothing to save.
+        scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
+        update: how the role learns; None for a frozen model.
+        saved: the role's part of a checkpoint; None if there is nothing to save.
     """
 
     name: str
@@ -155,16 +155,16 @@ _TRAINING = (
     "engine keeps its memory while actor_rollout_ref.rollout.free_cache_engine=False"
 )
 
-#: In the order of evaluation. Loading and updating go the other way: a critic or reference of the same pool loads
-#: before the policy, which generates and has to see the memory that is left, and the critic learns before the policy.
+#: In the order of evaluation. Loading and updating use the reverse order: a critic or reference in the same pool loads
+#: before the policy, which generates and must see the memory that is left, and the critic learns before the policy.
 ROLES: dict[str, RoleSpec] = {}
 
 
 def register_role(spec: RoleSpec) -> RoleSpec:
-    """Add a row to the table; it is evaluated after the rows that are there, and loads and learns before them.
+    """Add a row to the table. The role is evaluated after the existing roles, and loads and learns before them.
 
     Raises:
-        ValueError: there is a role of that name.
+        ValueError: a role of that name exists.
     """
     if spec.name in ROLES:
         raise ValueError(f"role {spec.name!r} is registered already; roles are {', '.join(ROLES)}")
@@ -243,10 +243,10 @@ register_role(
 
 
 def active_roles(config: PPOTrainerConfig) -> list[RoleSpec]:
-    """The roles of this run, in the table's order.
+    """Return the roles of this run, in the table's order.
 
     Raises:
-        ConfigError: `roles` holds settings of a role that is not registered.
+        ConfigError: `roles` has settings for a role that is not registered.
     """
     unknown = [name for name in config.roles if name not in ROLES]
     if unknown:
@@ -258,7 +258,7 @@ def active_roles(config: PPOTrainerConfig) -> list[RoleSpec]:
 
 
 def own_settings(name: str, cls: type) -> Callable[[PPOTrainerConfig], Any]:
-    """`config_of` for a role with settings of its own: `roles.<name>` as an instance of the dataclass `cls`."""
+    """Return `config_of` for a role with its own settings: `roles.<name>` as an instance of the dataclass `cls`."""
 
     def config_of(config: PPOTrainerConfig) -> Any:
         given = dict(config.roles.get(name, {}))
@@ -275,13 +275,13 @@ def own_settings(name: str, cls: type) -> Callable[[PPOTrainerConfig], Any]:
 
 
 def phases_per_token() -> tuple[str, ...]:
-    """Phases that work on every token of prompts and responses, whose time per token is reported."""
+    """Return the phases that process every token of prompts and responses. Their time per token is reported."""
     passes = [one.phase for spec in ROLES.values() for one in spec.passes if one.per_token]
     return (*passes, "adv", *(spec.update.phase for spec in ROLES.values() if spec.update is not None))
 
 
 def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
-    """The pools of `placement.pools`, and the pool of each active role by `placement.roles`.
+    """Return the pools of `placement.pools`, and the pool of each active role by `placement.roles`.
 
     Raises:
         ConfigError: a role has no pool.
@@ -308,12 +308,12 @@ def spawn_worker_groups(
     manager: ResourcePoolManager | None = None,
     ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
 ) -> dict[str, RayWorkerGroup]:
-    """Start the processes. Roles of one pool share its processes and take turns; each gets a group of its own to be
-    called through.
+    """Start the processes. Roles of one pool share its processes and take turns. Each role is called through its own
+    worker group.
 
     Args:
-        config: says which roles take part and, where `manager` is None, where they live.
-        role_worker_mapping: worker classes by role, in place of those of the table.
+        config: says which roles take part and, if `manager` is None, in which pools they run.
+        role_worker_mapping: worker classes by role, in place of those in the table.
     """
     workers = role_worker_mapping or {}
     manager = manager or resource_pools(config)

@@ -1,4 +1,4 @@
-"""The PPO program, from a configuration to the last step."""
+"""The PPO program, from the configuration to the last step."""
 
 from collections.abc import Mapping
 from contextlib import closing
@@ -15,9 +15,9 @@ def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | N
     """Train as `config` says.
 
     Args:
-        role_worker_mapping: worker classes by role, in place of the library's own.
+        role_worker_mapping: worker classes by role, in place of the library's classes.
     """
-    import_external_lib(config.actor_rollout_ref.model.external_lib)  # it may register roles, whose workers start first
+    import_external_lib(config.actor_rollout_ref.model.external_lib)  # may register roles; their workers start first
     manager = resource_pools(config)
 
     def spawn() -> dict[str, RayWorkerGroup]:

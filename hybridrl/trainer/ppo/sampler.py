@@ -1,4 +1,4 @@
-"""From prompts to scored batches: `Sampler.next` draws prompts, has them answered and scores the answers.
+"""From prompts to scored batches. `Sampler.next` draws prompts, generates responses and scores them.
 
 Shapes: B rows, T response width.
 """
@@ -32,13 +32,13 @@ class Sampled:
 
     Attributes:
         batch: `train_batch_size` prompts with all of their samples: prompts, responses, masks, the sampler's
-            log-probabilities and `token_level_scores` [B, T]; columns of the prompts, the rollout and the reward
+            log-probabilities, `token_level_scores` [B, T], and the columns of the prompts, the rollout and the reward
             function.
-        metrics: of generation, scoring and the prompt pool.
+        metrics: metrics of generation, scoring and the prompt pool.
         timing: seconds per phase: `gen`, `reward`, `gen_max`.
-        reward_columns: names of the columns that the reward function returned; dumps show them.
-        probe: with the first batch, responses sampled at temperature alone, if the batch's own were not: the learner
-            compares sampler and trainer on them.
+        reward_columns: names of the columns that the reward function returned, which dumps show.
+        probe: responses sampled without top-p and top-k, on which the learner compares sampler and trainer. Set only
+            with the first batch, and only if the batch itself was sampled otherwise.
     """
 
     batch: DataProto
@@ -49,17 +49,17 @@ class Sampled:
 
 
 class Sampler:
-    """Produces the batches of a run, one after the other.
+    """Produces the batches of a run, one at a time.
 
     Args:
         config: the whole configuration.
-        rollout: generates; the caller updates its weights between batches.
+        rollout: generates responses. The caller updates its weights between batches.
         reward_fn: scores a batch of responses.
-        loader: batches of prompts.
-        pool: chooses what is trained on.
+        loader: yields batches of prompts.
+        pool: chooses the groups that are trained on.
 
     Attributes:
-        step: number of batches that `next` returned; the noise of a sample is keyed by it.
+        step: number of batches that `next` returned. The sampling noise is keyed by it.
         reward_columns: names of the columns that the reward function last returned.
     """
 
@@ -82,7 +82,7 @@ class Sampler:
         self._prompts = _endless(loader)
 
     def next(self) -> Sampled:
-        """The next scored batch: prompts are drawn, answered and scored until the pool has enough of them."""
+        """Return the next scored batch: prompts are drawn, answered and scored until the pool has enough of them."""
         self.step += 1
         timer = PhaseTimer(memory_advice())
         metrics: dict[str, float] = {}
@@ -100,7 +100,7 @@ class Sampler:
         return Sampled(batch, metrics | of_pool, dict(timer.seconds), self.reward_columns, probe)
 
     def generate(self, prompts: DataProto, timer: PhaseTimer) -> DataProto:
-        """`rollout.n` samples of each prompt, with the sampler's log-probabilities."""
+        """Generate `rollout.n` samples of each prompt, with the sampler's log-probabilities."""
         with timer.phase("gen"):
             return self.respond(repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n))
 
@@ -133,10 +133,10 @@ class Sampler:
         return {"critic/reward_baselines/mean": sums.mean().item()}
 
     def probe(self, batch: DataProto) -> DataProto | None:
-        """A few responses sampled at temperature alone, to compare sampler and trainer on them.
+        """Generate a few responses without top-p and top-k, to compare sampler and trainer on them.
 
-        None if no probe is wanted, or if the batch itself was sampled so. With top-p or top-k sampler and trainer
-        rightly differ by the probability mass that was kept.
+        Returns None if no probe is wanted, or if the batch itself was sampled this way. With top-p or top-k, sampler
+        and trainer are expected to differ by the probability mass that was kept.
         """
         wanted = self.config.algorithm.rollout_correction.probe_threshold is not None
         if not wanted or is_untruncated(self.config.actor_rollout_ref.rollout):
@@ -144,7 +144,7 @@ class Sampler:
         return self.respond(probe_prompts(batch), **UNTRUNCATED)
 
     def respond(self, prompts: DataProto, **sampling: Any) -> DataProto:
-        """Responses to the rows of `prompts` for training; see `respond`."""
+        """Generate responses to the rows of `prompts` for training; see `respond`."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
         return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
 
@@ -161,18 +161,18 @@ class Sampler:
 
 
 def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: Any) -> DataProto:
-    """Have a rollout answer prompts; the answer also has the columns that the prompts carry.
+    """Have a rollout answer prompts. The answer also has the columns of the prompts.
 
-    A rollout that returns no `uid` answers row by row. One that does may return any number of rows per prompt, in any
-    order: each row gets the columns of its prompt. A column that the rollout returns is kept as it is.
+    A rollout that returns no `uid` answers row by row. A rollout that returns `uid` may return any number of rows per
+    prompt, in any order; each row gets the columns of its prompt. A column that the rollout returns is kept as it is.
 
     Args:
-        prompts: rows with everything they carry (`raw_prompt`, `extra_info`, ...); the rollout gets all of it.
-        temperature: that responses are trained at.
+        prompts: rows with all of their columns (`raw_prompt`, `extra_info`, ...); the rollout gets all of them.
+        temperature: the temperature that responses are trained at.
         meta: settings of this call: `global_steps`, `validate`, and fields of `SamplingParams` to override.
 
     Raises:
-        RolloutError: prompts were left without an answer, or an answer has no prompt.
+        RolloutError: a prompt has no answer, or an answer has no prompt.
     """
     asked = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
     answer = trim(rollout.generate(asked))
@@ -182,7 +182,7 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
 
 
 def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
-    """The prompts' columns for the rows of the answer, found by `uid` and `sample`, or by row without `uid`."""
+    """Return the prompts' columns for the rows of the answer, found by `uid` and `sample`, or by row without `uid`."""
     carried, returned = prompts.non_tensor_batch, answer.non_tensor_batch
     if "uid" not in returned:
         if len(answer) != len(prompts):
@@ -203,7 +203,7 @@ def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
             f"({len(strange or lost)} in all, of {len(set(asked))})"
         )
     rows = np.array([row_of[key] for key in answered], dtype=np.int64)
-    # Without the rollout's word on which sample a row is, every row counts as a sample of its own.
+    # If the rollout does not say which sample a row belongs to, every row counts as its own sample.
     kept = {name: column for name, column in carried.items() if name != "sample" or "sample" in returned}
     return {name: column[rows] for name, column in kept.items()}
 
@@ -213,6 +213,6 @@ def _keys(columns: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tuple
 
 
 def _endless(loader: StatefulLoader) -> Iterator[DataProto]:
-    """The loader's batches, epoch after epoch, from where it stands."""
+    """Yield the loader's batches, epoch after epoch, from its current position."""
     while True:
         yield from loader

@@ -1,4 +1,4 @@
-"""Batches as text, for a person to read: the columns of rollout and validation dumps."""
+"""Batches as readable text: the columns of rollout and validation dumps."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ class Samples:
     """Decoded prompts and responses with their scores, gathered over batches.
 
     Args:
-        tokenizer: decodes token ids; special tokens are left out.
+        tokenizer: decodes token ids, without special tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -30,7 +30,7 @@ class Samples:
         return len(self.uids)
 
     def add(self, batch: DataProto, scores: list[float], extra: dict[str, list[Any]]) -> None:
-        """Append a batch; a column of `extra` that some batches lack holds None there."""
+        """Append a batch. A column of `extra` holds None for batches that lack it."""
         before, count = len(self), len(batch)
         tensors, objects = batch.batch, batch.non_tensor_batch
         width = tensors["responses"].shape[1]
@@ -47,13 +47,13 @@ class Samples:
             values.extend(extra.get(name, [None] * count))
 
     def write(self, folder: Path, step: int) -> Path:
-        """`<folder>/<step>.jsonl`, one line a sample."""
+        """Write `<folder>/<step>.jsonl`, one line per sample."""
         columns: dict[str, list[Any]] = {"uid": self.uids, "data_source": self.sources}
         columns |= {name: values for name, values in self.extra.items() if name not in _FIXED}
         return dump_generations(folder, step, self.inputs, self.outputs, self.scores, self.ground_truths, columns)
 
     def rows(self, count: int) -> list[dict[str, Any]]:
-        """The first `count` samples, for a table."""
+        """Return the first `count` samples, for a table."""
         columns = {"input": self.inputs, "output": self.outputs, "gts": self.ground_truths, "score": self.scores}
         return [{name: values[row] for name, values in columns.items()} for row in range(min(count, len(self)))]
 

@@ -1,8 +1,8 @@
 """PPO and its relatives as one controller program: `RayPPOTrainer.fit` is the algorithm.
 
-`Sampler` produces scored batches and `Learner` learns from them; `fit` alternates between the two and keeps the run's
-books. A new algorithm registers a function (`register_adv_est`, `register_policy_loss`), or replaces a phase in a
-subclass of `Sampler` or `Learner` (`sampler_class`, `learner_class`).
+`Sampler` produces scored batches and `Learner` learns from them. `fit` alternates between the two, and handles metrics,
+validation and checkpoints. A new algorithm registers a function (`register_adv_est`, `register_policy_loss`), or
+replaces a phase in a subclass of `Sampler` or `Learner` (`sampler_class`, `learner_class`).
 """
 
 from collections.abc import Mapping
@@ -39,14 +39,14 @@ class RayPPOTrainer:
     Args:
         config: the whole configuration.
         tokenizer: decodes samples for dumps.
-        role_worker_mapping: worker classes by role (verl's `Role` or its name), in place of the library's own.
-        resource_pool_manager: which pool each role lives in; by `placement` in the configuration where None.
+        role_worker_mapping: worker classes by role (verl's `Role` or its name), in place of the library's classes.
+        resource_pool_manager: maps each role to a pool; None uses `placement` in the configuration.
         ray_worker_group_cls: the class of the worker groups.
         reward_fn: scores a batch of responses.
-        val_reward_fn: scores validation responses; `reward_fn` where None.
+        val_reward_fn: scores validation responses; None uses `reward_fn`.
         train_dataset: prompts to train on.
-        val_dataset: prompts to validate on; None does without validation.
-        identity: what model this is, compared when a run is resumed.
+        val_dataset: prompts to validate on; None means no validation.
+        identity: identifies the model; it is compared when a run is resumed.
     """
 
     sampler_class: ClassVar[type[Sampler]] = Sampler
@@ -89,7 +89,7 @@ class RayPPOTrainer:
         self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=memory_advice())
 
     def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
-        """Start the worker processes, unless `groups` brings them started, and have each load its model."""
+        """Start the worker processes, unless `groups` holds started ones, and have each load its model."""
         self.groups = dict(
             groups
             or spawn_worker_groups(
@@ -103,7 +103,7 @@ class RayPPOTrainer:
         self.sampler = self.sampler_class(self.config, self.rollout, self.reward_fn, self.train_loader, self.pool)
 
     def _start_rollout(self, policy: RayWorkerGroup) -> None:
-        """Start what generates, and measure how much memory each phase has; the first `reshard` reports it."""
+        """Start the rollout, and measure how much memory each phase has. The first `reshard` reports it."""
         manager, trainer = self.resource_pool_manager, self.config.trainer
         own = manager is not None and ROLLOUT in manager.mapping
         self.memory = MemoryReport(policy)
@@ -124,10 +124,10 @@ class RayPPOTrainer:
                 self.memory.check_released(loaded, awake, released)
 
     def fit(self) -> StepResult | None:
-        """Train until the last step, or until the user asks to stop; resume where an earlier run was left.
+        """Train until the last step, or until the user asks to stop. Resumes where an earlier run stopped.
 
         Returns:
-            The result of the last step; None if there was no step to take.
+            The result of the last step; None if there was no step left.
         """
         result = None
         with self.run as run:
@@ -141,21 +141,21 @@ class RayPPOTrainer:
                 busy = self.worker_seconds()
                 with run.measured_step():
                     sampled = self.sampler.next()  # prompts -> generate -> score, until there are enough
-                    self.rollout.release()  # its memory is for training now
+                    self.rollout.release()  # training needs its memory now
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
                     synced = self.reshard()  # training weights -> generation weights
-                    self.train_loader.after_step(result.batch)  # a curriculum chooses the next prompts from it
+                    self.train_loader.after_step(result.batch)  # a curriculum uses it to choose the next prompts
                 metrics = self.report(sampled, result, synced | {"timing_s/workers": self.worker_seconds() - busy})
                 self.watch(metrics)
                 self.validate_if_due()
                 self.save_if_due()
-            self.save_if_due()  # a wish to stop may come between the last save and the end of the loop
+            self.save_if_due()  # a stop request may arrive between the last save and the end of the loop
         return result
 
     # ------------------------------------------------------------------ the phases around sampling and learning
 
     def reshard(self) -> dict[str, float]:
-        """Have the rollout generate with the policy's present weights from now on."""
+        """Have the rollout generate with the policy's current weights from now on."""
         with self.run.phase("update_weights"):
             metrics = self.rollout.update_weights(version=self.run.step)
         if not self.memory.printed:
@@ -164,11 +164,11 @@ class RayPPOTrainer:
         return metrics
 
     def worker_seconds(self) -> float:
-        """Seconds spent inside worker methods so far, by the slowest rank of each call."""
+        """Return the seconds spent inside worker methods so far, by the slowest rank of each call."""
         return sum(sum(group.method_seconds.values()) for group in self.groups.values())
 
     def report(self, sampled: Sampled, result: StepResult, further: Mapping[str, float]) -> dict[str, Any]:
-        """Log the metrics of a step, and dump its samples if that is due.
+        """Log the metrics of a step, and dump its samples if a dump is due.
 
         Args:
             further: metrics besides those of sampling and learning.
@@ -197,7 +197,7 @@ class RayPPOTrainer:
         return metrics
 
     def watch(self, metrics: Mapping[str, Any]) -> None:
-        """Check the health of the run after a step, before its state is saved as a good one (`trainer.health`)."""
+        """Check the health of the run after a step, before its state is saved as good (`trainer.health`)."""
         if not self.health.act(self.run.step, metrics):
             return
         assert self.health.good is not None
@@ -211,7 +211,7 @@ class RayPPOTrainer:
         self.reshard()
 
     def validate_if_due(self) -> None:
-        """Greedy (or sampled, by `rollout.val_kwargs`) answers to the validation prompts, scored."""
+        """Generate and score greedy answers (or sampled ones, by `rollout.val_kwargs`) to the validation prompts."""
         trainer, run = self.config.trainer, self.run
         due = trainer.val_before_train if run.step == 0 else run.due(trainer.test_freq)
         if self.val_loader is None or not (due or trainer.val_only):
@@ -226,7 +226,7 @@ class RayPPOTrainer:
     # ------------------------------------------------------------------ checkpoints
 
     def restore(self) -> bool:
-        """Resume from the run's newest valid checkpoint, as `trainer.resume_mode` says; whether there was one."""
+        """Resume from the run's newest valid checkpoint, by `trainer.resume_mode`. Return whether there was one."""
 
         def load(folder: Path, state: dict[str, Any]) -> None:
             self.learner.load(folder, state)

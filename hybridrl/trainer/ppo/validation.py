@@ -24,10 +24,10 @@ def validate(
 
     Args:
         prompts: batches of validation prompts.
-        rollout: generates, with the weights that it has.
+        rollout: generates the answers, with its current weights.
         reward_fn: scores the answers.
         settings: `actor_rollout_ref.rollout`.
-        step: training steps that the weights have seen.
+        step: number of training steps that the weights have had.
         samples: every answer is added to it.
 
     Returns:

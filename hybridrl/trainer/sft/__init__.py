@@ -1,1 +1,1 @@
-"""Supervised fine-tuning as a controller program."""
+"""The controller program of supervised fine-tuning."""

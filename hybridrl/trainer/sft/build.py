@@ -1,4 +1,4 @@
-"""Tokenizer and data, read and checked before a model is loaded, while Ray and the worker processes start beside it."""
+"""Reads and checks tokenizer and data before a model is loaded, while Ray and the worker processes start."""
 
 from hybridrl.config import SFTTrainerConfig
 from hybridrl.data import create_sft_dataset
@@ -8,10 +8,10 @@ from hybridrl.trainer.sft.trainer import SFTTrainer
 
 
 def prepare(config: SFTTrainerConfig) -> SFTTrainer:
-    """The trainer with everything that lives on the controller.
+    """Build the trainer, with everything that lives on the controller.
 
     Raises:
-        UserError: a setting or file of the user's cannot work; nothing was loaded yet.
+        UserError: a setting or file cannot work. No model has been loaded yet.
     """
     data = config.data
     check_loggers(config.trainer.logger)

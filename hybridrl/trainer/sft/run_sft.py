@@ -1,4 +1,4 @@
-"""The supervised program, from a configuration to the last step."""
+"""The supervised fine-tuning program, from the configuration to the last step."""
 
 from hybridrl.config import SFTTrainerConfig
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
@@ -16,7 +16,7 @@ def run_sft(config: SFTTrainerConfig) -> None:
     )
 
     def spawn() -> RayWorkerGroup:
-        from hybridrl.workers.sft_worker import SFTWorker  # takes seconds (transformers), and Ray runs already
+        from hybridrl.workers.sft_worker import SFTWorker  # takes seconds (transformers); Ray already runs
 
         manager.create_resource_pool()
         return RayWorkerGroup(

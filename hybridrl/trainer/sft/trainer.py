@@ -20,13 +20,13 @@ MESH = "model"  # the dispatch mesh of `SFTWorker`
 
 
 class SFTTrainer:
-    """Teaches a language model the assistant's turns of conversations.
+    """Trains a language model on the assistant's turns of conversations.
 
     Args:
         config: the whole configuration.
-        train_dataset: conversations to learn (`SFTDataset`, or a class with its items).
-        val_dataset: conversations to measure the loss on; None does without.
-        identity: what model this is, compared when a run is resumed.
+        train_dataset: conversations to train on (`SFTDataset`, or a class with the same items).
+        val_dataset: conversations to measure the loss on; None means no validation.
+        identity: identifies the model; it is compared when a run is resumed.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class SFTTrainer:
         self.group.init_model(self.run.total_steps)
 
     def fit(self) -> None:
-        """Train until the last step, or until the user asks to stop; resume where an earlier run was left."""
+        """Train until the last step, or until the user asks to stop. Resumes where an earlier run stopped."""
         with self.run:
             self.restore()
             for batch in self.run.batches(self.train_loader):
                 with self.run.measured_step():
                     metrics = self.update(batch)
-                    self.train_loader.after_step(batch)  # for a sampler or data set that learns from it
+                    self.train_loader.after_step(batch)  # for a sampler or dataset that learns from it
                 self.report(metrics)
                 self.validate_if_due()
                 self.save_if_due()
-            self.save_if_due()  # a wish to stop may come between the last save and the end of the loop
+            self.save_if_due()  # a stop request may arrive between the last save and the end of the loop
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step."""
@@ -80,7 +80,7 @@ class SFTTrainer:
         )
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on the whole batch; returns its metrics."""
+        """Take one optimizer step on the whole batch and return its metrics."""
         batch = as_responses(batch)
         dp_size = self.group.dp_size(MESH)
         shards, mini_batches = spread_over_ranks(batch, [np.arange(len(batch))], dp_size)
@@ -97,7 +97,7 @@ class SFTTrainer:
         }
 
     def validate_if_due(self) -> None:
-        """`val/loss`: the mean negative log-likelihood of the validation data's learnt tokens."""
+        """Compute `val/loss`: the mean negative log-likelihood of the tokens under the validation data's loss mask."""
         run = self.run
         if self.val_loader is None or not run.due(self.config.trainer.test_freq):
             return
@@ -129,10 +129,10 @@ class SFTTrainer:
 
 
 def as_responses(batch: DataProto) -> DataProto:
-    """Conversations as an engine takes them: every token but the first is a response to the ones before it.
+    """Convert conversations to an engine's inputs: every token but the first is a response to the ones before it.
 
-    `loss_mask` [B, S] becomes `response_mask` [B, S - 1]. The first token of a sequence has nothing before it and is
-    never learnt.
+    `loss_mask` [B, S] becomes `response_mask` [B, S - 1]. The first token of a sequence has nothing before it and
+    never enters the loss.
     """
     mask = batch.batch["loss_mask"][:, 1:].contiguous()
     kept = {name: batch.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
