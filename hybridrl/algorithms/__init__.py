@@ -1,8 +1,8 @@
-"""RL mathematics: each function is its formula, with the paper in the docstring. Pure torch.
+"""RL mathematics in pure torch. Each function implements one formula and cites its paper in the docstring.
 
-Names and signatures are those of verl's `core_algos` and `rollout_corr_helper`; docs/algorithms.md lists every one
-with its formula, key and paper, and where the numbers depart from verl's. Nothing else of the package is imported
-here: no Ray, no distributed, no config tree. A `config` argument is any object with attributes.
+Names and signatures are those of verl's `core_algos` and `rollout_corr_helper`; docs/algorithms.md lists each of
+them with its formula, key and paper, and states where the numbers differ from verl's. This package does not import Ray,
+torch.distributed or the config tree. A `config` argument is any object with attributes.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""From one loss a token to one number, the same however the mini-batch is split.
+"""Aggregation of per-token losses into one number that does not depend on how the mini-batch is split.
 
 Legend: B sequences of this call, T response tokens; D data-parallel ranks.
 
-A loss sees one micro-batch on one rank. What it returns is that micro-batch's share of the whole mini-batch's loss: the
-sum over its tokens divided by counts of the whole mini-batch. Shares then add up to the same loss for every split.
+A loss sees one micro-batch on one rank. It returns the micro-batch's share of the whole mini-batch's loss: the sum over
+its tokens divided by counts of the whole mini-batch. The shares add up to the same loss for every split.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 def global_counts(response_mask: Tensor) -> dict[str, int]:
-    """`batch_num_tokens` and `global_batch_size` of a whole mini-batch, as `agg_loss` takes them.
+    """Return `batch_num_tokens` and `global_batch_size` of a whole mini-batch, as `agg_loss` takes them.
 
-    `response_mask [B, T]` is that of the whole mini-batch. Sequences without a single response token (rejected or
-    aborted ones) are not counted, so they do not dilute a mean over sequences.
+    `response_mask [B, T]` is that of the whole mini-batch. Sequences without any response token (rejected or aborted)
+    are not counted, so they do not dilute a mean over sequences.
     """
     mask = response_mask.bool()
     return {"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(dim=-1).sum())}
 
 
 def _denominator(count: float | Tensor | None, local: Tensor, dp_size: int, name: str, mode: str) -> float | Tensor:
-    """The global count, or this call's own when there is but one rank and none was given. Never below 1: 0 / 0 is 0."""
+    """Return the global count, or this call's own if none was given and there is only one rank.
+
+    The result is at least 1, so that an empty batch gives 0 instead of 0 / 0.
+    """
     if count is None:
         if dp_size > 1:
             raise AlgorithmError(
@@ -49,7 +52,7 @@ def agg_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    r"""This call's share of the mini-batch loss, from per-token losses.
+    r"""Compute this call's share of the mini-batch loss from per-token losses.
 
     With n_i = sum_t m_it tokens in sequence i, M = `batch_num_tokens` and G = `global_batch_size`:
 
@@ -66,18 +69,20 @@ def agg_loss(
 
     Args:
         loss_mat: [B, T] loss of each token. Entries under a zero mask are ignored, NaN included.
-        loss_mask: [B, T], 1 where a token counts.
+        loss_mask: [B, T], 1 where a token contributes.
         loss_agg_mode: one of `LOSS_AGG_MODES`.
-        dp_size: D. Multiplies the share, for an engine that averages gradients over ranks and does not undo it itself.
-        batch_num_tokens: M, tokens of the whole mini-batch over all ranks; of this call when None and D = 1.
-        global_batch_size: G, sequences of the whole mini-batch with at least one token; likewise.
-        loss_scale_factor: constant of seq-mean-token-sum-norm, usually the longest response allowed; T when None.
+        dp_size: D. It multiplies the share, for an engine that averages gradients over ranks and does not compensate
+            for that.
+        batch_num_tokens: M, tokens of the whole mini-batch over all ranks; those of this call if None and D = 1.
+        global_batch_size: G, sequences of the whole mini-batch with at least one token; those of this call if None and
+            D = 1.
+        loss_scale_factor: constant of seq-mean-token-sum-norm, usually the maximum response length; T if None.
 
     Returns:
-        A scalar. Empty mini-batches give 0.
+        A scalar. It is 0 for an empty mini-batch.
 
     Raises:
-        AlgorithmError: an unknown mode, or D > 1 without the count that the mode divides by.
+        AlgorithmError: the mode is unknown, or D > 1 without the count that the mode divides by.
     """
     if loss_agg_mode == "token-sum":
         return keep(loss_mat, loss_mask).sum() * dp_size
@@ -103,7 +108,7 @@ def agg_loss(
 def compute_entropy_loss(
     logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **counts: int
 ) -> Tensor:
-    """Aggregated entropy of the policy: agg(H(softmax(logits))), [B, T, V] and [B, T] -> scalar.
+    """Compute the aggregated entropy of the policy, agg(H(softmax(logits))): [B, T, V] and [B, T] -> scalar.
 
     The actor's loss subtracts `entropy_coeff` times this. `counts` are `agg_loss`'s global counts.
     """
@@ -111,5 +116,5 @@ def compute_entropy_loss(
 
 
 def total_tokens_match(response_mask: Tensor, batch_num_tokens: float | Tensor | None) -> bool:
-    """Whether this call holds the whole mini-batch: no global count is known, or it equals the local one."""
+    """Whether this call holds the whole mini-batch: the global count is unknown or equals the local one."""
     return batch_num_tokens is None or int(response_mask.bool().sum()) == int(torch.as_tensor(batch_num_tokens))

@@ -1,7 +1,7 @@
 """Reading settings from `config`, which may be any object with attributes.
 
 A loss or an estimator takes its few settings from a dataclass, an OmegaConf node, a `SimpleNamespace` or a mapping.
-Nothing is assumed of the object but its attributes, so this package does not depend on the config tree.
+Only the object's attributes are used, so this package does not depend on the config tree.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def _step(node: Any, name: str) -> Any:
 
 
 def setting(config: Any, path: str, default: Any = _MISSING, *, who: str, root: str = "actor_rollout_ref.actor") -> Any:
-    """Value of `config.<path>`, where `path` may go through nested objects (`policy_loss.dro_beta`).
+    """Return `config.<path>`, where `path` may go through nested objects (`policy_loss.dro_beta`).
 
     Args:
         config: any object with attributes, or a mapping, or None.
         path: dotted name below `config`.
-        default: returned when the attribute is absent or None; without it that is an error.
-        who: what needs the value, for the message.
-        root: where `config` stands in the user's configuration, for the message.
+        default: returned if the attribute is absent or None; without a default that is an error.
+        who: the function that needs the value, for the message.
+        root: location of `config` in the user's configuration, for the message.
 
     Raises:
         AlgorithmError: the attribute is absent or None and there is no default.
@@ -61,10 +61,10 @@ def number(
     open_low: bool = False,
     root: str = "actor_rollout_ref.actor",
 ) -> float:
-    """A numeric setting that must be a finite number, at least `low` (above it when `open_low`).
+    """Return a setting that must be a finite number of at least `low` (above `low` if `open_low`).
 
     Raises:
-        AlgorithmError: missing without a default, not a number, or out of range.
+        AlgorithmError: the setting is missing without a default, is not a number, or is out of range.
     """
     value = setting(config, path, default, who=who, root=root)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
@@ -76,17 +76,18 @@ def number(
 
 
 def read_settings(cls: type[S], config: Any, *, who: str, root: str, group: str = "") -> S:
-    """The settings that the dataclass `cls` names, checked against the limits of its fields.
+    """Return the settings that the dataclass `cls` declares, checked against the limits of its fields.
 
     Args:
-        cls: a dataclass; its fields may be declared with `hybridrl.config.key`. A field stands at its `path` below
-            `config`, else in `group`. Absent and null take the field's default.
+        cls: a dataclass; its fields may be declared with `hybridrl.config.key`. A field is read from its `path` below
+            `config`, else from `group`. Absent and null values take the field's default.
         config: any object with attributes, or a mapping.
-        who: what needs them, for messages.
-        root: where `config` stands in the user's configuration, for messages.
+        who: the function that needs them, for messages.
+        root: location of `config` in the user's configuration, for messages.
+        group: prefix of the fields without a `path`, ending in a dot.
 
     Raises:
-        AlgorithmError: no config, a field without a default that is not set, or a number out of its limits.
+        AlgorithmError: there is no config, a field without a default is not set, or a number is outside its limits.
     """
     own = getattr(config, "own", None) if not group else getattr(_step(config, group.rstrip(".")), "own", None)
     if isinstance(own, cls):
@@ -110,7 +111,7 @@ def read_settings(cls: type[S], config: Any, *, who: str, root: str, group: str 
 
 
 def _within(limits: Any, value: float, name: str, who: str) -> float:
-    """A number within the bounds of its field, an int where it is whole and was one."""
+    """Return a number within the bounds of its field, as an int if it is whole and was an int."""
     if limits is None:
         return value
     low = limits.ge if limits.gt is None else limits.gt
@@ -126,12 +127,12 @@ def _within(limits: Any, value: float, name: str, who: str) -> float:
 
 
 def has_setting(config: Any, name: str) -> bool:
-    """Whether `config` has that attribute or key at all, null included."""
+    """Whether `config` has this attribute or key, even if its value is null."""
     return _step(config, name) is not _MISSING
 
 
 class ConfigView:
-    """A config with a few attributes laid over it; everything else falls through. The config itself is not touched."""
+    """A view of a config with a few attributes overridden. The config itself is not changed."""
 
     def __init__(self, base: Any, **overlay: Any) -> None:
         self.__dict__.update(overlay)
@@ -145,10 +146,10 @@ class ConfigView:
 
 
 def with_global_batch_info(config: Any, **info: Any) -> ConfigView:
-    """`config` with `global_batch_info` laid over it, where losses written for verl look for the counts.
+    """Return `config` with `global_batch_info` added, where losses written for verl expect the counts.
 
     Args:
-        config: the actor's settings; any object with attributes. It is left as it is.
+        config: the actor's settings; any object with attributes. It is not changed.
         info: any of `dp_size, batch_num_tokens, global_batch_size, loss_scale_factor`, as `agg_loss` takes them.
 
     Returns:
@@ -158,10 +159,10 @@ def with_global_batch_info(config: Any, **info: Any) -> ConfigView:
 
 
 def checked_counts(counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts with their names checked.
+    """Return the counts after checking their names.
 
     Raises:
-        AlgorithmError: an unknown one.
+        AlgorithmError: a name is unknown.
     """
     if unknown := sorted(set(counts) - set(COUNTS)):
         raise AlgorithmError(f"global counts have unknown entries {unknown}; known are {sorted(COUNTS)}.")
@@ -169,12 +170,12 @@ def checked_counts(counts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counts_of(counts: Mapping[str, Any] | None, config: Any) -> dict[str, Any]:
-    """Keyword arguments for `agg_loss`.
+    """Return the keyword arguments for `agg_loss`.
 
     Args:
-        counts: of the whole mini-batch; None: `config.global_batch_info`, as verl hands them over, where it is
-            there. With neither the call's own counts are used.
-        config: its `loss_scale_factor` is used where the counts have none.
+        counts: counts of the whole mini-batch. None: those of `config.global_batch_info`, where verl puts them, if
+            present, otherwise the call's own.
+        config: its `loss_scale_factor` is used if the counts have none.
     """
     info = setting(config, "global_batch_info", {}, who="loss aggregation") if counts is None else counts
     found = {name: info[name] for name in COUNTS if info.get(name) is not None}

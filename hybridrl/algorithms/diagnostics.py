@@ -1,4 +1,4 @@
-"""Numbers that show an RL run going wrong before its reward does.
+"""Metrics that reveal a failing RL run before its reward does.
 
 Legend: B samples, T response tokens.
 """
@@ -15,11 +15,11 @@ from hybridrl.algorithms.groups import group_samples, outcome_scores
 
 @torch.no_grad()
 def group_health(token_level_scores: Tensor, response_mask: Tensor, index: np.ndarray) -> dict[str, float]:
-    """Shares of prompts from which a group estimator learns nothing, because all their samples score the same.
+    """Compute the share of prompts whose samples all score the same: a group estimator learns nothing from these.
 
     Returns:
-        `health/groups_uniform`, of them `health/groups_all_worst` and `health/groups_all_best` (all at the
-        smallest, all at the largest score of the batch). Groups of one are not counted.
+        `health/groups_uniform`, and among these `health/groups_all_worst` and `health/groups_all_best` (all samples at
+        the smallest or at the largest score of the batch). Groups of one are not counted.
     """
     scores = outcome_scores(token_level_scores, response_mask)
     groups = group_samples(index, scores)
@@ -45,11 +45,11 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 def length_reward_correlation(
     token_level_scores: Tensor, response_mask: Tensor, index: np.ndarray | None = None
 ) -> float:
-    """Correlation of a sample's score with its length, within [-1, 1]; 0 where one of them does not vary.
+    """Compute the correlation of a sample's score with its length, within [-1, 1]; 0 if one of them does not vary.
 
     Args:
-        index: the prompts' uid. Score and length are then taken less their group's means: hard prompts have long
-            and badly scored responses, which says nothing about what length earns.
+        index: the prompts' uid. If given, the group's means are subtracted from score and length, because hard prompts
+            have long and badly scored responses whether or not length is rewarded.
     """
     scores, lengths = outcome_scores(token_level_scores, response_mask), response_mask.bool().sum(-1).double()
     if index is not None:
@@ -60,8 +60,9 @@ def length_reward_correlation(
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over response tokens: 1 for a perfect critic, 0 for a constant one,
-    below 0 for a harmful one; 0 when the returns do not vary.
+    """Compute 1 - var(returns - values) / var(returns) over response tokens.
+
+    It is 1 for a perfect critic, 0 for a constant one, negative for a harmful one, and 0 if the returns do not vary.
     """
     mask = response_mask.bool()
 

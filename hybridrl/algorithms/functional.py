@@ -3,7 +3,7 @@
 Legend: B sequences, T response tokens, V vocabulary, N = all leading dimensions together.
 
 Masks may be bool, integer or float; a token counts where its mask is not zero. Values under a zero mask are never
-multiplied in, so NaN or inf there does not spread, neither in the value nor in the gradient.
+multiplied in, so NaN or inf there spreads neither to the value nor to the gradient.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 from hybridrl.errors import AlgorithmError
 
 EPS = 1e-8
-# exp of it is exactly 0 in float64 too, so a log-probability of -inf can be replaced by it beside its probability.
+# exp of it is exactly 0 in float64 too, so it can replace a log-probability of -inf in products with the probability.
 _LOWEST_LOG_P = -1e4
-# Elements of one float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
+# Elements per float32 working buffer of a softmax pass: small enough for a CPU's cache, large enough to fill a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
-# Elements of a block of rows in masked statistics: its temporaries stay in a CPU's cache.
+# Elements per block of rows in masked statistics, so that temporaries stay in a CPU's cache.
 _BLOCK_ELEMENTS = 1 << 17
 # Below this many elements the log-probabilities are kept for the backward pass instead of being computed again.
 _SMALL = 1 << 21
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where the mask is set, exactly zero elsewhere (also where they are NaN)."""
+    """Return `values` where the mask is set and exactly zero elsewhere, even where they are NaN."""
     return torch.where(mask.bool(), values, 0.0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of the values whose mask is set, over `axis` (all of them by default)."""
+    """Sum of the values whose mask is set, over `axis` (all axes by default)."""
     kept = keep(values, mask)
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
@@ -46,8 +46,8 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None
 def row_blocks(values: Tensor) -> list[slice]:
     """Slices of rows of `values [B, ...]` whose temporaries fit a CPU's cache; one slice elsewhere.
 
-    An elementwise chain over a large array is bound by memory and by the page faults of fresh temporaries. Done a block
-    at a time, the temporaries stay in the cache and are reused.
+    A chain of elementwise operations over a large array is bound by memory and by the page faults of new temporaries.
+    Processed in blocks, the temporaries stay in the cache and are reused.
     """
     rows = len(values)
     width = max(values[0].numel(), 1) if rows else 1
@@ -63,7 +63,7 @@ def masked_row_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor, mask: Tensor) -> tuple[int, Tensor, Tensor]:
-    """(count, mean, sum of squared distances from it) of the masked values, 0-dim tensors; two passes."""
+    """(count, mean, sum of squared distances from the mean) of the masked values, as 0-dim tensors, in two passes."""
     blocks = row_blocks(values)
     count = int(torch.count_nonzero(mask))
     zero = torch.zeros((), dtype=torch.float64, device=values.device)
@@ -82,10 +82,10 @@ def _variance(count: int, squares: Tensor, unbiased: bool) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values whose mask is set; with Bessel's correction n / (n - 1) when `unbiased`.
+    """Variance of the values whose mask is set; with Bessel's correction n / (n - 1) if `unbiased`.
 
     Raises:
-        AlgorithmError: nothing is set, or a single value is and `unbiased` asks to divide by zero.
+        AlgorithmError: no value is set, or only one value is set and `unbiased` would divide by zero.
     """
     count, _, squares = _moments(values, mask)
     return _variance(count, squares, unbiased).to(values.dtype)
@@ -107,7 +107,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
-    """How many rows of the flattened `logits [N, V]` are worked on at a time."""
+    """Number of rows of the flattened `logits [N, V]` that are processed at a time."""
     if chunk_size is not None:
         if chunk_size < 1:
             raise AlgorithmError(f"chunk_size is {chunk_size}; it must be a positive number of tokens.")
@@ -119,12 +119,12 @@ def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that softmax statistics of logits of a dtype are computed in: float64 as it is, else float32."""
+    """The dtype in which softmax statistics are computed for logits of `dtype`: float64 for float64, else float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def _log_softmax(x: Tensor, scale: float) -> Tensor:
-    """log softmax of `x * scale` in at least float32; the scaling is skipped when it does nothing."""
+    """log softmax of `x * scale` in at least float32; scaling by 1 is skipped."""
     if scale != 1.0:
         x = x.to(working_dtype(x.dtype)) * scale
     return torch.log_softmax(x, dim=-1, dtype=working_dtype(x.dtype))
@@ -142,9 +142,9 @@ class _Options(NamedTuple):
 def _entropy_gradient(
     logp: Tensor, entropy: Tensor, g_entropy: Tensor, labels: Tensor | None, g_lp: Tensor | None
 ) -> Tensor:
-    """Gradient in the scaled logits, [n, V], of sum(g_H H + g_lp lp); `logp` is used up."""
+    """Gradient of sum(g_H H + g_lp lp) with respect to the scaled logits, [n, V]; `logp` is overwritten."""
     p = logp.exp()
-    # -p (g_lp + g_H (log p + H)), with log p kept finite where p is zero.
+    # -p (g_lp + g_H (log p + H)), where log p is kept finite if p is zero.
     step = logp.clamp_(min=_LOWEST_LOG_P).add_(entropy.unsqueeze(-1)).mul_(g_entropy.unsqueeze(-1))
     if g_lp is not None:
         step.add_(g_lp.unsqueeze(-1))
@@ -155,7 +155,7 @@ def _entropy_gradient(
 
 
 def _log_prob_gradient(p: Tensor, labels: Tensor, g_lp: Tensor) -> Tensor:
-    """g_lp ([j = y] - p) in the memory of p [n, V]."""
+    """g_lp ([j = y] - p), written into the memory of p [n, V]."""
     return p.mul_(-g_lp.unsqueeze(-1)).scatter_add_(-1, labels.unsqueeze(-1), g_lp.unsqueeze(-1).to(p.dtype))
 
 
@@ -166,8 +166,8 @@ class _TokenStatistics(torch.autograd.Function):
 
         d lp / d z_j = [j = y] - p_j          d H / d z_j = -p_j (log p_j + H)
 
-    Only the logits themselves are kept for the backward pass, which recomputes p chunk by chunk and writes the
-    gradient straight into one buffer of the logits' dtype. Small inputs keep their log-probabilities instead.
+    Only the logits are kept for the backward pass, which recomputes p chunk by chunk and writes the gradient directly
+    into one buffer of the logits' dtype. Small inputs keep their log-probabilities instead.
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ class _TokenStatistics(torch.autograd.Function):
                 if options.sum_pi_squared:
                     squares.append((p * p).sum(-1))
                 if options.entropy:
-                    # A token ruled out by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
+                    # A token excluded by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
                     entropies.append(-p.mul_(logp.clamp_(min=_LOWEST_LOG_P)).sum(-1))
         lp, entropy, square = (
             (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
@@ -222,7 +222,7 @@ class _TokenStatistics(torch.autograd.Function):
             elif inplace or source.dtype != working_dtype(source.dtype):
                 step = _log_prob_gradient(_log_softmax(source[part], scale).exp_(), y, g)
             else:
-                # The common case needs no working buffer: the softmax goes where its gradient will be.
+                # The common case needs no working buffer: the softmax is computed in the gradient's memory.
                 x = source[part] if scale == 1.0 else source[part] * scale
                 step = _log_prob_gradient(torch.softmax(x, -1, out=grad[part]), y, g)
             if scale != 1.0:
@@ -243,20 +243,20 @@ def token_statistics(
     chunk_size: int | None = None,
     inplace_backward: bool = False,
 ) -> dict[str, Tensor]:
-    """What training needs of softmax(logits / temperature), in one pass over the logits.
+    """Compute the statistics of softmax(logits / temperature) that training needs, in one pass over the logits.
 
     Args:
-        logits: [..., V], any float dtype; the work and the results are float32 (float64 for float64 logits).
+        logits: [..., V], any float dtype; computation and results are in float32 (float64 for float64 logits).
         labels: [...] int64 token ids, to get `log_probs`.
-        temperature: of the sampler; applied chunk by chunk, so no scaled copy of the logits exists.
+        temperature: the sampler's temperature; it is applied chunk by chunk, so no scaled copy of the logits exists.
         entropy: also return `entropy` = -sum_v p_v log p_v, differentiable.
         sum_pi_squared: also return `sum_pi_squared` = sum_v p_v^2, without gradient (a weight of the OTB baseline).
-        chunk_size: tokens worked on at a time; by default as many as keep a working buffer small.
-        inplace_backward: let the backward pass overwrite the logits with their gradient. Saves one buffer of their
-            size; only for logits that nothing else reads afterwards.
+        chunk_size: tokens processed at a time; by default as many as fit a small working buffer.
+        inplace_backward: let the backward pass overwrite the logits with their gradient. This saves one buffer of
+            their size, but is valid only if nothing else reads the logits afterwards.
 
     Returns:
-        `log_probs`, `entropy` and `sum_pi_squared` as asked for, each [...].
+        The requested ones of `log_probs`, `entropy` and `sum_pi_squared`, each [...].
 
     Raises:
         AlgorithmError: shapes do not match, or the temperature is not positive.
@@ -290,7 +290,7 @@ class _FullKL(torch.autograd.Function):
 
         d KL / d z_j = scale p_j (log p_j - log q_j - KL)
 
-    Both logits are kept for the backward pass, nothing else of their size.
+    The backward pass keeps both logits and nothing else of their size.
     """
 
     @staticmethod
@@ -318,7 +318,7 @@ class _FullKL(torch.autograd.Function):
 
 
 def _p_and_log_ratio(logits: Tensor, ref_logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """p and log p - log q [n, V]; 0 where p is 0, which adds nothing whatever q is."""
+    """p and log p - log q, [n, V]; the latter is 0 where p is 0, since such terms do not contribute to the sum."""
     log_p, log_q = _log_softmax(logits, scale), _log_softmax(ref_logits, scale)
     return log_p.exp(), torch.where(log_p == -torch.inf, 0.0, log_p - log_q)
 
@@ -329,8 +329,8 @@ def full_kl_from_logits(
     """KL(pi || pi_ref) over the vocabulary, sum_v pi_v (log pi_v - log pi_ref_v), exact, with its exact gradient.
 
     Args:
-        logits, ref_logits: [..., V], any float dtype; the work is float32 (float64 for float64 logits). No gradient
-            goes to `ref_logits`.
+        logits, ref_logits: [..., V], any float dtype; the computation is in float32 (float64 for float64 logits).
+            `ref_logits` receives no gradient.
         temperature: both distributions are softmax(logits / temperature).
 
     Returns:
@@ -358,7 +358,7 @@ def logprobs_from_logits(
 ) -> Tensor:
     """log softmax(logits / temperature)[label]: [..., V] and [...] -> [...] in float32.
 
-    See `token_statistics`. `inplace_backward` destroys the logits in the backward pass: off unless asked for.
+    See `token_statistics`. `inplace_backward` overwrites the logits in the backward pass and is off by default.
     """
     return token_statistics(logits, labels, temperature, chunk_size=chunk_size, inplace_backward=inplace_backward)[
         "log_probs"

@@ -16,11 +16,11 @@ from hybridrl.errors import AlgorithmError
 
 
 class Groups:
-    """Which samples belong together: groups of any size, in any order.
+    """The groups to which samples belong: of any size, with samples in any order.
 
     Attributes:
-        ids: [B] int64, number of each sample's group.
-        count: how many groups there are.
+        ids: [B] int64, index of each sample's group.
+        count: number of groups.
         sizes: [count] float64, n_g.
     """
 
@@ -63,10 +63,10 @@ class Groups:
         return (-lowest).scatter_reduce(0, self.ids, values, "amin"), largest
 
     def best_and_second(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The group's winner, and what it beat.
+        """Find the best sample of each group and the second-best value.
 
         Returns:
-            (is_best, second): [B] bool, true for one sample a group, the first of those with the largest value; and
+            (is_best, second): [B] bool, true for one sample per group, the first of those with the largest value; and
             [B], the largest value of the others in the sample's group (-inf in a group of one).
         """
         lowest = values.new_full((self.count,), -torch.inf)
@@ -80,7 +80,7 @@ class Groups:
 
 
 def group_samples(index: np.ndarray | Tensor | Sequence[object], rewards: Tensor) -> Groups:
-    """Groups of a batch, checked against its number of rows."""
+    """Return the groups of a batch, checked against its number of rows."""
     if index is None:
         raise AlgorithmError("index is None: a group estimator needs the prompts' uid, one a row (the batch's 'uid').")
     if len(index) != rewards.shape[0]:
@@ -91,10 +91,10 @@ def group_samples(index: np.ndarray | Tensor | Sequence[object], rewards: Tensor
 def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     """Sum of the rewards on response tokens, [B, T] -> [B] in float64.
 
-    A reward counts where its token is a response token; whatever stands in padding is ignored.
+    Only rewards on response tokens count; values in padding are ignored.
 
     Raises:
-        AlgorithmError: a reward is NaN or infinite, naming the rows; or the shapes differ.
+        AlgorithmError: a reward is NaN or infinite (the message names the rows), or the shapes differ.
     """
     if token_level_rewards.shape != response_mask.shape:
         raise AlgorithmError(
@@ -112,7 +112,7 @@ def outcome_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor
 
 
 def spread(scores: Tensor, like: Tensor, response_mask: Tensor) -> Tensor:
-    """One number a sequence on all its response tokens: [B] -> [B, T] in the dtype of `like`, zero elsewhere."""
+    """Copy one number per sequence to all its response tokens: [B] -> [B, T] in the dtype of `like`, zero elsewhere."""
     column = scores.to(like.dtype).unsqueeze(-1)
     out = torch.empty_like(like)
     for block in row_blocks(out):

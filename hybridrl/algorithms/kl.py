@@ -29,13 +29,13 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
     Args:
         logprob, ref_logprob: [B, T]; for `full` the logits or log-probabilities of every token, [B, T, V].
-        kl_penalty: a name of the table.
+        kl_penalty: a name from the table.
 
     Returns:
-        [B, T], differentiable by the plain derivative of the value.
+        [B, T]; its gradient is the plain derivative of the value.
 
     Raises:
-        AlgorithmError: an unknown name, or `full` without a vocabulary dimension.
+        AlgorithmError: the name is unknown, or `full` is used without a vocabulary dimension.
     """
     if kl_penalty in ("kl", "k1"):
         return logprob - ref_logprob
@@ -62,10 +62,10 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """`kl_penalty_forward`, or with a `+` behind the name its value with the gradient of k2 (straight-through).
+    """Compute `kl_penalty_forward`; a trailing `+` keeps its value but takes the gradient of k2 (straight-through).
 
     The gradient of k1 has expectation zero and that of k3 is biased; d/dtheta of k2, d * grad log pi, is the unbiased
-    gradient of the KL when samples come from pi. `k3+` therefore reports k3 and descends k2. `full+` is `full`:
+    gradient of the KL when samples come from pi. `k3+` therefore reports k3 and minimises k2. `full+` is `full`:
     its own gradient is exact.
     """
     form = kl_penalty.removesuffix("+")
@@ -90,17 +90,17 @@ def penalise_rewards(
     form: str = "kl",
     ref_kl: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """KL penalty in the reward: r_t = score_t - beta * kl_t on response tokens.
+    """Apply the KL penalty to the reward: r_t = score_t - beta * kl_t on response tokens.
 
     Args:
         token_level_scores, old_log_prob, ref_log_prob, response_mask: [B, T].
         kl_coef: beta, from the controller.
         form: `algorithm.kl_penalty`, see `kl_penalty_forward`.
-        ref_kl: [B, T], the divergence itself where a model computed it (`full`); the log-probabilities are not read.
+        ref_kl: [B, T], the divergence itself if a model computed it (`full`). The log-probabilities are not read then.
 
     Returns:
-        (token_level_rewards [B, T], current_kl scalar): current_kl is the mean over sequences of each one's token mean,
-        which the adaptive controller is fed with and `actor/reward_kl_penalty` reports.
+        (token_level_rewards [B, T], current_kl scalar): current_kl is the mean over sequences of each sequence's token
+        mean. It is the adaptive controller's input and is reported as `actor/reward_kl_penalty`.
     """
     if ref_kl is None:
         assert old_log_prob is not None and ref_log_prob is not None
@@ -115,35 +115,36 @@ class KLController(Protocol):
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Tell the controller the KL that was measured over `n_steps` samples."""
+        """Update the coefficient with the KL that was measured over `n_steps` samples."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """Return the state for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
 
 
 class FixedKLController:
-    """beta never changes."""
+    """A controller whose beta never changes."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed coefficient is what the configuration says, also after a resume that changed it."""
+        """Ignore the state: a fixed coefficient comes from the configuration, even if that changed before a resume."""
 
 
 class AdaptiveKLController:
     """beta <- beta max(1 + clip(kl / target - 1, -0.2, 0.2) n / horizon, 0.1) (Ziegler et al. 2019, arXiv 1909.08593).
 
-    The paper's factor has no bound; from n = 5 horizon it would turn beta, and so the penalty, to 0 or below.
+    The paper's factor has no lower bound; from n = 5 horizon on, it could make beta, and thus the penalty, 0 or
+    negative.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
@@ -157,7 +158,11 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move beta by the error measured over `n_steps` samples; AlgorithmError on a KL that is not finite."""
+        """Adjust beta by the error measured over `n_steps` samples.
+
+        Raises:
+            AlgorithmError: the KL is not finite.
+        """
         kl = float(current_kl)
         if kl != kl or kl in (float("inf"), float("-inf")):
             raise AlgorithmError(f"the measured KL is {kl}; the log-probabilities of this batch are broken.")
@@ -172,10 +177,10 @@ class AdaptiveKLController:
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
-    """The controller of `algorithm.kl_ctrl` (`type` fixed or adaptive, `kl_coef`, `target_kl`, `horizon`).
+    """Make the controller for `algorithm.kl_ctrl` (`type` fixed or adaptive, `kl_coef`, `target_kl`, `horizon`).
 
     Raises:
-        AlgorithmError: an unknown type, or a target or horizon that is not positive.
+        AlgorithmError: the type is unknown, or the target or horizon is not positive.
     """
     who, root = "the KL controller", "algorithm.kl_ctrl"
     kind = setting(kl_ctrl, "type", who=who, root=root)

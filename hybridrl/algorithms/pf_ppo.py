@@ -1,4 +1,4 @@
-"""Policy filtration: resampling a batch towards trajectories whose reward says much (PF-PPO)."""
+"""Policy filtration (PF-PPO): resampling a batch towards trajectories with informative rewards."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ PF_PPO_METHODS = ("pow", "max_min", "max_random")
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """How likely each trajectory is to be drawn (Shen et al. 2024, arXiv 2409.06957), [B] -> [B],
-    unnormalised.
+    """Compute the unnormalised sampling weight of each trajectory (Shen et al. 2024, arXiv 2409.06957), [B] -> [B].
 
         pow          |R|^weight_pow
         max_min      1 where R is the batch's largest or smallest, 0 elsewhere
         max_random   0.4 where R is the largest, 0.1 elsewhere
 
-    At least 1e-8 each, so that a batch of zeros is drawn from evenly.
+    Each weight is at least 1e-8, so that a batch of zeros is sampled uniformly.
 
     Raises:
-        AlgorithmError: an unknown method, or a power that is not positive.
+        AlgorithmError: the method is unknown, or the power is not positive.
     """
     if reweight_method == "pow":
         if not weight_pow > 0:
@@ -44,18 +43,18 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str = "pow", weight_pow: flo
 def compute_pf_ppo_reweight_data(
     data: Any, reweight_method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
 ) -> Any:
-    """A batch of the same size drawn with replacement by `pf_ppo_weights`.
+    """Draw a batch of the same size with replacement, weighted by `pf_ppo_weights`.
 
-    Whole rows are drawn: a trajectory keeps its own advantages, returns and uid. Draw after the advantages are
-    estimated, whose groups the draw would otherwise change.
+    Whole rows are drawn: a trajectory keeps its own advantages, returns and uid. Resample only after the advantages are
+    estimated, because resampling changes their groups.
 
     Args:
         data: a DataProto with `token_level_scores` and `response_mask` [B, T].
         reweight_method, weight_pow: `algorithm.pf_ppo`.
-        generator: source of randomness; torch's own when None.
+        generator: source of randomness; torch's default generator if None.
 
     Raises:
-        AlgorithmError: scores that are not finite, settings out of range.
+        AlgorithmError: scores are not finite, or settings are out of range.
     """
     scores = outcome_scores(data.batch["token_level_scores"], data.batch["response_mask"])
     weights = pf_ppo_weights(scores, reweight_method, weight_pow)

@@ -5,8 +5,8 @@ An estimator is called with keywords and returns (advantages, returns), both [B,
     @register_adv_est("mine", compares_samples=True, settings=MySettings)
     def mine(token_level_rewards, response_mask, index, settings, **kwargs): ...
 
-It is handed what its parameters name, see `estimate_advantages`. A policy loss is a function of the tokens, see
-`hybridrl.algorithms.policy_losses.tokens.policy_loss`, or one with verl's signature:
+It receives the inputs that its parameters name; see `estimate_advantages`. A policy loss is a function of the tokens
+(see `hybridrl.algorithms.policy_losses.tokens.policy_loss`) or a function with verl's signature:
 
     @register_policy_loss("mine")
     def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None): ...
@@ -51,7 +51,7 @@ def import_modules(package: str, path: Iterable[str], prefix: str) -> dict[str, 
     """Import every module of a package.
 
     Returns:
-        Their functions whose names begin with `prefix`.
+        The functions of these modules whose names begin with `prefix`.
     """
     modules = [importlib.import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules(path)]
     return {name: fn for module in modules for name, fn in vars(module).items() if name.startswith(prefix)}
@@ -65,13 +65,13 @@ def register_adv_est(
     reads_components: bool = False,
     settings: type | None = None,
 ) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator that makes an advantage estimator known under a name. A name taken by another function is refused.
+    """Return a decorator that registers an advantage estimator. A name taken by another function is refused.
 
     Args:
         name_or_enum: value of `algorithm.adv_estimator`.
         needs, compares_samples, reads_components: see `hybridrl.registry.EstimatorFacts`. A parameter without a default
-            is an input that it needs, whether it is listed or not.
-        settings: dataclass of its own settings, which then are keys of `algorithm`. The estimator reads them from its
+            is a required input, whether it is listed or not.
+        settings: dataclass of its own settings, which become keys of `algorithm`. The estimator reads them from its
             parameter `settings`.
     """
 
@@ -87,7 +87,7 @@ def register_adv_est(
 
 
 def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
-    """The estimator of a name; AlgorithmError with the known names otherwise."""
+    """Return the estimator of a name; raise AlgorithmError with the known names if there is none."""
     found: AdvantageFn = ADV_ESTIMATORS.get(_name(name_or_enum))
     return found
 
@@ -102,18 +102,18 @@ def register_policy_loss(
     prepare_needed: Callable[[Any], bool] | None = None,
     selectable: bool = True,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that makes a policy loss known under a name. A name taken by another function is refused.
+    """Return a decorator that registers a policy loss. A name taken by another function is refused.
 
     Args:
         name: value of `actor.policy_loss.loss_mode`.
-        settings: dataclass of its own settings, which then are keys of `actor.policy_loss`: the loss finds them as
+        settings: dataclass of its own settings, which become keys of `actor.policy_loss`. The loss reads them as
             `config.policy_loss.<name>`.
         needs, requires, selectable: see `hybridrl.registry.LossFacts`.
-        prepare: for a loss that needs to see the whole mini-batch, to choose tokens or to normalise:
+        prepare: preliminary pass of a loss that needs the whole mini-batch, to choose tokens or to normalise:
             `prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]`.
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
-            policy as it stands before that update, and hands each micro-batch its rows as the keyword `prepared`.
-        prepare_needed: whether `prepare` is needed under a config; always when None.
+            policy before that update. It passes each micro-batch its rows as the keyword `prepared`.
+        prepare_needed: returns whether a config needs `prepare`; None: every config does.
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
@@ -127,7 +127,7 @@ def register_policy_loss(
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The policy loss of a name; AlgorithmError with the known names otherwise."""
+    """Return the policy loss of a name; raise AlgorithmError with the known names if there is none."""
     found: PolicyLossFn = POLICY_LOSSES.get(name)
     return found
 
@@ -135,20 +135,20 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
 def call_policy_loss(
     name: str, *, counts: Mapping[str, Any], config: Any, **tensors: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Call a policy loss with the counts of the whole mini-batch, however it takes them.
+    """Call a policy loss with the counts of the whole mini-batch in the form that it expects.
 
-    A loss that names `counts` gets them as that argument. Every other one is written for verl and finds them in
-    `config.global_batch_info`.
+    A loss with the parameter `counts` gets them as that argument. Any other loss is written for verl and reads them
+    from `config.global_batch_info`.
 
     Args:
-        name: of the loss.
-        counts: of the whole mini-batch, as `agg_loss` takes them.
+        name: name of the loss.
+        counts: counts of the whole mini-batch, as `agg_loss` takes them.
         config: the actor's settings.
-        tensors: its other keyword arguments.
+        tensors: the loss's other keyword arguments.
 
     Raises:
-        AlgorithmError: it cannot be called so, or does not return a loss and metrics (verl's older form of four values,
-            loss, clip fraction, KL and lower clip fraction, is accepted).
+        AlgorithmError: the loss does not accept these arguments, or does not return a loss and metrics (verl's older
+            form of four values, loss, clip fraction, KL and lower clip fraction, is accepted).
     """
     fn = get_policy_loss_fn(name)
     parameters = inspect.signature(fn).parameters
@@ -175,7 +175,7 @@ def call_policy_loss(
 
 
 def _checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
-    """(loss, metrics) of what a loss returned."""
+    """Return (loss, metrics) from a loss's return value."""
     if isinstance(result, tuple) and len(result) == 4:
         loss, clipped, kl, lower = result
         result = loss, {"actor/pg_clipfrac": clipped, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": lower}
@@ -195,9 +195,9 @@ def _checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | None:
-    """The preliminary pass that a loss needs over the whole mini-batch, or None for the many that need none.
+    """Return the preliminary pass of a loss over the whole mini-batch, or None for a loss that needs none.
 
-    With `config`, the actor's settings, also None where these settings do not need it.
+    If `config`, the actor's settings, is given, the result is also None if these settings do not need the pass.
     """
     fn = get_policy_loss_fn(name)
     registered = next((known for known, entry in POLICY_LOSS_REGISTRY.items() if entry is fn and known in _PREPARE), "")
@@ -207,7 +207,7 @@ def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | Non
     return prepare
 
 
-# What provides an input that an estimator needs, for messages.
+# Where an estimator's input comes from, for messages.
 _PROVIDERS = {
     "values": "a critic (critic.enable=True, or leave it null)",
     "index": "the prompts' uid (non_tensor_batch['uid'])",
@@ -217,12 +217,12 @@ _PROVIDERS = {
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
 }
-# Estimator parameters that are read from elsewhere than a field of the same name.
+# Estimator parameters that do not come from a field of the same name.
 _SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
 
 
 def _required(fn: Callable[..., Any]) -> list[str]:
-    """Parameters that an estimator cannot do without, besides what every estimator is offered."""
+    """Parameters that an estimator requires in addition to those that every estimator is offered."""
     given = {"token_level_rewards", "response_mask", "config", "settings", "batch", "non_tensor_batch", *_SETTINGS}
     return [
         p.name
@@ -232,8 +232,10 @@ def _required(fn: Callable[..., Any]) -> list[str]:
 
 
 def required_inputs(name_or_enum: str | Enum) -> tuple[str, ...]:
-    """Inputs that an estimator cannot do without, besides rewards, mask, settings and the whole batch (`index` is
-    the uid)."""
+    """Inputs that an estimator requires in addition to rewards, mask, settings and the whole batch.
+
+    The input `index` is the uid.
+    """
     name = _name(name_or_enum)
     return with_inputs(ADV_ESTIMATORS.facts(name), _required(get_adv_estimator_fn(name))).needs
 
@@ -246,7 +248,7 @@ def named_inputs(name_or_enum: str | Enum) -> frozenset[str]:
 
 
 def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config: Any = None) -> None:
-    """Refuse, before training starts, an estimator whose inputs nothing will provide.
+    """Refuse, before training starts, an estimator whose inputs the run will not provide.
 
     Args:
         name_or_enum: `algorithm.adv_estimator`.
@@ -255,7 +257,7 @@ def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config:
         config: `algorithm` settings.
 
     Raises:
-        AlgorithmError: names every missing input and the setting that provides it.
+        AlgorithmError: inputs are missing; the message names each with the setting that provides it.
     """
     name, have = _name(name_or_enum), set(available)
     if "uid" in have:
@@ -275,22 +277,22 @@ def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config:
 def estimate_advantages(
     adv_estimator: str | Enum, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any], config: Any
 ) -> tuple[Tensor, Tensor]:
-    """Call an estimator with what its parameters name.
+    """Call an estimator with the inputs that its parameters name.
 
     Args:
         adv_estimator: a registered name.
         tensors: the batch's tensor fields; must hold `token_level_rewards` and `response_mask`.
-        non_tensors: its other fields; `uid` is handed over as `index`.
+        non_tensors: its other fields; `uid` is passed as `index`.
         config: `algorithm` settings (`gamma`, `lam`, `norm_adv_by_std_in_grpo`, ...).
 
     Returns:
         (advantages, returns), [B, T] each.
 
-    Rows that share a `session_id` (and a uid) are one trajectory, in the order of `trajectory_index` or as they
-    stand: they are joined for the estimator and cut apart again, see `sessions`.
+    Rows that share a `session_id` (and a uid) are one trajectory, in the order of `trajectory_index` or, without it, in
+    the order of the batch. They are joined for the estimator and split again; see `sessions`.
 
     Raises:
-        AlgorithmError: an unknown name or a missing input.
+        AlgorithmError: the name is unknown, or an input is missing.
     """
     if SESSION_KEY in non_tensors:
         mask = tensors["response_mask"]
@@ -323,7 +325,7 @@ def estimate_advantages(
     try:
         return fn(**{name: value for name, value in offered.items() if name in wanted})
     except KeyError as error:
-        # An estimator that looks a field up in `batch` or in its keyword arguments does not name what it needs.
+        # An estimator that reads a field from `batch` or from its keyword arguments does not declare it.
         need = error.args[0] if error.args else None
         if need not in _PROVIDERS or need in offered:
             raise

@@ -1,10 +1,10 @@
-"""Several trajectories a session: an agent whose context was cut leaves one session in several rows.
+"""Sessions of several trajectories: an agent whose context was truncated produces one session in several rows.
 
 Legend: B rows, T response tokens; S sessions of at most K rows each.
 
-The rows of a session are one trajectory of the policy. They are joined end to end, in order, for the estimator, whose
-masks may have holes anyway, and the result is cut apart again. A session so counts once in its group, and each of its
-tokens gets the credit that it has in the whole session.
+The rows of a session are one trajectory of the policy. They are joined end to end, in order, for the estimator, which
+already supports masks with holes, and the result is split again. A session therefore counts once in its group, and
+each of its tokens gets the credit that it has in the whole session.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ORDER_KEY = "trajectory_index"
 
 
 class Sessions:
-    """Where each row stands in its session."""
+    """The position of each row in its session."""
 
     def __init__(self, non_tensors: Mapping[str, Any], rows: int) -> None:
         session = np.asarray(non_tensors[SESSION_KEY], dtype=object)
         uid = np.asarray(non_tensors.get("uid", np.zeros(rows)), dtype=object)
         if len(session) != rows:
             raise AlgorithmError(f"{SESSION_KEY} has {len(session)} entries for {rows} rows; it needs one a row.")
-        # A session belongs to one prompt: ids that are only unique within a prompt are told apart by its uid.
+        # A session belongs to one prompt: the uid distinguishes ids that are unique only within a prompt.
         keys = np.fromiter(zip(uid.tolist(), session.tolist(), strict=True), dtype=object, count=rows)
         self.groups = Groups(keys, torch.device("cpu"))
         order = non_tensors.get(ORDER_KEY)
@@ -56,10 +56,10 @@ class Sessions:
         return joined.flatten(1, 2)
 
     def split(self, joined: Tensor, width: int) -> Tensor:
-        """[S, K T] -> [B, T]: each row its part."""
+        """[S, K T] -> [B, T]: each row gets its part."""
         parts = joined.unflatten(1, (self.longest, width))
         return parts[self.groups.ids.to(joined.device), self.place.to(joined.device)]
 
     def pick(self, values: Any) -> Any:
-        """A non-tensor field of each session: that of its last row."""
+        """Return a non-tensor field per session: the value of its last row."""
         return np.asarray(values, dtype=object)[self.last.numpy()]

@@ -43,7 +43,7 @@ def compute_value_loss(
     """
     if not cliprange_value > 0:
         raise AlgorithmError(f"critic.cliprange_value is {cliprange_value}; it must be greater than 0.")
-    # Masked before anything is squared, so that NaN in padding reaches neither the loss nor its gradient.
+    # Padding is masked before anything is squared, so that NaN there reaches neither the loss nor its gradient.
     vpreds, returns, values = (keep(x, response_mask) for x in (vpreds, returns, values))
     clipped = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
     error, clipped_error = (vpreds - returns) ** 2, (clipped - returns) ** 2

@@ -38,7 +38,7 @@ class DataProtoConfig:
 class DataProtoItem:
     """One row of a batch: `batch` without its batch dimension, one value per key in `non_tensor_batch`."""
 
-    batch: TensorDict = None  # type: ignore[assignment]  # None: no tensors; who asks for some knows there are
+    batch: TensorDict = None  # type: ignore[assignment]  # None: no tensors; typed for batches that have some
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class DataProto:
         TypeError, ValueError: the parts do not fit together (see `check_consistency`).
     """
 
-    batch: TensorDict = None  # type: ignore[assignment]  # None: no tensors; who asks for some knows there are
+    batch: TensorDict = None  # type: ignore[assignment]  # None: no tensors; typed for batches that have some
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 

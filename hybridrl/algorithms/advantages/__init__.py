@@ -1,6 +1,6 @@
-"""Advantage estimators: from rewards to (advantages, returns), both [B, T] and zero outside the response mask.
+"""Advantage estimators: they map rewards to (advantages, returns), both [B, T] and zero outside the response mask.
 
-Importing this package imports every module in it, and so registers all of them (`algorithm.adv_estimator`).
+Importing this package imports all its modules and thereby registers the estimators (`algorithm.adv_estimator`).
 """
 
 from hybridrl.algorithms.advantages.scan import rewards_to_go as rewards_to_go

@@ -30,8 +30,8 @@ def compute_gae_advantage_return(
         R_t     = L_t + V_t                       (returns, the critic's target)
         A       = (L - mean L) / sqrt(var L + 1e-8)    over all response tokens of the batch
 
-    t + 1 is the sequence's next response token: over a hole in the mask value and advantage are carried on unchanged,
-    so tool output costs neither a step of discount nor a value. After the last token V and L are 0.
+    t + 1 is the sequence's next response token. V and L are carried unchanged over a hole in the mask, so tool output
+    adds no discount step and no value. After the last token V and L are 0.
 
     Args:
         token_level_rewards, values, response_mask: [B, T].
@@ -41,7 +41,8 @@ def compute_gae_advantage_return(
         (advantages, returns): [B, T], zero outside the mask.
 
     Raises:
-        AlgorithmError: gamma or lam out of range, rewards or values not finite, fewer than two response tokens.
+        AlgorithmError: gamma or lam is out of range, rewards or values are not finite, or there are fewer than two
+            response tokens.
     """
     gamma, lam = unit_interval(gamma, "gamma"), unit_interval(lam, "lam")
     mask = response_mask.bool()
@@ -52,7 +53,7 @@ def compute_gae_advantage_return(
         returns[block] = keep(lam_returns[block] + values[block], mask[block])
     advantages = masked_whiten(lam_returns, mask)
     if not bool(torch.isfinite(advantages.sum())):
-        # One number that is not finite spoils all of them: say which it was.
+        # Whitening spreads one non-finite number to all advantages, so name its row here.
         check_finite(token_level_rewards, mask, "token_level_rewards")
         check_finite(values, mask, "values")
         raise AlgorithmError("the advantages overflow: rewards or values are too large for their dtype.")

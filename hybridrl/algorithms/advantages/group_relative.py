@@ -1,13 +1,13 @@
 """Estimators that compare the samples of one prompt with each other.
 
 Legend: B samples, T response tokens; R_i = sum of the rewards on sample i's response tokens; g its group (same
-`index`) of n samples. Every function here computes one advantage A_i per sample from R and the groups, and
-`outcome.outcome_estimator` makes it an estimator.
+`index`) of n samples. Every function here computes one advantage A_i per sample from R and the groups, and the
+decorator `outcome.outcome_estimator` makes it an estimator.
 
-An estimator's arguments are the same throughout: `token_level_rewards, response_mask` [B, T]; `index` [B] the
-prompts' uid, samples of a group may stand anywhere; `epsilon` what is added to a standard deviation; `config` the
-`algorithm` settings, any object with attributes. All raise AlgorithmError on rewards that are not finite and on an
-index of another length.
+All estimators share these arguments: `token_level_rewards, response_mask` [B, T]; `index` [B], the prompts' uid, where
+the samples of a group may be in any position; `epsilon`, which is added to a standard deviation; `config`, the
+`algorithm` settings, any object with attributes. All raise AlgorithmError if rewards are not finite or the index has
+the wrong length.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hybridrl.errors import AlgorithmError
 
 
 def _divide_by_std(argument: bool, config: Any) -> bool:
-    """Whether to divide by the spread: off as soon as the argument or `algorithm.norm_adv_by_std_in_grpo` says so."""
+    """Whether to divide by the standard deviation: both the argument and `norm_adv_by_std_in_grpo` must be True."""
     return argument and bool(setting(config, "norm_adv_by_std_in_grpo", True, who="grpo", root="algorithm"))
 
 
 def _centred(scores: Tensor, groups: Groups) -> Tensor:
-    """R_i - mean_g R; a group of one has nothing to compare with and keeps R_i."""
+    """R_i - mean_g R; a group of one is not centred and keeps R_i."""
     return scores - torch.where(groups.size > 1, groups.mean(scores), 0.0)
 
 
@@ -47,8 +47,9 @@ def compute_grpo_outcome_advantage(
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): A_i = (R_i - mean_g R) / (std_g R + epsilon).
 
     The standard deviation is the unbiased one. A group of one is not centred: A_i = R_i / (1 + epsilon).
-    With `norm_adv_by_std_in_grpo=False`, as an argument or in `config`, there is no division: Dr. GRPO (Liu et al.
-    2025, arXiv 2503.20783), which takes away the weight that easy and hard prompts get from a small spread.
+    With `norm_adv_by_std_in_grpo=False`, as an argument or in `config`, there is no division. This is Dr. GRPO (Liu et
+    al. 2025, arXiv 2503.20783), which removes the extra weight that a small standard deviation gives to easy and hard
+    prompts.
     """
     advantages = _centred(scores, groups)
     if _divide_by_std(norm_adv_by_std_in_grpo, config):
@@ -56,7 +57,7 @@ def compute_grpo_outcome_advantage(
     return advantages
 
 
-# The computation is vectorised anyway: two names, one function.
+# `grpo` is already vectorised, so both names refer to the same function.
 compute_grpo_vectorized_outcome_advantage = register_adv_est("grpo_vectorized", compares_samples=True)(
     compute_grpo_outcome_advantage
 )
@@ -70,16 +71,16 @@ def compute_grpo_passk_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> Tensor:
-    """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best sample of a group counts, by how much it beats the
-    second.
+    """Pass@k (Tang et al. 2025, arXiv 2503.19595): only the best sample of a group has an advantage, its
+    margin over the second best.
 
-        A_i = (R_(1) - R_(2)) / (std_g R + epsilon)    for the sample with the largest reward (the first of equals)
+        A_i = (R_(1) - R_(2)) / (std_g R + epsilon)    for the sample with the largest reward (the first if tied)
         A_i = 0                                        for the others
 
-    Without the division when `norm_adv_by_std_in_grpo` is False, as an argument or in `config`.
+    There is no division when `norm_adv_by_std_in_grpo` is False, as an argument or in `config`.
 
     Raises:
-        AlgorithmError: a group of one; there is no second best.
+        AlgorithmError: a group has only one sample and therefore no second best.
     """
     alone = (groups.sizes[groups.ids] < 2).nonzero().squeeze(-1)
     if len(alone):
@@ -141,17 +142,18 @@ def compute_gdpo_outcome_advantage(
     non_tensor_batch: Mapping[str, Any] | None = None,
     batch: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """GDPO (Liu et al. 2026, arXiv 2601.05242): every reward component is normalised by itself, then they are added.
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): every reward component is normalised separately before the sum.
 
         A^k_i = (r^k_i - mean_g r^k) / (std_g r^k + epsilon)        for each component k
         A     = whiten(sum_k w_k A^k)                                over all response tokens of the batch
 
-    so that a component with a large scale does not drown the others. Components are the entries of `non_tensor_batch`
-    named by `config.gdpo_reward_keys`, weights w_k `config.gdpo_reward_weights` (1 each). `token_level_rewards`,
-    the total, only gives shape and dtype; `batch` is not needed.
+    so that a component with a large scale does not dominate the others. The components are the entries of
+    `non_tensor_batch` named by `config.gdpo_reward_keys`; the weights w_k are `config.gdpo_reward_weights` (default 1
+    each). `token_level_rewards`, the total, only provides shape and dtype; `batch` is not needed.
 
     Raises:
-        AlgorithmError: no keys, keys that the batch does not have, weights of another number, components not finite.
+        AlgorithmError: there are no keys, the batch lacks a key, the number of weights differs from that of the keys,
+            or components are not finite.
     """
     components, weights = _gdpo_components(scores, config, non_tensor_batch)
     total = torch.zeros_like(scores)
@@ -170,11 +172,11 @@ def compute_rloo_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> Tensor:
-    """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): each sample against the mean of the others.
+    """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): the baseline of a sample is the mean of the others.
 
         A_i = R_i - 1/(n-1) sum_{j != i} R_j = n/(n-1) (R_i - mean_g R)
 
-    A group of one has no others: A_i = R_i, plain REINFORCE. (`rloo_vectorized` gives 0 there.)
+    In a group of one, A_i = R_i, which is plain REINFORCE. (`rloo_vectorized` returns 0 there.)
     """
     size = groups.size
     return _centred(scores, groups) * torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
@@ -187,7 +189,7 @@ def compute_rloo_vectorized_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> Tensor:
-    """RLOO that gives a group of one no advantage: A_i = n/(n-1) (R_i - mean_g R) for n > 1, and 0 for n = 1."""
+    """RLOO in which a group of one has advantage zero: A_i = n/(n-1) (R_i - mean_g R) for n > 1, and 0 for n = 1."""
     size = groups.size
     return torch.where(size > 1, (scores - groups.mean(scores)) * size / (size - 1).clamp(min=1), 0.0)
 
@@ -200,11 +202,13 @@ def compute_opo_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> Tensor:
-    """OPO (Hao et al. 2025, arXiv 2505.23585): the baseline of least variance when a sample's squared gradient
-    grows with its length L_i: A_i = R_i - sum_g L_j R_j / sum_g L_j. A group of one has baseline 0.
+    """OPO (Hao et al. 2025, arXiv 2505.23585): A_i = R_i - sum_g L_j R_j / sum_g L_j.
+
+    This baseline has the least variance when a sample's squared gradient grows with its length L_i. A group of one has
+    baseline 0.
     """
     lengths = response_mask.bool().sum(-1).to(scores.dtype)
-    # A group whose responses are all empty has no tokens to give an advantage to; 0 / 1 instead of 0 / 0.
+    # A group whose responses are all empty has no tokens: compute 0 / 1 instead of 0 / 0.
     baseline = (groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1))[groups.ids]
     return scores - torch.where(groups.size > 1, baseline, 0.0)
 
@@ -220,13 +224,12 @@ def compute_gpg_outcome_advantage(
 ) -> Tensor:
     """GPG (Chu et al. 2025, arXiv 2504.02546): A_i = alpha B / (B - M) (R_i - mean_g R) / f_norm.
 
-    M is the number of samples without a gradient: those of groups in which all rewards are equal (all right or all
-    wrong). They would otherwise dilute the batch's mean. A group of one keeps R_i and is without a gradient when that
-    is 0.
+    M is the number of samples without a gradient: those of groups in which all rewards are equal (all correct or all
+    wrong). They would otherwise dilute the batch's mean. A group of one keeps R_i and has no gradient if R_i is 0.
 
     Args:
         f_norm: F_norm of the paper; 1 for none.
-        alpha: a further factor.
+        alpha: an additional factor.
     """
     centred = _centred(scores, groups)
     smallest, largest = groups.extremes(scores)
@@ -242,8 +245,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> Tensor:
-    """REINFORCE++-baseline (Hu et al. 2025, arXiv 2501.03262): the group's mean as baseline, the batch's spread as
-    scale.
+    """REINFORCE++-baseline (Hu et al. 2025, arXiv 2501.03262): the group's mean as baseline, the batch's standard
+    deviation as scale.
 
         A = whiten(R_i - mean_g R)     over all response tokens of the batch
 

@@ -22,7 +22,7 @@ def _energy(
 ) -> Tensor:
     """W_t = sum_{s <= t} w_s, with w_s = |grad of log pi_s in the logits|^2 = 1 - 2 pi_s + sum_v pi_v^2, [B, T].
 
-    With importance weights each w_s is multiplied by its weight squared, as the gradient it stands for will be.
+    With importance weights each w_s is multiplied by its squared weight, because the gradient is weighted too.
     """
     check_finite(old_log_probs, response_mask, "old_log_probs")
     check_finite(sum_pi_squared, response_mask, "sum_pi_squared")
@@ -35,11 +35,11 @@ def _energy(
 def _baseline(
     returns: Tensor, energy: Tensor, mask: Tensor, groups: Groups, handle_zero_tail: bool, epsilon: float
 ) -> Tensor:
-    """B_t = sum_g G_t W_t m_t / (sum_g W_t m_t + epsilon), per position; 0 where a trajectory has no mate, [B, T]."""
+    """B_t = sum_g G_t W_t m_t / (sum_g W_t m_t + epsilon), per position; 0 for a prompt's only trajectory, [B, T]."""
     weight = keep(energy, mask)
     baseline = groups.sum(keep(returns, mask) * weight) / (groups.sum(weight) + epsilon)
     baseline = baseline[groups.ids]
-    # Trajectories without a token are no mates: nothing can be learnt from comparing with them.
+    # Trajectories without a token do not count as others: a comparison with them carries no information.
     mates = groups.sum(mask.any(-1).to(returns.dtype))[groups.ids]
     baseline = torch.where((mates > 1).unsqueeze(-1), baseline, 0.0)
     if handle_zero_tail:
@@ -69,9 +69,9 @@ def compute_optimal_token_baseline_advantage(
         G_t = sum_{s >= t} r_s          W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_v^2) rho_s^2
         B_t = sum_g G_t W_t / (sum_g W_t + epsilon)          A_t = G_t - B_t
 
-    W_t, the squared gradient gathered so far, weights the trajectories of a prompt at each position. Where only one of
-    them is left B_t would equal its own G_t and cancel it; with `handle_zero_tail` the longest trajectory keeps A_t =
-    G_t beyond the end of the second longest. A trajectory without mates has baseline 0.
+    W_t, the squared gradient accumulated so far, weights the trajectories of a prompt at each position. Where only one
+    trajectory is left, B_t would equal its own G_t and cancel it. With `handle_zero_tail` the longest trajectory keeps
+    A_t = G_t beyond the end of the second longest. The only trajectory of a prompt has baseline 0.
 
     Args:
         token_level_rewards, response_mask: [B, T].
@@ -86,7 +86,7 @@ def compute_optimal_token_baseline_advantage(
         (advantages, returns = G): [B, T], zero outside the mask.
 
     Raises:
-        AlgorithmError: an input that is not finite on a response token.
+        AlgorithmError: an input is not finite on a response token.
     """
     returns = rewards_to_go(token_level_rewards, response_mask, 1.0)
     groups = group_samples(index, returns)
@@ -108,17 +108,17 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     epsilon: float = 1e-8,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The optimal token baseline for trajectories with tool output in between (tool-integrated reasoning).
+    """The optimal token baseline for trajectories with interleaved tool output (tool-integrated reasoning).
 
-    `compute_optimal_token_baseline_advantage` on the k-th response token of each trajectory instead of its k-th
-    position: tool output of another length does not shift trajectories against each other. Arguments and results are
-    the same.
+    This applies `compute_optimal_token_baseline_advantage` to the k-th response token of each trajectory instead of its
+    k-th position. Tool outputs of different lengths therefore do not shift trajectories against each other. Arguments
+    and results are the same.
     """
     mask = response_mask.bool()
     returns = rewards_to_go(token_level_rewards, response_mask, 1.0)
     groups = group_samples(index, returns)
     energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights, response_mask)
-    # Response tokens move to the front of their row; the others go to one column more, which is cut off.
+    # Response tokens move to the front of their row; the others go to an extra column, which is cut off.
     order = mask.cumsum(-1) - 1
     width = mask.shape[-1]
     target = torch.where(mask, order, width)

@@ -1,4 +1,4 @@
-"""The decorator of estimators that give each sample one advantage from its summed reward.
+"""The decorator for estimators that compute one advantage per sample from its summed reward.
 
 Legend: B samples, T response tokens; R_i = sum of the rewards on sample i's response tokens.
 """
@@ -27,21 +27,21 @@ def outcome_estimator(
     settings: type | None = None,
     whitened: bool = False,
 ) -> Callable[[Callable[..., Tensor]], AdvantageFn]:
-    """Decorator that makes a function of the samples' scores an advantage estimator, with verl's signature.
+    """Return a decorator that turns a function of the samples' scores into an estimator with verl's signature.
 
         @outcome_estimator("mine", compares_samples=True)
         def mine(scores: Tensor, groups: Groups) -> Tensor:
             return scores - groups.mean(scores)
 
-    The decorated function is given R [B] and the groups of samples of one prompt, and returns one advantage per sample,
-    [B]. What the decorator makes of it is called as verl calls an estimator, `(token_level_rewards, response_mask,
-    index, ...)` with the function's further parameters, and returns the sample's advantage on each of its response
-    tokens twice, as advantages and as returns, [B, T] and zero outside the mask. A function with the parameter
-    `response_mask` is given it.
+    The decorated function receives R [B] and the groups of samples of one prompt, and returns one advantage per sample,
+    [B]. The resulting estimator is called as in verl, `(token_level_rewards, response_mask, index, ...)`, with the
+    function's further parameters. It returns (advantages, returns), which are equal: the sample's advantage on each of
+    its response tokens, [B, T] and zero outside the mask. A function with the parameter `response_mask` receives the
+    mask.
 
     Args:
         name, needs, compares_samples, reads_components, settings: see `register_adv_est`.
-        whitened: advantages are whitened over all response tokens of the batch.
+        whitened: whether advantages are whitened over all response tokens of the batch.
     """
 
     def decorate(body: Callable[..., Tensor]) -> AdvantageFn:

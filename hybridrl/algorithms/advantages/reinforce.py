@@ -1,4 +1,4 @@
-"""Estimators without a group: returns to go, with whatever baseline the batch brings.
+"""Estimators without groups: rewards to go, with a baseline from the batch if it has one.
 
 Legend: B sequences, T response tokens; G_t the reward to go, sum_{s >= t} gamma^(s-t) r_s over response tokens.
 """
@@ -24,17 +24,18 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): A = whiten(G) over all response tokens of the batch.
 
-    G_t = r_t + gamma G_{t+1}, where t + 1 is the next response token: over holes in the mask G is carried unchanged.
+    G_t = r_t + gamma G_{t+1}, where t + 1 is the next response token: G is carried unchanged over holes in the mask.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        config: `algorithm` settings; `gamma` in [0, 1] is needed.
+        config: `algorithm` settings; `gamma` in [0, 1] is required.
 
     Returns:
         (advantages, returns = G): [B, T], zero outside the mask.
 
     Raises:
-        AlgorithmError: no gamma or one out of range, rewards not finite, fewer than two response tokens.
+        AlgorithmError: gamma is missing or out of range, rewards are not finite, or there are fewer than two response
+            tokens.
     """
     gamma = unit_interval(number(config, "gamma", who="reinforce_plus_plus", root="algorithm"), "gamma")
     returns = rewards_to_go(token_level_rewards, response_mask, gamma)
@@ -50,19 +51,20 @@ def compute_remax_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1): A_t = sum_{s >= t} r_s - b, b the greedy response's
-    reward.
+    """ReMax (Li et al. 2023, arXiv 2310.10505, algorithm 1): A_t = sum_{s >= t} r_s - b.
+
+    The baseline b is the reward of the greedy response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
         reward_baselines: [B], reward of the prompt's greedy response.
-        config: not read.
+        config: not used.
 
     Returns:
         (advantages, returns = sum_{s >= t} r_s): [B, T], zero outside the mask.
 
     Raises:
-        AlgorithmError: baselines of another shape, or not finite.
+        AlgorithmError: the baselines have the wrong shape or are not finite.
     """
     if reward_baselines.shape != response_mask.shape[:1] or not bool(torch.isfinite(reward_baselines).all()):
         raise AlgorithmError(

@@ -1,4 +1,4 @@
-"""The one loop of this room: a linear recurrence run backwards over time, all rows at once.
+"""The only loop over time in this package: a linear recurrence computed backwards, for all rows at once.
 
 Legend: B sequences, T response tokens.
 """
@@ -11,12 +11,12 @@ from torch import Tensor
 from hybridrl.algorithms.functional import keep, masked_row_sum, row_blocks
 from hybridrl.errors import AlgorithmError
 
-# Rows of one block: wide enough for a step of the scan to be worth its call, small enough for the cache.
+# Rows per block: enough to amortise the call of a scan step, few enough to fit the cache.
 _ROWS = 2048
 
 
 def unit_interval(value: float | Tensor, name: str) -> float:
-    """A discount of `algorithm.<name>`, refused outside [0, 1]."""
+    """Return the value of `algorithm.<name>`, refused outside [0, 1]."""
     number = float(value)
     if not 0.0 <= number <= 1.0:
         raise AlgorithmError(f"algorithm.{name} is {number}; it must lie in [0, 1].")
@@ -24,7 +24,7 @@ def unit_interval(value: float | Tensor, name: str) -> float:
 
 
 def check_same_shape(response_mask: Tensor, **tensors: Tensor) -> None:
-    """Refuse tensors of another shape than the mask's."""
+    """Refuse tensors whose shape differs from the mask's."""
     for name, tensor in tensors.items():
         if tensor.shape != response_mask.shape:
             raise AlgorithmError(
@@ -34,7 +34,10 @@ def check_same_shape(response_mask: Tensor, **tensors: Tensor) -> None:
 
 
 def check_finite(values: Tensor, response_mask: Tensor, name: str) -> None:
-    """Refuse values of another shape than the mask, or NaN or infinite on a response token, naming the rows."""
+    """Refuse values whose shape differs from the mask's, or that are NaN or infinite on a response token.
+
+    The message names the rows.
+    """
     check_same_shape(response_mask, **{name: values})
     bad = ~torch.isfinite(masked_row_sum(values, response_mask))
     if bool(bad.any()):
@@ -57,30 +60,30 @@ def reverse_scan(terms: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def _time_first(block: Tensor) -> Tensor:
-    """The transpose, in memory: a strided operand would slow every operation after it."""
+    """Return the transpose in contiguous memory: a strided operand would slow down every later operation."""
     return block.t().contiguous()
 
 
 def backwards(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, decay: float) -> Tensor:
     """y_t = r_t + gamma V_{t+1} - V_t + decay y_{t+1} over response tokens, [B, T]; finite but undefined elsewhere.
 
-    t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values` V
-    is 0. Done in blocks of rows that stay in the cache, with time along the rows for the scan, so that each of its
-    steps reads contiguous memory.
+    t + 1 is the next response token: V and y are carried unchanged over holes in `mask` (bool). Without `values`, V
+    is 0. The rows are processed in blocks that stay in the cache. Each block is transposed to put time first, so that
+    every step of the scan reads contiguous memory.
     """
     out = torch.empty_like(rewards)
     step = _ROWS if rewards.device.type == "cpu" else max(len(rewards), 1)
     for start in range(0, len(rewards), step):
         block = slice(start, start + step)
         m = mask[block]
-        # Where no row has a hole, everything after its last token is zero by itself and nothing needs the mask.
+        # If no row has a hole, everything after its last token is already zero and the mask is not needed.
         holes = bool((m[:, 1:] & ~m[:, :-1]).any())
         terms = keep(rewards[block], m)
         if values is not None:
             v = keep(values[block], m)
             terms -= v
             if holes:
-                # The value of the next response token is a scan too: v_t where there is one, else what comes later.
+                # The value of the next response token is a scan too: v_t on a response token, else the later value.
                 upcoming = reverse_scan(_time_first(v), _time_first((~m).to(v.dtype))).t()
                 terms[:, :-1].add_(upcoming[:, 1:] * m[:, :-1], alpha=gamma)
             else:
@@ -94,7 +97,7 @@ def rewards_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: flo
     """G_t = r_t + gamma G_{t+1} over response tokens, carried unchanged over holes: [B, T] -> [B, T], zero outside.
 
     Raises:
-        AlgorithmError: rewards that are not finite.
+        AlgorithmError: rewards are not finite.
     """
     mask = response_mask.bool()
     check_finite(token_level_rewards, mask, "token_level_rewards")

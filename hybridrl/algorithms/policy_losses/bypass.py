@@ -35,7 +35,7 @@ def _settings(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def needs_preparation(config: Any) -> bool:
-    """Only weights that are normalised over the mini-batch need a preliminary pass."""
+    """Whether the loss needs the preliminary pass: only weights normalised over the mini-batch do."""
     chosen, loss_type = _settings(config)
     return loss_type == "reinforce" and chosen["rollout_is"] is not None and bool(chosen["rollout_is_batch_normalize"])
 
@@ -57,9 +57,9 @@ def prepare_bypass_mode(
     seed: int,
     row_ids: Tensor | None = None,
 ) -> Tensor:
-    """Importance weights normalised over the whole mini-batch, [B, T]; see `needs_preparation`.
+    """Compute importance weights normalised over the whole mini-batch, [B, T]; see `needs_preparation`.
 
-    `old_log_prob` is the sampler's; `advantages`, `seed` and `row_ids` play no part.
+    `old_log_prob` is the sampler's; `advantages`, `seed` and `row_ids` are not used.
     """
     chosen, _ = _settings(config)
     weights = _weights(log_prob - old_log_prob, response_mask, chosen)
@@ -68,7 +68,7 @@ def prepare_bypass_mode(
 
 @torch.no_grad()
 def _remaining(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> tuple[Tensor, Metrics]:
-    """The response mask without rejected tokens and sequences, [B, T] bool; the share that each option rejects."""
+    """Return the response mask without rejected tokens and sequences, [B, T] bool, and each option's rejected share."""
     remaining, metrics = mask, {}
     options = [] if chosen["rollout_rs"] is None else parse_rs_options(chosen["rollout_rs"])
     thresholds = parse_rs_thresholds(options, chosen["rollout_rs_threshold"]) if options else {}
@@ -94,21 +94,21 @@ def compute_policy_loss_bypass_mode(
 ) -> tuple[Tensor, Metrics]:
     """Two policies instead of three (Liu, Li et al. 2025, "When speed kills stability"): rho = pi / pi_rollout.
 
-        ppo_clip:   the vanilla clipped loss with this rho, which is itself the correction: no further weight
+        ppo_clip:   the vanilla clipped loss with this rho, which is itself the correction, without a further weight
         reinforce:  -w A log pi with importance weights w of the current policy
 
-    over the tokens that rejection leaves. Rejected tokens stay in the counts that the loss is divided by (which tokens
-    they will be is not known before the update), so that the result does not depend on the split.
+    over the tokens that are not rejected. Rejected tokens remain in the counts by which the loss is divided, because
+    they are not known before the update. The result therefore does not depend on the split.
 
     Settings: `policy_loss.rollout_correction` with `loss_type` and the keys of `algorithm.rollout_correction`;
-    those of the vanilla loss for ppo_clip.
+    for ppo_clip also those of the vanilla loss.
 
     Args:
         old_log_prob: [B, T] the sampler's log-probabilities.
         rollout_is_weights: not used; the weights are recomputed from the current policy.
         prepared: [B, T] rows of `prepare_bypass_mode`, for weights that are normalised over the mini-batch.
 
-    Metrics: those of the loss, rejected tokens counting 0, and token means `rollout_corr/{kl,k3_kl,chi2_token}`,
+    Metrics: those of the loss, with rejected tokens counted as 0, and token means `rollout_corr/{kl,k3_kl,chi2_token}`,
     `rollout_corr/rollout_is_{mean,square_mean}` (the effective sample size is mean^2 / square_mean),
     `rollout_corr/rollout_rs_masked_fraction` and, for each option, `rollout_rs_<option>_masked_fraction`; the
     largest weight is `rollout_corr/rollout_is_max`.
@@ -126,7 +126,7 @@ def compute_policy_loss_bypass_mode(
         "rollout_corr/rollout_rs_masked_fraction": masked_mean((~remaining).to(log_ratio.dtype), mask),
         **rejected,
     }
-    # Metrics of the loss are means over the tokens that remain; over all tokens they merge exactly.
+    # The loss's metrics are means over the remaining tokens; rescaled to all tokens, they merge exactly.
     share = remaining.sum() / mask.sum().clamp(min=1)
     if loss_type == "ppo_clip":
         loss, more = compute_policy_loss_vanilla(

@@ -1,12 +1,13 @@
-"""Losses that hold back the tokens with the largest covariance of log-probability and advantage, which drive entropy
-down.
+"""Losses that restrain the tokens with the largest covariance of log-probability and advantage.
+
+These tokens reduce entropy the most.
 
 Legend: B sequences, T response tokens; rho = pi / pi_old of a token; N response tokens of the whole mini-batch.
 
-Which tokens these are is a question to the whole mini-batch: means, and the k largest of N. It is therefore answered
-once a mini-batch by a preliminary pass without gradients (`prepare_*`), and the loss of each micro-batch is handed
-its rows of the answer as `prepared`. The random choice of clip_cov comes from a hash of (seed, row, position), so
-that neither the order of rows nor padding nor the split changes it.
+Choosing the tokens needs the whole mini-batch: means, and the k largest of N. The choice is therefore made once per
+mini-batch by a preliminary pass without gradients (`prepare_*`), and the loss of each micro-batch receives its rows of
+the result as `prepared`. The random choice of clip_cov comes from a hash of (seed, row, position), so it does not
+depend on the order of rows, on padding or on the split.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from hybridrl.settings import key
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64, whose products wrap; a shift right of a signed number needs the mask."""
+    """The finaliser of SplitMix64 on int64, whose products wrap; the right shift of a signed number needs the mask."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
 def token_noise(seed: int, row_ids: Tensor, response_mask: Tensor) -> Tensor:
-    """A number of 63 random bits for each token, a function of (seed, row id, number of the token in its row) alone.
+    """Draw 63 random bits for each token, which depend only on (seed, row id, index of the token in its row).
 
     Args:
-        seed: changes from mini-batch to mini-batch.
-        row_ids: [B] int64, what names a row wherever it stands.
-        response_mask: [B, T]; only response tokens are counted, so padding does not shift anything.
+        seed: differs between mini-batches.
+        row_ids: [B] int64, which identify a row wherever it is placed.
+        response_mask: [B, T]; only response tokens are counted, so padding does not change the result.
 
     Returns:
         [B, T] int64 in [0, 2^63); meaningless outside the mask.
@@ -50,7 +51,7 @@ def token_noise(seed: int, row_ids: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _covariance(tokens: Tokens) -> Tensor:
-    """(A - mean A)(log pi - mean log pi), means over the response tokens given, [B, T]."""
+    """(A - mean A)(log pi - mean log pi), with means over the given response tokens, [B, T]."""
     log_prob = tokens.log_prob.detach()
     centred = log_prob - masked_mean(log_prob, tokens.mask)
     return (tokens.advantages - masked_mean(tokens.advantages, tokens.mask)) * centred
@@ -69,7 +70,7 @@ def _first(order_by: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(ClipRange):
-    """Which tokens clip_cov leaves out."""
+    """The choice of the tokens that clip_cov leaves out."""
 
     clip_cov_ratio: float = key(MISSING, "share of the tokens that is left out", path=GROUP, ge=0, le=1)
     clip_cov_lb: float = key(MISSING, "they are drawn from those with a covariance above this", path=GROUP)
@@ -78,14 +79,14 @@ class ClipCov(ClipRange):
 
 @dataclass(frozen=True)
 class KLCovChoice:
-    """Which tokens kl_cov penalises."""
+    """The choice of the tokens that kl_cov penalises."""
 
     kl_cov_ratio: float = key(MISSING, "share of the tokens, those of largest covariance", ge=0, le=1)
 
 
 @dataclass(frozen=True)
 class KLCov(KLCovChoice):
-    """Which tokens kl_cov penalises, and how much."""
+    """The choice of the tokens that kl_cov penalises, and the weight of the penalty."""
 
     ppo_kl_coef: float = key(MISSING, "weight of the penalty", ge=0)
 
@@ -104,14 +105,16 @@ def prepare_clip_cov(
     seed: int,
     row_ids: Tensor | None = None,
 ) -> Tensor:
-    """Tokens that clip_cov detaches in this mini-batch: a random `clip_cov_ratio` N of those with cov in (lb, ub).
+    """Choose the tokens that clip_cov detaches in this mini-batch.
+
+    They are a random `clip_cov_ratio` N of the tokens with cov in (lb, ub).
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T] of the whole mini-batch; `log_prob` of the policy
-            before the update.
+        old_log_prob, log_prob, advantages, response_mask: [B, T] of the whole mini-batch; `log_prob` is that of the
+            policy before the update.
         config: the actor's settings.
-        seed: of this mini-batch.
-        row_ids: [B] what names each row; its number in the mini-batch when None.
+        seed: the seed of this mini-batch.
+        row_ids: [B] identifiers of the rows; their indices in the mini-batch if None.
 
     Returns:
         [B, T] bool.
@@ -122,7 +125,7 @@ def prepare_clip_cov(
         raise AlgorithmError(f"{ACTOR}.policy_loss.clip_cov_lb is {lower}; it must be below clip_cov_ub, {upper}.")
     tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, None)
     covariance, ratio = _covariance(tokens), tokens.log_ratio.exp()
-    # Tokens that the ordinary clip holds back already are not candidates.
+    # Tokens that the ordinary clip already restrains are not candidates.
     clipped = -tokens.advantages * ratio.clamp(1.0 - settings.low, 1.0 + settings.high) > -tokens.advantages * ratio
     candidates = tokens.mask & ~clipped & (covariance > lower) & (covariance < upper)
     count = max(int(share * int(tokens.mask.sum())), 1) if share > 0 else 0
@@ -139,15 +142,18 @@ def prepare_kl_cov(
     seed: int,
     row_ids: Tensor | None = None,
 ) -> Tensor:
-    """Tokens that kl_cov penalises in this mini-batch: the `kl_cov_ratio` N with the largest covariance, [B, T] bool.
+    """Choose the tokens that kl_cov penalises: the `kl_cov_ratio` N of the mini-batch with the largest covariance.
 
-    Arguments as for `prepare_clip_cov`; the seed decides between equals.
+    The arguments are those of `prepare_clip_cov`; the seed breaks ties.
+
+    Returns:
+        [B, T] bool.
     """
     settings = read_settings(KLCovChoice, config, who="policy loss kl_cov", root=ACTOR, group=GROUP)
     share = settings.kl_cov_ratio
     tokens = read_tokens(old_log_prob, log_prob, advantages, response_mask, None)
     count = max(int(share * int(tokens.mask.sum())), 1) if share > 0 else 0
-    # Rank by covariance, equals by noise: sort by the lesser key first, then stably by the greater one.
+    # Rank by covariance and break ties by noise: sort by the minor key first, then stably by the major one.
     where = tokens.mask.flatten().nonzero().squeeze(-1)
     noise = token_noise(seed, _row_ids(row_ids, tokens.mask), tokens.mask).flatten()[where]
     where = where[noise.argsort()]
@@ -177,14 +183,13 @@ def compute_policy_loss_clip_cov(tokens: Tokens, settings: ClipCov) -> tuple[Ten
 
 @policy_loss("kl_cov", settings=KLCov, prepare=prepare_kl_cov)
 def compute_policy_loss_kl_cov(tokens: Tokens, settings: KLCov) -> tuple[Tensor, Metrics]:
-    """KL-Cov (Cui et al. 2025, arXiv 2505.22617): the unclipped surrogate, with a penalty on chosen
-    tokens.
+    """KL-Cov (Cui et al. 2025, arXiv 2505.22617): the unclipped surrogate, with a penalty on the chosen tokens.
 
         l = -A rho + ppo_kl_coef |log rho|      the second term on tokens chosen by `prepare_kl_cov` only
 
     Settings: `policy_loss.kl_cov_ratio`, `policy_loss.ppo_kl_coef`.
 
-    Metrics: `actor/ppo_kl`, here as in verl the token mean of |log rho|; `actor/kl_cov_frac`, tokens penalised.
+    Metrics: `actor/ppo_kl`, which is, as in verl, the token mean of |log rho|; `actor/kl_cov_frac`, tokens penalised.
     """
     chosen, distance = _chosen(tokens), tokens.log_ratio.abs()
     penalty = torch.where(chosen, settings.ppo_kl_coef * distance, 0.0)
@@ -193,6 +198,6 @@ def compute_policy_loss_kl_cov(tokens: Tokens, settings: KLCov) -> tuple[Tensor,
 
 
 def _chosen(tokens: Tokens) -> Tensor:
-    """These rows of the preliminary pass."""
+    """Return the micro-batch's rows of the preliminary pass."""
     assert tokens.prepared is not None
     return tokens.prepared.bool() & tokens.mask

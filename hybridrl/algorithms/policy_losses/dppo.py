@@ -1,7 +1,7 @@
-"""Divergence PPO: a token takes part while the policy has moved less than a divergence, not less than a ratio.
+"""Divergence PPO: a token contributes while the policy's divergence, rather than the ratio, is below a threshold.
 
-Legend: B sequences of a micro-batch, T response tokens; p = pi(a_t), q = pi_old(a_t), rho = p / q, sg[.] what takes no
-gradient.
+Legend: B sequences of a micro-batch, T response tokens; p = pi(a_t), q = pi_old(a_t), rho = p / q, sg[.] the
+stop-gradient.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _EPS = 1e-8
 
 @dataclass(frozen=True)
 class VariationRange(ClipRange):
-    """Thresholds of the total variation, and where the ratio is truncated."""
+    """Thresholds of the total variation, and the bound at which the ratio is truncated."""
 
     clip_ratio_c: float = key(20.0, "where the ratio is truncated", path="", gt=1)
 
 
 @dataclass(frozen=True)
 class DivergenceRange(WideClipRange):
-    """Thresholds of the divergence, and where the ratio is truncated."""
+    """Thresholds of the divergence, and the bound at which the ratio is truncated."""
 
     clip_ratio_c: float = key(20.0, "where the ratio is truncated", path="", gt=1)
 
@@ -71,7 +71,7 @@ def compute_policy_loss_dppo_kl(tokens: Tokens, settings: DivergenceRange) -> tu
                 D <= low  or p >= q      elsewhere
         l     = -A sg[min(rho, c)] log pi      on valid tokens, 0 on the others
 
-    A token that has moved against its advantage always takes part: its gradient brings it back.
+    A token that has moved against its advantage always contributes: its gradient corrects the move.
 
     Settings: `clip_ratio_low`, `clip_ratio_high` are thresholds of D, else `clip_ratio`; `clip_ratio_c` = c > 1
     truncates the ratio (20 when absent). Metrics as for `compute_policy_loss_dppo_tv`.

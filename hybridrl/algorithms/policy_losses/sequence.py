@@ -1,7 +1,7 @@
 """Losses whose ratio belongs to the whole sequence.
 
 Legend: B sequences of a micro-batch, T response tokens; rho_t = pi / pi_old of a token, n the sequence's number of
-response tokens, sg[.] what takes no gradient.
+response tokens, sg[.] the stop-gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def compute_policy_loss_gspo(tokens: Tokens, settings: ClipRange) -> tuple[Tenso
     Every token has the value of the sequence's ratio s and the gradient of its own log-probability.
 
     Settings: `clip_ratio_low`, `clip_ratio_high` (3e-4 and 4e-4 in the paper), else `clip_ratio`. The paper's
-    objective is `loss_agg_mode=seq-mean-token-mean`; the mode that is set is honoured.
+    objective is `loss_agg_mode=seq-mean-token-mean`; the configured mode is used.
     """
     lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
     sequence = (tokens.log_ratio.sum(-1, keepdim=True) / lengths).detach()

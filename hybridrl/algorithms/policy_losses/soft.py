@@ -1,6 +1,6 @@
 """Losses without a hard clip of the gradient: weighted log-probabilities and soft gates.
 
-Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a token, sg[.] what takes no gradient.
+Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a token, sg[.] the stop-gradient.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def compute_policy_loss_gpg(tokens: Tokens) -> tuple[Tensor, Metrics]:
 
 @policy_loss("reinforce", loss_agg_mode="seq-mean-token-sum")
 def reinforce(tokens: Tokens) -> tuple[Tensor, Metrics]:
-    """REINFORCE (Williams 1992) with importance weights w: l = -w A log pi, w = 1 when none are given.
+    """REINFORCE (Williams 1992) with importance weights w: l = -w A log pi, with w = 1 if none are given.
 
-    `old_log_prob` only measures `actor/ppo_kl`, the divergence of the policy from the one it names.
+    `old_log_prob` is used only for `actor/ppo_kl`, the policy's divergence from the policy that `old_log_prob` is from.
     """
     return -tokens.advantages * tokens.log_prob, {}
 
@@ -40,7 +40,7 @@ def compute_policy_loss_reinforce(
     rollout_is_weights: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Metrics]:
-    """The loss `reinforce` by verl's name and signature: `actor/ppo_kl` is measured against the sampler."""
+    """The loss `reinforce` with verl's name and signature; `actor/ppo_kl` is measured against the sampler."""
     return reinforce(
         rollout_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, **more
     )
@@ -52,8 +52,8 @@ def compute_policy_loss_cispo(tokens: Tokens, settings: WideClipRange) -> tuple[
 
     The weight is clipped, not the gradient: no token is dropped.
 
-    Settings: `clip_ratio_low`, `clip_ratio_high`, else `clip_ratio`; low may exceed 1, which turns the lower
-    bound off as in the paper. Metrics: `actor/pg_clipfrac`, tokens whose weight is clipped.
+    Settings: `clip_ratio_low`, `clip_ratio_high`, else `clip_ratio`; low may exceed 1, which disables the
+    lower bound as in the paper. Metrics: `actor/pg_clipfrac`, tokens whose weight is clipped.
     """
     ratio = tokens.ratio().detach()
     weight = ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
@@ -78,7 +78,7 @@ def compute_policy_loss_sapo(tokens: Tokens, settings: Temperatures) -> tuple[Te
     f has slope 1 at x = 1 and flattens with distance from it.
 
     Settings: `tau_pos`, `tau_neg`, both positive. The paper's objective is `loss_agg_mode=seq-mean-token-mean`;
-    the mode that is set is honoured.
+    the configured mode is used.
     """
     positive = (tokens.advantages > 0).to(tokens.log_prob.dtype)
     tau = settings.tau_neg + (settings.tau_pos - settings.tau_neg) * positive
@@ -100,7 +100,7 @@ def compute_policy_loss_dro(tokens: Tokens, settings: DROSettings) -> tuple[Tens
 
         l = -(A log pi - beta/2 (log pi - log pi_old)^2)
 
-    Squared distance from the old policy takes the place of ratio and clip.
+    The squared distance from the old policy replaces ratio and clip.
 
     Settings: `policy_loss.dro_beta` = beta > 0; there is no default.
     """

@@ -1,4 +1,4 @@
-"""What every policy loss begins and ends with, and the decorator that adds it.
+"""The common beginning and end of every policy loss, and the decorator that adds them.
 
 Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a token.
 """
@@ -20,7 +20,7 @@ from hybridrl.settings import key
 
 Metrics = dict[str, Any]
 ACTOR = "actor_rollout_ref.actor"
-GROUP = "policy_loss."  # of the actor: where the settings of losses stand
+GROUP = "policy_loss."  # the group of the losses' settings, below the actor's
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Tokens:
         advantages: [B, T], without gradient.
         mask: [B, T] bool.
         weights: [B, T] importance weights of the sampler's mismatch, or None.
-        prepared: [B, T] these rows of the preliminary pass over the whole mini-batch, or None.
-        more: further fields that the loss was registered to need, [B, T].
+        prepared: [B, T] the micro-batch's rows of the preliminary pass over the whole mini-batch, or None.
+        more: further fields that the loss declares in `needs`, [B, T].
     """
 
     log_prob: Tensor
@@ -46,7 +46,7 @@ class Tokens:
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Token mean over the mask, detached: how metrics are reported."""
+        """Token mean over the mask, detached, as metrics are reported."""
         return masked_mean(values.detach().to(self.log_prob.dtype), self.mask)
 
     def ratio(self) -> Tensor:
@@ -61,7 +61,7 @@ class Tokens:
 def read_tokens(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, rollout_is_weights: Tensor | None
 ) -> Tokens:
-    """Check the shapes of a loss's inputs and cut off everything outside the mask."""
+    """Check the shapes of a loss's inputs and set everything outside the mask to zero."""
     named = {
         "old_log_prob": old_log_prob,
         "advantages": advantages,
@@ -90,25 +90,25 @@ def policy_loss(
     loss_agg_mode: str = "token-mean",
     weighs_itself: bool = False,
 ) -> Callable[[Callable[..., tuple[Tensor, Metrics]]], PolicyLossFn]:
-    """Decorator that makes a loss per token known as a policy loss, with verl's signature.
+    """Return a decorator that registers a per-token loss as a policy loss with verl's signature.
 
         @policy_loss("mine", settings=MySettings)
         def mine(tokens: Tokens, settings: MySettings) -> tuple[Tensor, dict[str, Tensor]]:
             return -settings.my_beta * tokens.advantages * tokens.log_prob, {"actor/mine": tokens.ratio()}
 
     The decorated function returns one loss per token [B, T] and metrics, of which those of shape [B, T] are averaged
-    over the response tokens. What the decorator makes of it is called as verl calls a policy loss, see
-    `hybridrl.algorithms.policy_losses`; it adds the importance weights, `actor/ppo_kl` and the aggregation.
+    over the response tokens. The resulting policy loss is called as in verl, see `hybridrl.algorithms.policy_losses`.
+    It adds the importance weights, `actor/ppo_kl` and the aggregation.
 
     Args:
         name: value of `actor.policy_loss.loss_mode`.
-        settings: dataclass of the settings that it reads, from `actor.policy_loss` where a field's `path` names no
-            other place; without one the function takes the tokens alone.
+        settings: dataclass of the settings that it reads, from `actor.policy_loss` unless a field's `path` names
+            another place; without it the function takes only the tokens.
         needs: see `hybridrl.registry.LossFacts`; these fields are in `tokens.more`.
-        requires: see there.
+        requires: see `hybridrl.registry.LossFacts`.
         prepare: see `register_policy_loss`; its result is `tokens.prepared`.
-        loss_agg_mode: the default in a call without one. A run always sets it.
-        weighs_itself: the function multiplies by `tokens.weights` itself.
+        loss_agg_mode: the default for a call without one. A run always sets it.
+        weighs_itself: whether the function multiplies by `tokens.weights` itself.
     """
     who = f"policy loss {name}"
 
@@ -156,7 +156,7 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class ClipRange:
-    """The clip range of a ratio: `clip_ratio_low` and `clip_ratio_high`, each `clip_ratio` where it is null."""
+    """The clip range of a ratio: `clip_ratio_low` and `clip_ratio_high`, each falling back to `clip_ratio` if null."""
 
     clip_ratio: float | None = key(None, "both sides", path="", ge=0)
     clip_ratio_low: float | None = key(None, "below 1", path="", ge=0, le=1)
@@ -193,6 +193,6 @@ class WideClipRange(ClipRange):
 
 @dataclass(frozen=True)
 class DualClipRange(ClipRange):
-    """With the bound of the dual clip."""
+    """A clip range with the bound of the dual clip."""
 
     clip_ratio_c: float = key(3.0, "bound for negative advantages", path="", gt=1)

@@ -1,8 +1,8 @@
-"""Correction for samples drawn by another policy than the one that trains.
+"""Correction for samples drawn by a policy other than the one that is trained.
 
-The sampler may run in another precision, on older weights, or with other kernels. Its log-probabilities are compared
-with the trainer's on every run (`mismatch`), and on request the loss is weighted (`weights`) or tokens and sequences
-are left out (`rejection`). docs/algorithms.md says when to use which.
+The sampler may run in a different precision, on older weights, or with different kernels. Its log-probabilities are
+compared with the trainer's in every run (`mismatch`). Optionally, the loss is weighted (`weights`) or tokens and
+sequences are left out (`rejection`). docs/algorithms.md explains when to use which.
 """
 
 from hybridrl.algorithms.rollout_correction.apply import (

@@ -42,7 +42,7 @@ def correction_settings(config: Any) -> dict[str, Any]:
         "rollout_rs": None,
         "rollout_rs_threshold": None,
     }
-    # A null is handed on, not replaced: a threshold of null is refused where it is needed.
+    # A null is passed on, not replaced: a null threshold is refused where a threshold is needed.
     return {
         name: setting(config, name, None, who="rollout correction", root=ROOT) if has_setting(config, name) else value
         for name, value in defaults.items()
@@ -59,10 +59,10 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[WeightsBatch | None, Tensor, dict[str, float]]:
-    """Importance weights, what remains of the response mask, and how far the two policies are apart.
+    """Compute importance weights, the response mask after rejection, and metrics of the two policies' mismatch.
 
-    Weights are over the tokens as sampled; rejection does not change them. With neither `rollout_is` nor
-    `rollout_rs` only the mismatch is measured.
+    Weights cover all sampled tokens; rejection does not change them. With neither `rollout_is` nor `rollout_rs` only
+    the mismatch is measured.
 
     Args:
         old_log_prob: [B, T] log-probabilities of the trainer's policy.
@@ -72,11 +72,11 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_rs, rollout_rs_threshold: see `compute_rollout_rejection_mask`.
 
     Returns:
-        (weights or None, mask [B, T], metrics under `rollout_corr/`). The weights stand in
+        (weights or None, mask [B, T], metrics under `rollout_corr/`). The weights are in
         `.batch["rollout_is_weights"]` of an object with a DataProto's three fields.
 
     Raises:
-        AlgorithmError: no token, shapes that differ, settings out of range.
+        AlgorithmError: there is no token, shapes differ, or settings are out of range.
     """
     check_same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     require_tokens(response_mask)
@@ -87,7 +87,7 @@ def compute_rollout_correction_and_rejection_mask(
         tensor, found = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
-        from tensordict import TensorDict  # as slow to import as torch, and only this path needs it
+        from tensordict import TensorDict  # as slow to import as torch, and needed only here
 
         weights = WeightsBatch(TensorDict({"rollout_is_weights": tensor}, batch_size=[len(tensor)]))
         metrics |= found
@@ -103,15 +103,15 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
     """Correct a batch before its advantages are used: rejection changes `response_mask`, weights are added.
 
     Args:
-        batch: its `batch` mapping holds `old_log_probs, rollout_log_probs, response_mask`; it is given
-            `rollout_is_weights` when `rollout_is` is set, and a new `response_mask`. No tensor is written into.
+        batch: its `batch` mapping holds `old_log_probs, rollout_log_probs, response_mask`; it receives
+            `rollout_is_weights` if `rollout_is` is set, and a new `response_mask`. No tensor is modified in place.
         rollout_corr_config: `algorithm.rollout_correction`.
 
     Returns:
         (the same batch, metrics under `rollout_corr/`)
 
     Raises:
-        AlgorithmError: no rollout log-probabilities, and what the correction raises.
+        AlgorithmError: the batch has no rollout log-probabilities, or the correction fails.
     """
     fields = batch.batch
     _require_rollout_log_probs(fields, "rollout correction")
@@ -136,13 +136,13 @@ def _require_rollout_log_probs(fields: Mapping[str, Any], who: str) -> None:
 
 
 def effective_loss_mode(loss_mode: str, rollout_corr_config: Any) -> str:
-    """The policy loss that an actor runs: `bypass_mode` when the rollout correction says so, else `loss_mode`.
+    """Return the policy loss that an actor runs: `bypass_mode` if the rollout correction enables it, else `loss_mode`.
 
-    Decide with it where the loss is looked up, in the process that trains: a config changed elsewhere is not seen
+    Call it where the loss is looked up, in the training process, because a config changed elsewhere is not visible
     there.
 
     Raises:
-        AlgorithmError: bypass mode with a loss_mode of its own, or an unknown `loss_type`.
+        AlgorithmError: bypass mode is combined with another loss_mode, or the `loss_type` is unknown.
     """
     if not setting(rollout_corr_config, "bypass_mode", False, who="rollout correction", root=ROOT):
         return loss_mode
@@ -158,21 +158,21 @@ def effective_loss_mode(loss_mode: str, rollout_corr_config: Any) -> str:
 
 
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-    """Let the sampler's log-probabilities stand in for the old ones, and select the loss that goes with it.
+    """Use the sampler's log-probabilities as the old ones, and select the matching loss.
 
     `batch.batch["old_log_probs"]` becomes `rollout_log_probs`; `policy_loss_config` gets
-    `loss_mode=bypass_mode` and `rollout_correction`. Where the actor has its own copy of the settings use
+    `loss_mode=bypass_mode` and `rollout_correction`. If the actor has its own copy of the settings, use
     `effective_loss_mode` there instead.
 
     Raises:
-        AlgorithmError: no rollout log-probabilities in the batch.
+        AlgorithmError: the batch has no rollout log-probabilities.
     """
     _require_rollout_log_probs(batch.batch, "bypass mode")
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     if policy_loss_config is None:
         return
     mode = setting(policy_loss_config, "loss_mode", "vanilla", who="bypass mode")
-    # apply_bypass_mode is itself the decision to bypass, whatever the flag of the settings says.
+    # Calling apply_bypass_mode is the decision to bypass, regardless of the flag in the settings.
     for name, value in (
         ("loss_mode", effective_loss_mode(mode, {"bypass_mode": True, **_loss_type(rollout_corr_config)})),
         ("rollout_correction", rollout_corr_config),

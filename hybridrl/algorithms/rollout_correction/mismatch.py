@@ -1,7 +1,7 @@
 """How far the sampler's distribution is from the trainer's, on the tokens that were sampled.
 
 Legend: B sequences, T response tokens; log rho = log pi_train - log pi_rollout of a token; L_i the mean log-probability
-of sequence i. Sequences without a response token count nowhere.
+of sequence i. Sequences without a response token are excluded from all metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridrl.errors import AlgorithmError
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Perplexities and divergences of the two policies.
+    """Compute perplexities and divergences of the two policies.
 
     | metric                              | value                                                            |
     |-------------------------------------|------------------------------------------------------------------|
@@ -33,7 +33,7 @@ def compute_offpolicy_metrics(
         old_log_prob, rollout_log_prob, response_mask: [B, T]; with `rollout_log_prob=None` only the first row.
 
     Raises:
-        AlgorithmError: no token, or shapes that differ.
+        AlgorithmError: there is no token, or shapes differ.
     """
     require_tokens(response_mask)
     mask = response_mask.bool()
@@ -65,7 +65,7 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """`compute_offpolicy_metrics` of the current policy against the sampler, under `rollout_corr/`."""
+    """Apply `compute_offpolicy_metrics` to the current policy and the sampler, under `rollout_corr/`."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -74,10 +74,11 @@ def compute_rollout_corr_metrics_from_logprobs(
 def rollout_probs_diff_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """|p_rollout - p_train| over response tokens and the correlation of the two, under `training/`.
+    """Compute |p_rollout - p_train| over response tokens and the correlation of the two, under `training/`.
 
-    `rollout_probs_diff_valid` is 1 when there was a token to compare, else 0 and the only entry;
-    `rollout_probs_diff_{max,mean,std}`; `rollout_actor_probs_pearson_corr`, 0 when either side is constant.
+    `rollout_probs_diff_valid` is 1 if there was a token to compare; otherwise it is 0 and the only entry. The others
+    are `rollout_probs_diff_{max,mean,std}` and `rollout_actor_probs_pearson_corr`, which is 0 if either side is
+    constant.
     """
     check_same_shape(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     mask = response_mask.bool()
@@ -104,12 +105,12 @@ def check_probe(
 ) -> dict[str, float]:
     """Stop a run whose sampler and trainer do not hold the same model.
 
-    To be called once, on the first step, with tokens that were sampled with temperature alone: with top_p < 1 or top_k
-    > 0 the sampler's log-probabilities rightly differ from the trainer's, by the mass that was kept.
+    Call this once, on the first step, with tokens that were sampled with temperature only. With top_p < 1 or top_k > 0
+    the sampler's log-probabilities correctly differ from the trainer's, by the probability mass that was kept.
 
     Args:
         log_prob, rollout_log_prob, response_mask: [B, T] of the probe, both under the same weights and temperature.
-        threshold: the largest mean |log pi_train - log pi_rollout| that is tolerated.
+        threshold: the largest tolerated mean |log pi_train - log pi_rollout|.
 
     Returns:
         `rollout_corr/probe_{mean,max}_abs_diff`.

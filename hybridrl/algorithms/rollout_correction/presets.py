@@ -1,8 +1,8 @@
-"""Named settings of the rollout correction, as verl's `RolloutCorrectionConfig` has them as class methods.
+"""Presets of the rollout correction, which verl provides as class methods of its `RolloutCorrectionConfig`.
 
-decoupled: three policies, the update's ratio is against recomputed old log-probabilities and the correction is a
+decoupled: three policies; the update's ratio is relative to recomputed old log-probabilities, and the correction is a
     weight.
-bypass: two policies, the sampler's log-probabilities stand in for the old ones.
+bypass: two policies; the sampler's log-probabilities are used as the old ones.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def rollout_correction_preset(name: str, make: Callable[..., Any] = RolloutCorrection, **overrides: Any) -> Any:
-    """Settings of a preset: `rollout_correction_preset("decoupled_geo_rs", rollout_rs_threshold="0.99_1.01")`.
+    """Build a preset's settings: `rollout_correction_preset("decoupled_geo_rs", rollout_rs_threshold="0.99_1.01")`.
 
     Args:
         name: one of `PRESETS`.
-        make: what to build from the keys, `RolloutCorrection` or another class with the same fields.
-        overrides: keys to set otherwise.
+        make: called with the keys; `RolloutCorrection` or another class with the same fields.
+        overrides: keys to set to other values.
 
     Raises:
-        AlgorithmError: an unknown name or key.
+        AlgorithmError: a name or key is unknown.
     """
     if name not in PRESETS:
         raise AlgorithmError(f"rollout-correction preset {name!r} is unknown; known are {', '.join(PRESETS)}.")

@@ -1,4 +1,4 @@
-"""Masking tokens and sequences on which sampler and trainer disagree too much.
+"""Rejection: masking tokens and sequences on which sampler and trainer disagree too much.
 
 Legend: B sequences, T response tokens; log rho = log pi_train - log pi_rollout of a token. Divergence of a token:
 k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho.
@@ -38,7 +38,11 @@ SUPPORTED_ROLLOUT_RS_OPTIONS = (
 
 
 def parse_rs_options(rollout_rs: str) -> list[str]:
-    """The options of `rollout_rs`, a comma-separated string, each once; AlgorithmError on an unknown one or none."""
+    """Return the distinct options of `rollout_rs`, a comma-separated string.
+
+    Raises:
+        AlgorithmError: an option is unknown, or there is none.
+    """
     names = [part.strip() for part in rollout_rs.split(",") if part.strip()] if isinstance(rollout_rs, str) else []
     unknown = [name for name in names if name not in SUPPORTED_ROLLOUT_RS_OPTIONS]
     if unknown or not names:
@@ -50,9 +54,9 @@ def parse_rs_options(rollout_rs: str) -> list[str]:
 
 
 def statistic(option: str, log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, bool]:
-    """The divergence that an option looks at: ([B, T], False) for tokens, ([B, 1], True) for sequences."""
+    """Return the divergence that an option tests: ([B, T], False) for tokens, ([B, 1], True) for sequences."""
     level, kind = option.rsplit("_", 1)
-    # Zero outside the mask, where all three divergences are then 0 as well.
+    # The log-ratio is zero outside the mask, so all three divergences are 0 there as well.
     log_rho = safe(keep(log_ratio, response_mask))
     token = {"k1": lambda: -log_rho, "k2": lambda: 0.5 * log_rho**2, "k3": lambda: log_rho.exp() - 1.0 - log_rho}[
         kind
@@ -60,7 +64,7 @@ def statistic(option: str, log_ratio: Tensor, response_mask: Tensor) -> tuple[Te
     if level == "token":
         return token, False
     if level == "seq_max":
-        # k2 and k3 are never negative, so the zeros outside the mask cannot win.
+        # k2 and k3 are never negative, so the zeros outside the mask cannot be the maximum.
         return token.amax(-1, keepdim=True), True
     total = token.sum(-1, keepdim=True)
     return (total if level == "seq_sum" else total / response_mask.bool().sum(-1, keepdim=True).clamp(min=1)), True
@@ -81,7 +85,7 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The response mask without what a divergence threshold rejects (Liu, Li et al. 2025, arXiv 2512.23075).
+    """Remove what a divergence threshold rejects from the response mask (Liu, Li et al. 2025, arXiv 2512.23075).
 
     | option                   | statistic                                  | rejected                      |
     |--------------------------|--------------------------------------------|-------------------------------|
@@ -90,21 +94,21 @@ def compute_rollout_rejection_mask(
     | seq_mean_k1, k2, k3      | its mean                                   | the sequence                  |
     | seq_max_k2, k3           | its maximum                                | the sequence                  |
 
-    Several options, separated by commas, must all pass. exp(k1) = pi_rollout / pi_train must lie in the option's
+    With several options, separated by commas, all must pass. exp(k1) = pi_rollout / pi_train must lie in the option's
     "lower_upper" (x alone means 1/x_x); k2 and k3 must not exceed a bound.
 
     Args:
         log_ratio: [B, T] log pi_train - log pi_rollout, clamped to [-20, 20].
         response_mask: [B, T].
         rollout_rs: options, see above.
-        rollout_rs_threshold: one for all, or one each, separated by commas.
+        rollout_rs_threshold: one for all options, or one per option, separated by commas.
 
     Returns:
         (mask [B, T] in the dtype of `response_mask`; metrics `rollout_rs_*` with, for each option,
         `rollout_rs_<option>_{mean,max,min,std,fraction_high,...,masked_fraction,seq_masked_fraction}`).
 
     Raises:
-        AlgorithmError: unknown options, thresholds that are none, no token.
+        AlgorithmError: an option is unknown, a threshold is invalid, or there is no token.
     """
     check_same_shape(log_ratio=log_ratio, response_mask=response_mask)
     options = parse_rs_options(rollout_rs)
@@ -155,10 +159,10 @@ def compute_rs_metrics(
     rollout_rs_threshold_lower: float,
     apply_lower_threshold: bool,
 ) -> dict[str, float]:
-    """How one option's statistic is distributed against its thresholds.
+    """Describe the distribution of one option's statistic relative to its thresholds.
 
     Args:
-        option_name: the option, part of every metric's name.
+        option_name: the option, which is part of every metric's name.
         rs_statistic: [B, T] its value at each token (a sequence's value on all its tokens).
         response_mask: [B, T].
         seq_valid_mask: [B] sequences with at least one token.
@@ -173,7 +177,7 @@ def compute_rs_metrics(
         `rollout_rs_<option>_seq_{mean,std,max,min,max_deviation,fraction_high,fraction_low}` over sequences.
 
     Raises:
-        AlgorithmError: no token.
+        AlgorithmError: there is no token.
     """
     require_tokens(response_mask)
     high, low = rollout_rs_threshold, rollout_rs_threshold_lower

@@ -1,4 +1,4 @@
-"""What the rollout-correction modules share: bounds of the log-ratio, thresholds as users write them, scalars.
+"""Helpers of the rollout-correction modules: bounds of the log-ratio, parsing of thresholds, scalars.
 
 Legend: B sequences, T response tokens; log rho = log pi_train - log pi_rollout of a token.
 """
@@ -23,7 +23,7 @@ def safe(log_ratio: Tensor) -> Tensor:
 
 
 def floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Scalars as Python numbers, with a single transfer from the device."""
+    """Convert scalars to Python numbers with a single transfer from the device."""
     if not metrics:
         return {}
     values = torch.stack([value.detach().to(torch.float64) for value in metrics.values()]).tolist()
@@ -63,10 +63,10 @@ def _interval(text: str, key: str, spec: object) -> tuple[float, float]:
 
 
 def parse_is_threshold(spec: str | float | None) -> tuple[float, float | None]:
-    """`rollout_is_threshold` as (upper, lower): a number truncates, "lower_upper" is IcePop's interval.
+    """Parse `rollout_is_threshold` to (upper, lower): a number truncates, "lower_upper" is IcePop's interval.
 
     Raises:
-        AlgorithmError: not a number above 0, or an interval upside down.
+        AlgorithmError: a value is not a number above 0, or the interval's bounds are reversed.
     """
     if isinstance(spec, bool) or not isinstance(spec, (int, float, str)):
         raise AlgorithmError(
@@ -81,12 +81,12 @@ def parse_is_threshold(spec: str | float | None) -> tuple[float, float | None]:
 
 
 def parse_rs_thresholds(options: list[str], spec: str | float | None) -> dict[str, tuple[float | None, float]]:
-    """`rollout_rs_threshold` as {option: (lower, upper)}: one for all options or one each, separated by commas.
+    """Parse `rollout_rs_threshold` to {option: (lower, upper)}: one for all options, or one per option with commas.
 
     k1 options take "lower_upper", or x for the interval [1/x, x]; the others take an upper bound (lower is None).
 
     Raises:
-        AlgorithmError: missing, another number of thresholds than options, or not of that form.
+        AlgorithmError: the threshold is missing, has the wrong form, or the numbers of thresholds and options differ.
     """
     if spec is None or isinstance(spec, bool) or not isinstance(spec, (int, float, str)):
         raise AlgorithmError(

@@ -24,7 +24,7 @@ IS_LEVELS = ("token", "sequence")
 
 
 def raw_weights(log_ratio: Tensor, response_mask: Tensor, rollout_is: str) -> tuple[Tensor, Tensor]:
-    """(weights [B, T] before any bound, zero outside the mask; the log-ratio they come from, [B, T] or [B, 1])."""
+    """Return (weights [B, T] before any bound, zero outside the mask; their log-ratio, [B, T] or [B, 1])."""
     if rollout_is not in IS_LEVELS:
         raise AlgorithmError(f"{ROOT}.rollout_is is {rollout_is!r}; known are {', '.join(IS_LEVELS)} and null.")
     log_ratio = keep(log_ratio.detach(), response_mask)
@@ -42,7 +42,7 @@ def bounded_weights(weights: Tensor, upper: float, lower: float | None) -> Tenso
 
 
 def weights_mean(weights: Tensor, response_mask: Tensor, rollout_is: str) -> Tensor:
-    """Mean over tokens, or over sequences where a weight belongs to a sequence; 1 where that is 0."""
+    """Mean over tokens, or over sequences for sequence weights; 1 if the mean is 0."""
     if rollout_is == "sequence":
         per_sequence = masked_mean(weights, response_mask, axis=-1)
         mean = masked_mean(per_sequence, response_mask.bool().any(-1))
@@ -59,7 +59,7 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: str | float | None = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Importance weights w of the sampled tokens, bounded.
+    """Compute the bounded importance weights w of the sampled tokens.
 
         token:     w_t = exp(log rho_t)                      sequence:  w_t = exp(sum_s log rho_s) for all t
         number c:  min(w, c)          truncated importance sampling (Espeholt et al. 2018, arXiv 1802.01561)
@@ -70,15 +70,15 @@ def compute_rollout_correction_weights(
         response_mask: [B, T].
         rollout_is: "token" or "sequence".
         rollout_is_threshold: see above.
-        rollout_is_batch_normalize: divide by the mean of the bounded weights, over tokens or over sequences. Pass the
-            whole batch then: the mean is over what is passed.
+        rollout_is_batch_normalize: divide by the mean of the bounded weights, over tokens or over sequences. This
+            requires the whole batch, since the mean is over the given rows.
 
     Returns:
         (weights [B, T], zero outside the mask and without gradient; metrics `rollout_is_*`, see `compute_is_metrics`,
-        with `rollout_is_oob_ratio` for IcePop and `rollout_is_batch_norm_factor` when normalised).
+        with `rollout_is_oob_ratio` for IcePop and `rollout_is_batch_norm_factor` if normalised).
 
     Raises:
-        AlgorithmError: an unknown level, a threshold that is none, no token, shapes that differ.
+        AlgorithmError: the level is unknown, the threshold is invalid, there is no token, or shapes differ.
     """
     upper, lower = parse_is_threshold(rollout_is_threshold)
     check_same_shape(log_ratio=log_ratio, response_mask=response_mask)
@@ -104,12 +104,12 @@ def compute_is_metrics(
     rollout_is_threshold: float,
     rollout_is_threshold_lower: float | None = None,
 ) -> dict[str, float]:
-    """How far the importance weights are from 1.
+    """Measure how far the importance weights are from 1.
 
-    `rollout_is_{mean,std,max,min}` of the bounded weights over tokens (max and min of the unbounded ones at sequence
-    level); `rollout_is_ratio_fraction_{high,low}` the share of unbounded weights beyond the threshold;
-    `rollout_is_eff_sample_size` = (mean w)^2 / mean w^2; `rollout_is_seq_*` the same of each sequence's mean
-    weight. Sequences without a token count nowhere.
+    `rollout_is_{mean,std,max,min}` describe the bounded weights over tokens (max and min the unbounded ones at sequence
+    level). `rollout_is_ratio_fraction_{high,low}` is the share of unbounded weights beyond the threshold, and
+    `rollout_is_eff_sample_size` is (mean w)^2 / mean w^2. `rollout_is_seq_*` describe each sequence's mean weight in
+    the same way. Sequences without a token are excluded.
 
     Args:
         rollout_is_weights, raw_rollout_is_weights: [B, T] bounded and unbounded weights.
@@ -119,7 +119,7 @@ def compute_is_metrics(
         rollout_is_threshold, rollout_is_threshold_lower: bounds; the lower one is 1 / upper when None.
 
     Raises:
-        AlgorithmError: no token.
+        AlgorithmError: there is no token.
     """
     require_tokens(response_mask)
     high = rollout_is_threshold
@@ -147,7 +147,7 @@ def compute_is_metrics(
     found["rollout_is_seq_std"] = means.std() if len(means) > 1 else means.new_zeros(())
     found["rollout_is_seq_max"], found["rollout_is_seq_min"] = means.max(), means.min()
     found["rollout_is_seq_max_deviation"] = (means - 1.0).abs().max()
-    # The unbounded means: a mean of truncated weights could never exceed the threshold.
+    # Means of the unbounded weights, because a mean of truncated weights could never exceed the threshold.
     found["rollout_is_seq_fraction_high"] = (raw_means > high).double().mean()
     found["rollout_is_seq_fraction_low"] = (raw_means < low).double().mean()
     return floats(found)

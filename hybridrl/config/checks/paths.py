@@ -1,4 +1,4 @@
-"""Checks that whatever settings name on disk or on the model hub exists and is of the expected kind.
+"""Checks that files, folders and models named by settings exist and are of the expected kind.
 
 Each check yields one sentence per fault, which begins with the key at fault.
 """
