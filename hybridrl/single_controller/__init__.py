@@ -1,7 +1,7 @@
 """One controller process runs the algorithm; groups of workers, each an SPMD program, do the work.
 
-`base` says what a worker is and how its methods' arguments travel; it knows no Ray. `ray` starts the processes. The
-names of both stand here; those of `ray` are loaded when they are first used.
+`base` defines workers and how arguments are dispatched to their methods; it does not depend on Ray. `ray` starts the
+processes. This package exports the names of both; those of `ray` are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

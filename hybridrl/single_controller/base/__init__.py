@@ -1,4 +1,4 @@
-"""Worker groups as an idea: what a worker is and how its methods' arguments travel. Knows no Ray."""
+"""Worker groups without Ray: what a worker is, and how arguments are dispatched to its methods."""
 
 from hybridrl.errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, WorkerUserError
 from hybridrl.single_controller.base.decorator import (

@@ -1,4 +1,4 @@
-"""How a worker method's inputs are split over a group and its outputs come back: `register`, `Dispatch`, `Execute`.
+"""How a worker method's inputs are split over a group and its outputs collected: `register`, `Dispatch`, `Execute`.
 
 A *dispatch mode* is a pair of functions:
 
@@ -6,8 +6,8 @@ A *dispatch mode* is a pair of functions:
     collect_fn(worker_group, output) -> result                      `output`: the ranks' return values in rank order;
                                                                     of a call on rank 0 alone, its value
 
-`collect_fn` of a call that does not block gets a `PendingOutputs`, a list of references, in place of the values. A
-rank's argument that is the same object as another rank's is sent once.
+`collect_fn` of a non-blocking call gets a `PendingOutputs`, a list of references, in place of the values. If several
+ranks get the same object as an argument, it is sent once.
 
 | mode | dispatch | collect |
 |---|---|---|
@@ -35,9 +35,9 @@ from tensordict import TensorDict
 from hybridrl.protocol import DataProto, DataProtoFuture
 from hybridrl.single_controller.base.padding import CollectUnpadded, Padding, pad_to_divisor, unpad_output
 
-# Carries how a method was registered, on the function itself.
+# Attribute of the function that holds how the method was registered.
 MAGIC_ATTR = "_hybridrl_registered"
-# A dispatch function that padded says so under this key; the call takes it out again before anything is sent.
+# A dispatch function that padded leaves its `Padding` under this key. The call removes it before anything is sent.
 PADDING_KEY = "_hybridrl_padding"
 
 DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
@@ -69,7 +69,7 @@ class DispatchMode:
 
 
 def _restore_mode(name: str) -> DispatchMode:
-    # A worker may receive a mode that only the controller has registered; it needs no more than the name.
+    # A worker may receive a mode that only the controller has registered. It needs only the name.
     return vars(Dispatch).get(name) or Dispatch.register(name)
 
 
@@ -83,15 +83,15 @@ class Execute(enum.Enum):
 class PendingOutputs(list[Any]):
     """References to the outputs of a call that may still be running, in rank order.
 
-    `collect_fn` sees it in place of the list of values. What the references are is the back end's affair.
+    `collect_fn` gets it in place of the list of values. The back end defines what the references are.
     """
 
     def select(self, indices: Sequence[int]) -> PendingOutputs:
-        """The outputs of some of the ranks."""
+        """Return the outputs of some of the ranks."""
         raise NotImplementedError
 
     def concat(self) -> DataProtoFuture:
-        """The outputs, each a `DataProto`, as one future `DataProto`."""
+        """Concatenate the outputs, each a `DataProto`, to one future `DataProto`."""
         raise NotImplementedError
 
     def get(self) -> list[Any]:
@@ -103,23 +103,23 @@ class PendingOutputs(list[Any]):
 
 
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Every rank gets the same arguments."""
+    """Pass the same arguments to every rank."""
     count = worker_group.world_size
     return tuple([arg] * count for arg in args), {name: [arg] * count for name, arg in kwargs.items()}
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments as they are."""
+    """Pass the arguments as they are."""
     return args, kwargs
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Outputs as they are: a list in rank order."""
+    """Return the outputs as they are: a list in rank order."""
     return output
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The caller already split the arguments: each is a list or tuple with one entry per rank."""
+    """Pass arguments that the caller has already split: each is a list or tuple with one entry per rank."""
     _check_lists(worker_group.world_size, "rank", args, kwargs)
     return args, kwargs
 
@@ -130,7 +130,7 @@ collect_dp_compute = collect_all_to_all
 def dispatch_dp_compute_data_proto(
     worker_group: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rows of every `DataProto` (or future one) split evenly over all ranks; uneven batches are padded (see
+    """Split the rows of every `DataProto` (or future one) evenly over all ranks. Uneven batches are padded (see
     `padding`)."""
     return _split(worker_group.world_size, args, kwargs)
 
@@ -138,7 +138,7 @@ def dispatch_dp_compute_data_proto(
 def dispatch_dp_compute_data_proto_with_func(
     worker_group: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first argument is a function for every rank, the others are split like those of DP_COMPUTE_PROTO."""
+    """Pass the first argument, a function, to every rank, and split the others like those of DP_COMPUTE_PROTO."""
     if not args or not callable(args[0]):
         raise TypeError("DP_COMPUTE_PROTO_WITH_FUNC takes a function as its first argument")
     split_args, split_kwargs = _split(worker_group.world_size, args[1:], kwargs)
@@ -146,7 +146,7 @@ def dispatch_dp_compute_data_proto_with_func(
 
 
 def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> DataProto | DataProtoFuture:
-    """The ranks' `DataProto` outputs concatenated in rank order."""
+    """Concatenate the ranks' `DataProto` outputs in rank order."""
     if isinstance(output, PendingOutputs):
         return output.concat()
     for rank, shard in enumerate(output):
@@ -161,11 +161,11 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> DataProto |
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Entry d of each list goes to every rank whose data-parallel rank is d.
+    """Pass entry d of each list to every rank whose data-parallel rank is d.
 
     Args:
         dp_rank_mapping: the data-parallel rank of each rank.
-        dp_size: entries in each list.
+        dp_size: number of entries in each list.
     """
     _check_lists(dp_size, "data-parallel rank", args, kwargs)
     return (
@@ -175,7 +175,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Outputs of the ranks whose entry in `collect_mask` is true, in rank order."""
+    """Return the outputs of the ranks whose entry in `collect_mask` is true, in rank order."""
     ranks = [rank for rank, collected in enumerate(collect_mask) if collected]
     return output.select(ranks) if isinstance(output, PendingOutputs) else [output[rank] for rank in ranks]
 
@@ -183,7 +183,7 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rows split over data-parallel ranks; ranks of one data-parallel group read the same shard."""
+    """Split rows over data-parallel ranks. Ranks of one data-parallel group read the same shard."""
     split_args, split_kwargs = _split(dp_size, args, kwargs)
     padding = split_kwargs.pop(PADDING_KEY, None)
     split_args, split_kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *split_args, **split_kwargs)
@@ -195,14 +195,14 @@ def dispatch_nd_compute_dataproto(
 def collect_nd_compute_dataproto(
     collect_mask: list[bool], worker_group: Any, output: Any
 ) -> DataProto | DataProtoFuture:
-    """`DataProto` outputs of the collecting ranks, concatenated in rank order."""
+    """Concatenate the `DataProto` outputs of the collecting ranks in rank order."""
     return collect_dp_compute_data_proto(worker_group, collect_nd_compute(collect_mask, worker_group, output))
 
 
 class _Mesh:
     """Dispatch and collect over the mesh that the workers registered under `name` (`Worker.set_dispatch_collect`).
 
-    The group asks its workers once, at the first call, and remembers.
+    The group asks its workers once, at the first call, and keeps the answer.
     """
 
     def __init__(self, name: str, as_data_proto: bool) -> None:
@@ -221,27 +221,27 @@ class _Mesh:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """A dispatch mode over the named n-dimensional mesh.
+    """Return a dispatch mode over the named n-dimensional mesh.
 
-    Rows are split over its data-parallel axis, every rank of a data-parallel group gets the same rows, and one rank of
-    each group is collected from, in the order of the data-parallel ranks.
+    Rows are split over the mesh's data-parallel axis, and every rank of a data-parallel group gets the same rows.
+    Outputs are collected from one rank of each group, in the order of the data-parallel ranks.
     """
     mesh = _Mesh(mesh_name, as_data_proto=True)
     return {"dispatch_fn": mesh.dispatch, "collect_fn": mesh.collect}
 
 
 def make_nd_compute_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """Like `make_nd_compute_dataproto_dispatch_fn` for lists with one entry a data-parallel rank; outputs come as
-    such a list."""
+    """Like `make_nd_compute_dataproto_dispatch_fn`, but for lists with one entry per data-parallel rank. The outputs
+    are also such a list."""
     mesh = _Mesh(mesh_name, as_data_proto=False)
     return {"dispatch_fn": mesh.dispatch, "collect_fn": mesh.collect}
 
 
 def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> list[int]:
-    """Ranks to collect from, in the order of their data-parallel ranks.
+    """Return the ranks to collect from, in the order of their data-parallel ranks.
 
     Raises:
-        ValueError: some data-parallel rank is missing, or has no collecting rank or several.
+        ValueError: a data-parallel rank is missing, or does not have exactly one collecting rank.
     """
     missing = sorted(set(range(max(dp_ranks) + 1)) - set(dp_ranks))
     if missing or min(dp_ranks) < 0:
@@ -268,7 +268,7 @@ def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bo
 
 
 def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split every argument's rows into `chunks`; a padded batch leaves its `Padding` under `PADDING_KEY`."""
+    """Split every argument's rows into `chunks`. A padded batch leaves its `Padding` under `PADDING_KEY`."""
     padding: Padding | None = None
     rows: int | None = None
 
@@ -305,7 +305,7 @@ def _split(chunks: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tu
 
 
 def _future_shards(future: DataProtoFuture, chunks: int) -> list[Any]:
-    # As many shards as consumers: each consumer reads the one shard it needs, straight from the worker that made it.
+    # With as many shards as consumers, each consumer reads the shard it needs directly from the worker that made it.
     plain = future.dispatch_fn is None and not isinstance(future.collect_fn, CollectUnpadded)
     if plain and len(future.futures) == chunks:
         return [DataProtoFuture(future.collect_fn, [shard]) for shard in future.futures]
@@ -322,7 +322,7 @@ def _check_lists(count: int, unit: str, args: Sequence[Any], kwargs: dict[str, A
 
 
 def finish_output(output: Any, padding: Padding | None) -> Any:
-    """Take what padding added from a collected output, at once or when a future one is fetched."""
+    """Remove the padding from a collected output, at once or when a future output is fetched."""
     if padding is None:
         return output
     if isinstance(output, DataProtoFuture):
@@ -335,7 +335,7 @@ def finish_output(output: Any, padding: Padding | None) -> Any:
 
 
 class Dispatch:
-    """The dispatch modes by name; see the module's table. `register_dispatch_mode` adds one."""
+    """The dispatch modes by name; see the table of the module. `register_dispatch_mode` adds one."""
 
     RANK_ZERO = DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_all_to_all)
     ONE_TO_ALL = DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all)
@@ -353,7 +353,7 @@ class Dispatch:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all modes."""
+        """Return the names of all modes."""
         return [name for name, value in vars(cls).items() if isinstance(value, DispatchMode)]
 
     @classmethod
@@ -367,10 +367,10 @@ class Dispatch:
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchMode:
-    """Add a dispatch mode of your own as `Dispatch.<NAME>` (upper case) and return it.
+    """Add a custom dispatch mode as `Dispatch.<NAME>` (upper case) and return it.
 
     Raises:
-        ValueError: the name is no identifier, or taken (use `update_dispatch_mode` to replace its functions).
+        ValueError: the name is not an identifier, or is taken (use `update_dispatch_mode` to replace its functions).
     """
     name = dispatch_mode_name.upper()
     if not name.isidentifier():
@@ -383,19 +383,19 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, col
 
 
 def update_dispatch_mode(dispatch_mode: DispatchMode, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Replace the two functions of an existing mode; groups made from now on use the new ones."""
+    """Replace the two functions of an existing mode. Groups created from now on use the new ones."""
     mode = DispatchMode(_checked_mode(dispatch_mode).name, dispatch_fn, collect_fn)
     dispatch_mode.dispatch_fn, dispatch_mode.collect_fn = mode.dispatch_fn, mode.collect_fn
 
 
 def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> dict[str, Callable[..., Any]]:
-    """The mode's `{"dispatch_fn": ..., "collect_fn": ...}`."""
+    """Return the mode's `{"dispatch_fn": ..., "collect_fn": ...}`."""
     mode = _checked_mode(dispatch_mode)
     return {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
 
 
 def _checked_mode(mode: Any) -> DispatchMode:
-    """A mode, from itself or from a dict of its functions."""
+    """Return a mode, given as itself or as a dict of its functions."""
     if isinstance(mode, dict):
         missing = {"dispatch_fn", "collect_fn"} - mode.keys()
         if missing:
@@ -421,8 +421,8 @@ def register(
         dispatch_mode: a `Dispatch` member, or a dict with `dispatch_fn` and `collect_fn` (see the module's
             docstring).
         execute_mode: `Execute.ALL`, or `Execute.RANK_ZERO` to run on rank 0 alone.
-        blocking: whether the group's method waits for the outputs; otherwise it returns at once with a
-            `DataProtoFuture`, or with a `PendingOutputs` where the mode collects a list. Both have `get()`.
+        blocking: whether the group's method waits for the outputs. Otherwise it returns at once with a
+            `DataProtoFuture`, or with a `PendingOutputs` if the mode collects a list. Both have `get()`.
         materialize_futures: whether a `DataProtoFuture` argument is fetched in the worker before the method runs.
     """
     mode = _checked_mode(dispatch_mode)

@@ -1,4 +1,4 @@
-"""Failures on their way from a worker to the controller, and telling a cause from its symptoms on other ranks."""
+"""Carries failures from a worker to the controller, and distinguishes a cause from its symptoms on other ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass(eq=False)
 class RemoteFailure(Exception):
-    """An exception on its way from a worker to the controller, with the place where it happened.
+    """An exception that is sent from a worker to the controller, with the place where it happened.
 
     It holds plain text and a pickled copy of the original, so it arrives even if the original cannot be unpickled
-    there. Made with positional arguments only: exceptions are pickled with those.
+    there. It takes positional arguments only, because exceptions are pickled with those.
     """
 
     role: str
@@ -45,30 +45,30 @@ class RemoteFailure(Exception):
         try:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)
-        except Exception:  # any class may refuse to be pickled; its text travels instead
+        except Exception:  # any class may refuse to be pickled; its text is sent instead
             pickled = None
         return cls(role, rank, world_size, node, pid, method, summary, text, pickled, is_user_error)
 
     def original(self) -> BaseException | None:
-        """The worker's exception object, or None if its class cannot be rebuilt in this process."""
+        """Return the worker's exception object, or None if its class cannot be rebuilt in this process."""
         if self.pickled is None:
             return None
         try:
             error = pickle.loads(self.pickled)
-        except Exception:  # e.g. its module cannot be imported here; the text is at hand
+        except Exception:  # e.g. its module cannot be imported here; the text is available
             return None
         return error if isinstance(error, BaseException) else None
 
     @property
     def place(self) -> str:
-        """Who failed and where, for a message."""
+        """Which worker failed and where, for a message."""
         return f"{self.role} rank {self.rank} of {self.world_size} in {self.method} (node {self.node}, pid {self.pid})"
 
     def __str__(self) -> str:
         return f"{self.place}: {self.summary}\n{self.traceback_text}"
 
     def to_error(self, notes: str = "") -> WorkerError:
-        """The exception for the user; `notes` go to the end of its message."""
+        """Return the exception for the user. `notes` are appended to its message."""
         fields: dict[str, Any] = {
             "role": self.role,
             "rank": self.rank,
@@ -87,7 +87,7 @@ class RemoteFailure(Exception):
 
 
 def _user_traceback(error: BaseException) -> str:
-    """The traceback from the user's method on: the frames above it are always the same machinery of worker group and
+    """Return the traceback from the user's method on. The frames above it always belong to the worker group and
     Ray."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
@@ -102,7 +102,7 @@ def _is_machinery(filename: str) -> bool:
     )
 
 
-# Texts of errors that a rank reports because a peer is gone: symptoms, never causes.
+# Texts of errors that a rank reports because a peer is gone. They are symptoms, never causes.
 _COLLECTIVE_MARKS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -125,10 +125,9 @@ _COLLECTIVE_MARKS = (
 
 
 def is_collective_error(summary: str) -> bool:
-    """Whether the text is that of a collective which failed because of another rank.
+    """Return whether the text is that of a collective that failed because of another rank.
 
-    Judged by the text of the error's last line: the exception types of `torch.distributed` are plain RuntimeErrors
-    as often as not.
+    The check uses the text of the error's last line, because `torch.distributed` often raises plain RuntimeErrors.
     """
     lowered = summary.lower()
     is_runtime = "error" in lowered.split(":", 1)[0]

@@ -1,16 +1,16 @@
-"""Splitting a batch over data-parallel ranks, also when its rows do not divide evenly.
+"""Splits a batch over data-parallel ranks, even if its rows do not divide evenly.
 
-An uneven batch is filled up with copies of its own rows, at its end, to the next multiple of the number of shards. A
-copy must never count twice, so a padded batch marks which rows are copies:
+An uneven batch is padded at its end with copies of its own rows, to the next multiple of the number of shards. A copy
+must never be counted, so a padded batch marks which rows are copies:
 
-* `batch["is_padding"]` ([B] bool) is there when, and only when, rows were added; it is true on them. It moves with
+* `batch["is_padding"]` ([B] bool) exists if and only if rows were added, and is true on those rows. It moves with
   its row through slicing, selecting and micro-batching. A batch without tensors carries it in `non_tensor_batch`.
-* `response_mask` and `loss_mask`, where present, are zero on added rows: every sum over tokens that uses its mask
-  is right without further care. `attention_mask` stays as it is, because a model needs a row with at least one
+* `response_mask` and `loss_mask`, if present, are zero on added rows, so every sum over tokens that uses its mask
+  is correct without further care. `attention_mask` does not change, because a model needs rows with at least one
   token.
 
-Methods that count rows use `real_rows`. After the call the added rows are cut off again from an output that has a row
-for each input row (or a fixed number of rows for each); an output without rows, such as metrics, stays as it is.
+Methods that count rows use `real_rows`. After the call, the added rows are removed from an output that has a row for
+each input row (or a fixed number of rows for each). An output without rows, such as metrics, does not change.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ _MASKS = ("response_mask", "loss_mask")
 
 
 class Padding(NamedTuple):
-    """How a batch was filled up: `rows` after padding, of which the last `added` are copies."""
+    """How a batch was padded: `rows` after padding, of which the last `added` are copies."""
 
     rows: int
     added: int
 
 
 def pad_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, Padding | None]:
-    """`data` with marked copies at its end so that `divisor` divides its rows; `data` itself when it does
-    already.
+    """Append marked copies to `data` so that `divisor` divides its rows. Returns `data` itself if it already does.
 
     Raises:
         ValueError: the batch has no rows.
@@ -47,7 +46,7 @@ def pad_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, Padding | 
         return data, None
     padded, added = pad_dataproto_to_divisor(data, divisor)
     padding = Padding(rows + added, added)
-    # pad_dataproto_to_divisor built new containers; only entries that change are replaced
+    # pad_dataproto_to_divisor built new containers, so only entries that change are replaced
     flags = torch.zeros(padding.rows, dtype=torch.bool)
     flags[rows:] = True
     if padded.batch is None:
@@ -64,7 +63,7 @@ def pad_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, Padding | 
 
 
 def padding_mask(data: DataProto) -> torch.Tensor | None:
-    """[B] bool, true on rows that were added; None when no row was."""
+    """Return [B] bool, true on rows that were added; None if no row was added."""
     if data.batch is not None and data.batch.get(IS_PADDING, None) is not None:
         return data.batch[IS_PADDING]
     if IS_PADDING in data.non_tensor_batch:
@@ -73,7 +72,7 @@ def padding_mask(data: DataProto) -> torch.Tensor | None:
 
 
 def real_rows(data: DataProto) -> int:
-    """Rows of `data` that are not padding."""
+    """Return the number of rows of `data` that are not padding."""
     mask = padding_mask(data)
     return len(data) if mask is None else int((~mask).sum())
 
@@ -87,11 +86,11 @@ def drop_marker(data: DataProto) -> DataProto:
 
 
 def unpad_output(output: Any, padding: Padding) -> Any:
-    """Cut the rows that belong to padding from a collected output.
+    """Remove the padding rows from a collected output.
 
     Raises:
-        ValueError: the output's rows neither carry the marker nor are a multiple of the input's, so the copies cannot
-            be found.
+        ValueError: the output has no marker and its number of rows is not a multiple of the input's, so the copies
+            cannot be found.
     """
     if not isinstance(output, DataProto) or len(output) == 0:
         return output
@@ -110,7 +109,7 @@ def unpad_output(output: Any, padding: Padding) -> Any:
 
 
 class CollectUnpadded:
-    """Collects shards and then cuts the padding; picklable, so that a future can travel to a worker."""
+    """Collects shards and then removes the padding. It is picklable, so that a future can be sent to a worker."""
 
     def __init__(self, collect_fn: Any, padding: Padding) -> None:
         self.collect_fn = collect_fn

@@ -1,4 +1,4 @@
-"""One rank of a worker group: who it is, where its peers are, and which part of a dispatch mesh it plays."""
+"""One rank of a worker group: its identity, the address of its peers, and its part in each dispatch mesh."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from hybridrl.single_controller.base.decorator import Dispatch, register
 from hybridrl.utils.cores import available_cores
 
-# What `set_up_process` decides for each rank: nobody else may set it.
+# `set_up_process` sets these for each rank. Nothing else may set them.
 RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Libraries read their number of threads from these when they are loaded.
+# Libraries read their number of threads from these when they are imported.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -24,8 +24,8 @@ class WorkerSettings:
 
     Attributes:
         role: the group's name in messages.
-        threads: threads for arithmetic in this process; 0 shares the node's cores evenly among `node_workers`.
-        node_workers: worker processes on this node, those of other groups included.
+        threads: number of compute threads in this process; 0 shares the node's cores evenly among `node_workers`.
+        node_workers: number of worker processes on this node, including those of other groups.
     """
 
     role: str
@@ -40,13 +40,13 @@ class WorkerSettings:
 
 
 class PortReservation:
-    """A TCP port that nobody else is given while this object lives, and that `torch.distributed` can still listen on.
+    """A TCP port that is reserved while this object exists, and that `torch.distributed` can still listen on.
 
-    The port is bound with SO_REUSEADDR but never listened on. The kernel then hands it to no other process that asks
-    for a free port, while a process that names it (rank 0's store) may bind it as well.
+    The port is bound with SO_REUSEADDR but never listened on. The kernel then does not assign it to another process
+    that asks for a free port, while a process that names it (rank 0's store) can still bind it.
 
     Raises:
-        OSError: `port` is not 0 and taken.
+        OSError: `port` is not 0 and is taken.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -54,12 +54,12 @@ class PortReservation:
         self.port: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._socket.close()
 
 
 def _bound_socket(port: int) -> socket.socket:
-    # Both address families where the machine has them, as the store binds.
+    # Both address families if the machine has them, as the store does.
     for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         try:
             bound = socket.socket(family, socket.SOCK_STREAM)
@@ -79,12 +79,12 @@ def _bound_socket(port: int) -> socket.socket:
 
 
 def set_up_process(settings: WorkerSettings, master_address: str, master_port: int) -> None:
-    """Put a rank's environment in place: the variables of `torch.distributed`, the thread counts, crash reports."""
+    """Set up a rank's environment: the variables of `torch.distributed`, the thread counts, crash reports."""
     import torch
 
     faulthandler.enable()
     if not settings.use_gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a slot without a GPU computes on the CPU, also where there are GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a slot without a GPU uses the CPU, even if there are GPUs
     one_visible = settings.use_gpu and torch.cuda.device_count() == 1
     threads = settings.threads or max(1, available_cores() // max(1, settings.node_workers))
     os.environ.update(
@@ -107,12 +107,12 @@ def set_up_process(settings: WorkerSettings, master_address: str, master_port: i
 class Worker:
     """Base of every class whose instances are the ranks of a worker group.
 
-    A subclass calls `super().__init__()` first; from then on `rank`, `world_size`, `local_rank`, `master_address`
+    A subclass calls `super().__init__()` first. From then on `rank`, `world_size`, `local_rank`, `master_address`
     and `master_port` are known, and the environment holds what `torch.distributed.init_process_group()` reads.
-    Outside a group (a plain script, a test) the same variables are read, with a world of one as their default.
+    Outside a group (in a plain script or a test) the same variables are read, with a world of one as their default.
 
     Args:
-        cuda_visible_devices: devices this process may use; unchanged when None.
+        cuda_visible_devices: devices that this process may use; None leaves them unchanged.
     """
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
@@ -128,7 +128,7 @@ class Worker:
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Environment variables that place a rank."""
+        """Return the environment variables that define a rank."""
         return [
             "WORLD_SIZE",
             "RANK",
@@ -146,17 +146,17 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """Workers in the group."""
+        """The number of workers in the group."""
         return self._world_size
 
     @property
     def local_rank(self) -> int:
-        """Index of this worker's device among those its process sees; without GPUs its number on the node."""
+        """Index of this worker's device among those its process sees; without GPUs, its number on the node."""
         return self._local_rank
 
     @property
     def local_world_size(self) -> int:
-        """Workers of the group on this node."""
+        """The number of the group's workers on this node."""
         return self._local_world_size
 
     @property
@@ -170,15 +170,15 @@ class Worker:
         return int(os.environ.get("MASTER_PORT", "0"))
 
     def get_master_addr_port(self) -> tuple[str, str]:
-        """Where the group's process group meets."""
+        """Return the address and port of the group's process group."""
         return self.master_address, str(self.master_port)
 
     def get_cuda_visible_devices(self) -> str:
-        """Devices that this process may use, as the environment says; `"not set"` without a limit."""
+        """Return the devices that this process may use, as the environment says; `"not set"` without a limit."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
     def get_fused_worker_by_name(self, worker_name: str) -> Any:
-        """Another role's worker in the same process (see `create_colocated_worker_cls`), or None."""
+        """Return another role's worker in the same process (see `create_colocated_worker_cls`), or None."""
         return self.fused_worker_dict.get(worker_name)
 
     # --- dispatch meshes
@@ -186,8 +186,9 @@ class Worker:
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Take over another worker's meshes, e.g. those of an inner worker: ``set_dispatch_collect("actor",
-        **inner.get_dispatch_collect())``.
+        """Take over another worker's meshes, e.g. those of an inner worker.
+
+        Example: `set_dispatch_collect("actor", **inner.get_dispatch_collect())`.
 
         Args:
             mesh_name: must be new to this worker.
@@ -199,11 +200,11 @@ class Worker:
         self._collect_dp_rank.update(collect_dp_rank)
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """All meshes of this worker, as the arguments of `set_dispatch_collect`."""
+        """Return all meshes of this worker, as the arguments of `set_dispatch_collect`."""
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say which shard of a batch this rank takes in calls over `mesh_name` and whether its outputs are
+        """Set which shard of a batch this rank takes in calls over `mesh_name`, and whether its outputs are
         collected."""
         self._check_new_mesh(mesh_name)
         self._dispatch_dp_rank[mesh_name] = dp_rank
@@ -214,7 +215,7 @@ class Worker:
             raise ValueError(f"rank {self.rank} registered the dispatch mesh {mesh_name!r} already")
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether outputs of calls over `mesh_name` are collected from this rank."""
+        """Return whether outputs of calls over `mesh_name` are collected from this rank."""
         return self._mesh_entry(self._collect_dp_rank, mesh_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -231,11 +232,11 @@ class Worker:
             )
         return table[mesh_name]
 
-    # --- functions brought by the caller
+    # --- functions provided by the caller
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `func(worker, *args, **kwargs)` on every rank, `DataProto` arguments split over the ranks."""
+        """Run `func(worker, *args, **kwargs)` on every rank, with `DataProto` arguments split over the ranks."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

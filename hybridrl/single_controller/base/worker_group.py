@@ -1,4 +1,4 @@
-"""Groups of workers as the controller sees them, whatever runs the processes."""
+"""Groups of workers as the controller sees them, independent of what runs the processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ResourcePool:
     """Processes on nodes.
 
     Args:
-        process_on_nodes: processes on each node, e.g. `[8, 8]`.
-        max_colocate_count: how many worker groups may share a slot of the pool as processes of their own.
-        n_gpus_per_node: accepted for verl's programs; nothing depends on it.
+        process_on_nodes: number of processes on each node, e.g. `[8, 8]`.
+        max_colocate_count: number of worker groups that may share a slot of the pool, each with its own process.
+        n_gpus_per_node: accepted for verl's programs; it has no effect.
     """
 
     def __init__(
@@ -40,27 +40,27 @@ class ResourcePool:
         self.n_gpus_per_node = n_gpus_per_node
 
     def add_node(self, process_count: int) -> None:
-        """One more node with `process_count` processes."""
+        """Add a node with `process_count` processes."""
         if process_count < 1:
             raise ValueError(f"process_count is {process_count}; a node needs at least one process")
         self._store.append(process_count)
 
     @property
     def world_size(self) -> int:
-        """Processes on all nodes."""
+        """The number of processes on all nodes."""
         return sum(self._store)
 
     @property
     def store(self) -> list[int]:
-        """Processes on each node."""
+        """The number of processes on each node."""
         return self._store
 
     def local_world_size_list(self) -> list[int]:
-        """For each rank, the processes on its node."""
+        """Return for each rank the number of processes on its node."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node."""
+        """Return for each rank its number on its node."""
         return [local_rank for count in self._store for local_rank in range(count)]
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class ResourcePool:
 
 
 class ClassWithInitArgs:
-    """A class and the arguments to build it with, elsewhere and later."""
+    """A class and its constructor arguments, to be instantiated later in another process."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -80,7 +80,7 @@ class ClassWithInitArgs:
 
 
 class GroupMethod:
-    """A worker method as the group offers it: dispatch, run on the ranks, collect."""
+    """A worker method as a method of the group: dispatch, run on the ranks, collect."""
 
     __slots__ = ("__name__", "__wrapped__", "blocking", "collect_fn", "dispatch_fn", "group", "name", "rank_zero")
 
@@ -106,7 +106,7 @@ class GroupMethod:
 
 
 def registered_methods(cls: type) -> list[str]:
-    """Names of a class's methods that were decorated with `register`."""
+    """Return the names of a class's methods that were decorated with `register`."""
     names = []
     for name in dir(cls):
         method = getattr(cls, name, None)
@@ -116,14 +116,14 @@ def registered_methods(cls: type) -> list[str]:
 
 
 class WorkerGroup:
-    """The ranks of one model program, offered to the controller as one object with the workers' registered methods.
+    """The ranks of one model program, as one object with the workers' registered methods.
 
     Args:
-        resource_pool: where the workers run; None for a group that attaches to workers which run already.
-        kwargs: arguments of verl's groups without effect here: `device_name` (the pool decides), or None.
+        resource_pool: where the workers run; None for a group that attaches to running workers.
+        kwargs: arguments of verl's groups that have no effect here: `device_name` (the pool decides), or None.
 
     Raises:
-        TypeError: `kwargs` has anything else.
+        TypeError: `kwargs` has any other argument.
     """
 
     def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
@@ -142,14 +142,14 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks of the group."""
         return len(self._workers)
 
     def bind_worker_methods(self, cls: type) -> list[str]:
-        """Give the group every method of `cls` that was decorated with `register`; returns their names.
+        """Add every method of `cls` that was decorated with `register` to the group, and return their names.
 
         Raises:
-            ValueError: a worker method has the name of something that every worker group has.
+            ValueError: a worker method has the name of an attribute of every worker group.
         """
         names = registered_methods(cls)
         for name in names:
@@ -166,8 +166,8 @@ class WorkerGroup:
         raise NotImplementedError
 
     def mesh_info(self, mesh_name: str) -> tuple[list[int], list[int]]:
-        """(data-parallel rank of each rank, ranks to collect from in data-parallel order) of a mesh; asked of the
-        workers once."""
+        """Return (data-parallel rank of each rank, ranks to collect from in data-parallel order) of a mesh. The workers
+        are asked only once."""
         if mesh_name not in self._mesh_info:
             entries = self._query_dispatch_collect(mesh_name)
             dp_ranks = [dp_rank for dp_rank, _ in entries]
@@ -178,9 +178,9 @@ class WorkerGroup:
         return self._mesh_info[mesh_name]
 
     def dp_size(self, mesh_name: str) -> int:
-        """Number of shards that a batch is split into in calls over a mesh.
+        """Return the number of shards that a batch is split into in calls over a mesh.
 
-        This is fewer than `world_size` where several ranks hold one copy of the model (tensor, pipeline or sequence
+        This is less than `world_size` if several ranks share one copy of the model (tensor, pipeline or sequence
         parallelism).
         """
         return len(self.mesh_info(mesh_name)[1])
@@ -192,10 +192,9 @@ class WorkerGroup:
         raise NotImplementedError
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """Look after the workers in a background thread, so that a death is noticed while the controller is busy
-        elsewhere.
+        """Check the workers in a background thread, so that a death is noticed while the controller is busy elsewhere.
 
-        The thread reports the death on the log at once; the group's next call raises it.
+        The thread logs the death at once, and the group's next call raises it.
         """
         if self._checker is not None and self._checker.is_alive():
             return
@@ -206,7 +205,7 @@ class WorkerGroup:
         self._checker.start()
 
     def stop_worker_aliveness_check(self) -> None:
-        """End the background thread."""
+        """Stop the background thread."""
         self._checker_stop.set()
         if self._checker is not None and self._checker is not threading.current_thread():
             self._checker.join(timeout=5)
@@ -220,5 +219,5 @@ class WorkerGroup:
             except Exception as error:
                 notify(str(error), "error")
                 return
-            # a slow check does not follow itself at once
+            # a slow check is not repeated at once
             self._checker_stop.wait(min(1.0, time.monotonic() - started))

@@ -1,9 +1,9 @@
-"""Calls in flight, and what the controller does until their answers are there.
+"""Pending calls, and how the controller waits for their answers.
 
-A call of a method on n ranks is n Ray tasks with two outputs each: the method's result, and a small `Answer` that
-never touches the object store. Waiting looks at the answers. The first rank that fails ends the wait, although others
-may hang in a collective; the failure that is reported is the cause and not a symptom (`_pick`), and the group's
-processes are ended.
+A call of a method on n ranks is n Ray tasks with two outputs each: the method's result, and a small `Answer` that is
+never put into the object store. The controller waits for the answers. The first rank that fails ends the wait, even if
+others hang in a collective. The reported failure is the cause and not a symptom (`_pick`), and the group's processes
+are ended.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from hybridrl.single_controller.ray import postmortem
 if TYPE_CHECKING:
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
 
-# After a symptom (a broken collective, a death) the cause may still be on its way.
+# After a symptom (a broken collective, a death) the cause may still arrive.
 GRACE_COLLECTIVE_S = 10.0
 GRACE_DEATH_S = 1.0
-# A failure of another call is raised in place of this one when this one does not end by itself.
+# A failure of another call is raised in place of this one if this one does not end by itself.
 GRACE_FOREIGN_S = 10.0
 
 CONSTRUCTOR = "__init__"
 
 
 class _InFlight:
-    """Answers that nobody waits for yet, of all groups; threads add, read and remove them at the same time.
+    """Pending answers of all groups. Threads add, read and remove them concurrently.
 
-    A rank that hangs may hang because of a failure in another group, so every wait looks at these as well.
+    A rank may hang because of a failure in another group, so every wait checks these as well.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class _InFlight:
             self._calls.update(call.owners())
 
     def remove(self, answers: Iterable[Any]) -> None:
-        """Forget some answers; those already forgotten are ignored."""
+        """Remove some answers. Answers that were already removed are ignored."""
         with self._lock:
             for answer in answers:
                 self._calls.pop(answer, None)
 
     def snapshot(self) -> dict[Any, Call]:
-        """Every answer with its call, as a copy that stays the same."""
+        """Return a copy of every answer with its call."""
         with self._lock:
             return dict(self._calls)
 
@@ -70,9 +70,9 @@ class Call:
     """One method call on some ranks of a group.
 
     Args:
-        ranks: the ranks called, in the order of `results` and `answers`.
-        results: references of the method's results.
-        answers: references of the `Answer`s.
+        ranks: the called ranks, in the order of `results` and `answers`.
+        results: references to the method's results.
+        answers: references to the `Answer`s.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class Call:
         self._holder: Any = None
 
     def watch(self, holder: Any = None) -> None:
-        """Let waits for other calls notice this one's failure; for calls that the caller does not wait for at once.
+        """Let waits for other calls notice a failure of this call, if the caller does not wait for it at once.
 
         Args:
-            holder: the object that the caller will ask for the outputs. Once it is gone, the next call reports a
-                failure; without a holder the next call always does.
+            holder: the object that the caller will get the outputs from. Once it is gone, the next call reports a
+                failure. Without a holder the next call always does.
         """
         try:
             self._holder = weakref.ref(holder)
-        except TypeError:  # None, or what a user's collect_fn returned has no weak references
+        except TypeError:  # None, or an output of a user's collect_fn without weak references
             self._holder = None
         if not self.ended:
             _IN_FLIGHT.add(self)
 
     def is_dropped(self) -> bool:
-        """Whether nobody is left who could ask for the outputs."""
+        """Return whether no object that could ask for the outputs is left."""
         return self._holder is None or self._holder() is None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -146,7 +146,7 @@ class Call:
         self._end(slowest)
 
     def owners(self) -> dict[Any, Call]:
-        """This call by each of its answers."""
+        """Map each of the answers to this call."""
         return dict.fromkeys(self.answers, self)
 
     def _end(self, slowest: float) -> None:
@@ -155,7 +155,7 @@ class Call:
         self.group.add_seconds(self.method, slowest)
 
     def rank_of(self, answer: Any) -> int:
-        """The rank that an answer comes from."""
+        """Return the rank that an answer comes from."""
         return self.ranks[self.answers.index(answer)]
 
     def _time_out(self, pending: list[Any], timeout_s: float) -> NoReturn:
@@ -177,13 +177,13 @@ class Call:
 
 
 def forget(group: RayWorkerGroup) -> None:
-    """Stop watching the calls of a group whose workers are ended."""
+    """Stop watching the calls of a group whose workers have ended."""
     calls = _IN_FLIGHT.snapshot()
     _IN_FLIGHT.remove([answer for answer, call in calls.items() if call.group.shares_workers(group)])
 
 
 def check_in_flight(group: RayWorkerGroup) -> None:
-    """Raise the failure of a call on `group` whose future nobody holds any more; forget such calls that succeeded."""
+    """Raise the failure of a call on `group` whose future is no longer held. Remove such calls that succeeded."""
     calls = _IN_FLIGHT.snapshot()
     dropped = [answer for answer, call in calls.items() if call.group.shares_workers(group) and call.is_dropped()]
     if not dropped:
@@ -201,7 +201,7 @@ def check_in_flight(group: RayWorkerGroup) -> None:
 
 
 class _Failure:
-    """One rank's failed answer, judged."""
+    """One rank's failed answer, and whether it is a cause or a symptom."""
 
     def __init__(self, call: Call, rank: int, error: BaseException) -> None:
         self.call = call
@@ -224,7 +224,7 @@ class _Failure:
 
 
 def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoReturn:
-    """Raise the cause behind failed answers. `others` are answers that may still bring it."""
+    """Raise the cause of failed answers. `others` are answers that may still contain it."""
     for answer in failed:
         owners[answer].group.raise_if_ended()
     failures = [_judge(answer, owners) for answer in failed]
@@ -286,8 +286,7 @@ def _end_groups(error: WorkerError, *groups: RayWorkerGroup) -> None:
 
 
 class RayPendingOutputs(PendingOutputs):
-    """References to a call's results, in rank order; `ray.get` takes it as the list it is, `get()` also names
-    failures."""
+    """References to a call's results, in rank order. `ray.get` accepts it as a list; `get()` also reports failures."""
 
     def __init__(self, call: Call, indices: Sequence[int] | None = None, single: bool = False) -> None:
         self.call = call
@@ -296,15 +295,15 @@ class RayPendingOutputs(PendingOutputs):
         super().__init__(call.results[index] for index in self.indices)
 
     def select(self, indices: Sequence[int]) -> RayPendingOutputs:
-        """The outputs of some of the ranks."""
+        """Return the outputs of some of the ranks."""
         return RayPendingOutputs(self.call, [self.indices[index] for index in indices])
 
     def concat(self) -> DataProtoFuture:
-        """The outputs, each a `DataProto`, as one future `DataProto`."""
+        """Concatenate the outputs, each a `DataProto`, to one future `DataProto`."""
         return RayDataProtoFuture(self.call, list(self.indices))
 
     def get(self) -> Any:
-        """Wait for all ranks and return their values; of a call on rank 0 alone, its value."""
+        """Wait for all ranks and return their values. For a call on rank 0 alone, return its value."""
         self.call.wait()
         return ray.get(self[0]) if self.single else ray.get(list(self))
 
@@ -315,8 +314,8 @@ class RayPendingOutputs(PendingOutputs):
 class RayDataProtoFuture(DataProtoFuture):
     """The concatenated output of a call that may still be running.
 
-    `get()` on the controller waits under the group's watch. Passed to another group's method, each of that group's
-    ranks reads the rows of its shard straight from the workers that made them.
+    `get()` on the controller waits and reports failures like any call of the group. If the future is passed to another
+    group's method, each of that group's ranks reads the rows of its shard directly from the workers that made them.
     """
 
     def __init__(self, call: Call, indices: list[int]) -> None:
@@ -335,7 +334,7 @@ class RayDataProtoFuture(DataProtoFuture):
         return super().get()
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """One future shard for each of `chunks` consumers."""
+        """Return one future shard for each of `chunks` consumers."""
         return [RayShardFuture(self.collect_fn, self.futures, self.answers, index, chunks) for index in range(chunks)]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -343,8 +342,8 @@ class RayDataProtoFuture(DataProtoFuture):
 
 
 class RayShardFuture(DataProtoFuture):
-    """Shard `index` of `chunks` of a future batch: reads the answers for the parts' rows, then only the parts it
-    needs."""
+    """Shard `index` of `chunks` of a future batch. It reads the numbers of rows from the answers, and then only the
+    parts it needs."""
 
     def __init__(
         self, collect_fn: Callable[[list[Any]], Any], futures: list[Any], answers: list[Any], index: int, chunks: int
@@ -358,7 +357,7 @@ class RayShardFuture(DataProtoFuture):
         """Wait for the shard's rows.
 
         Raises:
-            TypeError: the method that makes the batch returned something else than a `DataProto`.
+            TypeError: the method that makes the batch did not return a `DataProto`.
             ValueError: the batch's rows do not divide evenly.
         """
         counts = [answer.rows for answer in ray.get(self.answers, timeout=timeout)]

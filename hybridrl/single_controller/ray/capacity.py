@@ -1,4 +1,4 @@
-"""Whether a placement fits on the nodes, found before Ray would wait for it."""
+"""Checks whether a placement fits on the nodes, before Ray would wait for it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from hybridrl.errors import PlacementError
 if TYPE_CHECKING:
     from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 
-# Resources of workers that were just killed come back with the node's next report.
+# Resources of workers that were just killed are free again after the node's next report.
 _SETTLE_S = 5.0
 _PREFIXES = ("memory", "object_store_memory", "node:")
 
 
 def cluster_has_gpus() -> bool:
-    """Whether any node of the cluster offers a GPU to Ray."""
+    """Return whether any node of the cluster offers a GPU to Ray."""
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
 def check_placement(pools: Mapping[str, RayResourcePool], strategy: str = "STRICT_PACK") -> None:
-    """Refuse pools that the nodes cannot host together. Pools that have their placement groups already are passed over.
+    """Refuse pools that the nodes cannot host together. Pools that already have placement groups are skipped.
 
     Raises:
-        PlacementError: says what each pool asks for, what each node offers, and what to change.
+        PlacementError: they do not fit; the error says what each pool asks for, what each node offers, and what to
+            change.
     """
     wanted = [(name, pool, count) for name, pool in pools.items() if pool.pgs is None for count in pool.store]
     if not wanted:
@@ -47,7 +48,7 @@ def check_placement(pools: Mapping[str, RayResourcePool], strategy: str = "STRIC
 def _fits(
     wanted: list[tuple[str, RayResourcePool, int]], nodes: dict[str, dict[str, float]], whole_nodes: bool
 ) -> bool:
-    """First fit, largest first: exact for equal slots, as placement groups of one job nearly always are."""
+    """Try first fit, largest first. Exact for equal slots, as placement groups of a job nearly always have."""
     free = {node: dict(resources) for node, resources in nodes.items()}
     parts = [(pool.bundle_resources(), count) for _, pool, count in wanted]
     if not whole_nodes:

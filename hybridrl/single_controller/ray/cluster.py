@@ -1,4 +1,4 @@
-"""Ray itself: started from the placement, or joined where it runs already."""
+"""Starts Ray for a placement, or joins a cluster that already runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_
 from hybridrl.utils.child_processes import keep_exit_codes
 
 _ANSWER_LIMIT_S = 10.0
-_TOO_SLOW = "timed out during startup"  # of Ray's message
+_TOO_SLOW = "timed out during startup"  # part of Ray's message
 _SETTINGS_FRAME = 4
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 
@@ -42,22 +42,22 @@ def init_ray(
 ) -> bool:
     """Make Ray ready for a placement.
 
-    A cluster that is there is joined: the `address` in `ray_init_kwargs`, the one in `RAY_ADDRESS`, or one that
+    An existing cluster is joined: the `address` in `ray_init_kwargs`, the one in `RAY_ADDRESS`, or one that
     `ray start` began on this machine. Otherwise Ray is started here with as many CPUs as the placement has slots,
-    however many cores there are: a slot without a GPU is a process, not a core.
+    regardless of the number of cores, because a slot without a GPU is a process, not a core.
 
     Args:
-        ray_init_kwargs: arguments of `ray.init`; entries that are None count as not given.
+        ray_init_kwargs: arguments of `ray.init`; None entries are ignored.
         pools: slots on each node, by pool name, as `ResourcePoolManager` takes them.
         use_gpu: whether slots are GPUs; None asks Ray whether there are any.
-        extra_cpus: CPUs beyond the slots when Ray is started here, for Ray tasks of the user.
+        extra_cpus: number of CPUs beyond the slots if Ray is started here, for the user's Ray tasks.
 
     Returns:
         Whether slots are GPUs.
 
     Raises:
-        PlacementError: the placement does not fit on the nodes; found before Ray would wait for it. Or torchrun started
-            this program.
+        PlacementError: the placement does not fit on the nodes (checked before Ray would wait for it), or torchrun
+            started this program.
     """
     global _started_here, _reaper
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the command lines of this package have removed it
@@ -74,7 +74,7 @@ def init_ray(
         slots = sum(map(sum, pools.values()))
         options = _options(given, address, slots + extra_cpus)
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        # Started in a thread while other work goes on, Ray cannot and need not handle SIGTERM: the program does.
+        # When started in a thread, Ray cannot handle SIGTERM. It need not, because the program does.
         logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
             _check_answers(options["address"])
@@ -96,12 +96,12 @@ def init_ray(
 
 
 def start_ray(**options: Any) -> None:
-    """`ray.init`, tried again where Ray, started here, is not up within the 30 s that it gives itself.
+    """Call `ray.init`, and retry once if Ray is started here and is not ready within its limit of 30 s.
 
-    A machine that is busy for half a minute is no reason to end a run.
+    A run must not end because the machine was busy for half a minute.
 
     Raises:
-        PlacementError: it was not up in time twice.
+        PlacementError: Ray was not ready in time twice.
     """
     before = _rays_processes()
     for last in (False, True):
@@ -126,7 +126,7 @@ def start_ray(**options: Any) -> None:
 
 
 def _rays_processes() -> set[psutil.Process]:
-    """What `ray.init` has started in this process, with what that has started: all name the session's folder."""
+    """Return the processes that `ray.init` started from this process and their children; all name the session folder."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -140,7 +140,7 @@ def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 def shutdown_ray() -> None:
-    """End what `init_ray` began: the processes of this driver, and Ray where it was started here. Does nothing
+    """End what `init_ray` started: the processes of this driver, and Ray if it was started here. Does nothing
     otherwise."""
     global _started_here, _reaper
     if _started_here and ray.is_initialized():
@@ -153,8 +153,8 @@ def shutdown_ray() -> None:
 def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[str, Any]:
     options: dict[str, Any] = {"logging_level": logging.WARNING, "ignore_reinit_error": False, **given}
     job_config = options.setdefault("job_config", JobConfig())
-    # Workers find what this process can import: the package run with -m, and the user's own modules.
-    job_config._py_driver_sys_path.extend(reversed(_own_import_path()))  # Ray puts each before those it has
+    # Workers must be able to import what this process can: the package run with -m, and the user's modules.
+    job_config._py_driver_sys_path.extend(reversed(_own_import_path()))  # Ray prepends each entry
     if address is not None and address != "local":
         for name in ("num_cpus", "num_gpus"):
             if name in given:
@@ -165,7 +165,7 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
                 )
         return {**options, "address": address}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Failures are raised from the call that saw them, once; Ray would print each failed rank again.
+    # Failures are raised once, from the call that saw them. Ray would print each failed rank again.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     return {
         "include_dashboard": False,
@@ -180,12 +180,12 @@ def _raylets() -> list[int]:
 
 
 def _check_answers(address: str) -> None:
-    """Find out within seconds that no cluster is at an address `host:port`; Ray would try for a quarter of an hour.
+    """Find out within seconds that no cluster is at an address `host:port`. Ray would try for a quarter of an hour.
 
-    Ray's GCS is a gRPC server: to the preface of HTTP/2 it answers with a SETTINGS frame.
+    Ray's GCS is a gRPC server, which answers the preface of HTTP/2 with a SETTINGS frame.
 
     Raises:
-        ConnectionError: nobody listens there, or something else than Ray does.
+        ConnectionError: nothing listens there, or something other than Ray does.
     """
     host, _, port = address.rpartition(":")
     if not host or "://" in address or not port.isdigit():
@@ -203,7 +203,7 @@ def _check_answers(address: str) -> None:
 
 
 def _running_cluster() -> str | None:
-    """Address of a cluster that `ray start` began on this machine, if it still runs."""
+    """Return the address of a cluster that `ray start` began on this machine, if it still runs."""
     from ray._private import services, utils
 
     address = utils.read_ray_address()
@@ -213,7 +213,7 @@ def _running_cluster() -> str | None:
 
 
 def _own_import_path() -> list[str]:
-    """Entries of `sys.path` that a fresh interpreter would not have."""
+    """Return the entries of `sys.path` that a fresh interpreter would not have."""
     fixed = {
         os.path.realpath(path)
         for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages())

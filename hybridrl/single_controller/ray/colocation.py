@@ -1,4 +1,4 @@
-"""Several roles share one process per slot: they share the device and take turns."""
+"""Several roles in one process per slot: they share the device and take turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridrl.single_controller.ray.worker_group import RayClassWithInitArgs
 
 
 class ColocatedWorker(Worker):
-    """A process's worker that holds one worker for each role; built from `create_colocated_worker_cls`.
+    """A worker that holds one worker for each role in its process. `create_colocated_worker_cls` builds it.
 
     Args:
         roles: class, arguments and keyword arguments of each role's worker.
@@ -28,17 +28,17 @@ class ColocatedWorker(Worker):
 
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """One worker class that hosts several roles in each process.
+    """Build one worker class that hosts several roles in each process.
 
-    A group of it offers each role's registered methods with the role's name in front
-    (`group.actor_update_actor(batch)`); `RayWorkerGroup.spawn` makes a group for each role, where they have their
-    own names.
+    A group of this class has each role's registered methods, prefixed with the role's name
+    (`group.actor_update_actor(batch)`). `RayWorkerGroup.spawn` makes a group for each role, in which the methods have
+    their own names.
 
     Args:
         class_dict: each role's worker class with its arguments.
 
     Raises:
-        ValueError: no roles, or two roles' methods would get the same name.
+        ValueError: there are no roles, or two roles' methods would get the same name.
     """
     if not class_dict:
         raise ValueError("create_colocated_worker_cls needs at least one role")

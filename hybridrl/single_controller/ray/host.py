@@ -1,9 +1,9 @@
 """The worker's side of a Ray worker group: an actor that builds the user's worker and runs its methods.
 
-The actor class of a group is made at run time as a subclass of the user's class (`hosted`). So the actor has the
-user's methods, and a group can start all its processes at once: the constructor does nothing, rank 0 then reserves a
-port, and the user's constructor runs when every rank knows that address. No process beyond the workers takes
-part, and the controller waits for none of it.
+The actor class of a group is created at run time as a subclass of the user's class (`hosted`), so the actor has the
+user's methods. A group can start all its processes at once: the constructor does nothing, rank 0 then reserves a port,
+and the user's constructor runs when every rank knows that address. Only the workers take part, and the controller does
+not wait for any of this.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Answer(NamedTuple):
-    """What comes back with a method's result, small enough never to touch the object store."""
+    """What is returned with a method's result. It is small enough never to be put into the object store."""
 
     seconds: float
     rows: int
 
 
 class WorkerInfo(NamedTuple):
-    """Where a rank lives; `seconds` is what its constructor took."""
+    """Where a rank runs. `seconds` is the duration of its constructor."""
 
     seconds: float
     rank: int
@@ -50,12 +50,12 @@ class WorkerInfo(NamedTuple):
 
 
 class PortInUseError(UserError):
-    """The port chosen for a group's process group is taken."""
+    """The port chosen for a group's process group is already in use."""
 
 
 class WorkerHost:
-    """Mixed in before the user's class; see the module's docstring. Names start with `_host` to stay clear of the
-    user's."""
+    """Mixed in before the user's class; see the module's docstring. Names start with `_host` to avoid conflicts with
+    the user's names."""
 
     def __init__(self) -> None:
         # The user's constructor runs in _host_build.
@@ -76,14 +76,14 @@ class WorkerHost:
         return address, self._host_port.port
 
     def _host_build(self, settings: WorkerSettings, master: tuple[str, int], arguments: Arguments) -> WorkerInfo:
-        """Set the process up and run the user's constructor."""
+        """Set up the process and run the user's constructor."""
         started = time.perf_counter()
         self._host_settings = settings
         args, kwargs = arguments
         try:
             if settings.rank == 0 and isinstance(self._host_port, PortInUseError):
                 raise self._host_port
-            with contextlib.suppress(PermissionError):  # leads a session, and so a group, already
+            with contextlib.suppress(PermissionError):  # already leads a session, and so a process group
                 os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything the worker starts
             set_up_process(settings, *master)
             keep_exit_codes()
@@ -102,7 +102,7 @@ class WorkerHost:
         return self._host_where
 
     def _host_info(self) -> WorkerInfo:
-        """Where this worker lives, for a group that attaches to it."""
+        """Return where this worker runs, for a group that attaches to it."""
         return self._host_where
 
     def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, Answer]:
@@ -121,7 +121,7 @@ class WorkerHost:
         return getattr(target, name)
 
     def _host_failure(self, error: BaseException, method: str, role: str = "") -> RemoteFailure:
-        """The failure to report: this rank's, or that of the worker whose output this rank was given."""
+        """Return the failure to report: this rank's, or that of the worker whose output this rank was given."""
         upstream: BaseException | None = error
         while upstream is not None:
             cause = upstream.cause if isinstance(upstream, RayTaskError) else upstream
@@ -145,7 +145,7 @@ class WorkerHost:
 
 
 class AsyncWorkerHost(WorkerHost):
-    """The host of a class with `async def` methods: such calls overlap in one event loop."""
+    """The host of a class with `async def` methods, whose calls overlap in one event loop."""
 
     async def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, Answer]:  # type: ignore[override]
         started = time.perf_counter()
@@ -159,13 +159,13 @@ class AsyncWorkerHost(WorkerHost):
 
 
 def hosted(cls: type, is_async: bool) -> type:
-    """The class to make Ray actors of: the user's `cls` under a host."""
+    """Return the class for the Ray actors: the user's `cls` with a host mixed in."""
     host = AsyncWorkerHost if is_async else WorkerHost
     return type(cls.__name__, (host, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
 
 
 def has_async_methods(cls: type) -> bool:
-    """Whether any method of the class is `async def`."""
+    """Return whether any method of the class is `async def`."""
     return any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(cls, callable))
 
 
@@ -174,8 +174,7 @@ def _answer(result: Any, started: float) -> Answer:
 
 
 def _keep_stacks_readable() -> None:
-    """On SIGUSR1 write the stacks of all threads to the worker's log, so that a hang can be looked into from
-    outside."""
+    """On SIGUSR1, write the stacks of all threads to the worker's log, so that a hang can be examined from outside."""
     import faulthandler
 
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True, chain=False)

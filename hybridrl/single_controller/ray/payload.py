@@ -1,4 +1,4 @@
-"""Arguments for several ranks: a large value goes into the object store once, however many ranks read it."""
+"""Arguments for several ranks: a large value is put into the object store once, however many ranks read it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from hybridrl.protocol import DataProto, DataProtoFuture
 
-# Up to this size an argument travels inside the call itself, as Ray does by default; measured on two workers, a put
-# pays from 200 KB on.
+# Up to this size an argument is sent inside the call itself, as Ray does by default. Measured on two workers, a put
+# pays off from 200 KB on.
 INLINE_BYTES = 100 * 1024
-# A container with more entries than this is not looked through but put.
+# A container with more entries than this is put without being inspected.
 _MAX_ENTRIES = 64
 
 
 def put_shared(column: list[Any]) -> list[Any]:
-    """The values of one argument, one per rank; a large value that several ranks share becomes a reference.
+    """Return the values of one argument, one per rank. A large value that several ranks share becomes a reference.
 
-    A value that only one rank reads stays: Ray stores it once by itself if it is large.
+    A value that only one rank reads is unchanged, because Ray itself stores it once if it is large.
     """
     if len(column) < 2:
         return column
@@ -43,12 +43,12 @@ def put_shared(column: list[Any]) -> list[Any]:
 
 
 def is_small(value: Any) -> bool:
-    """Whether a value is known to take at most `INLINE_BYTES`; of an unknown kind of object nobody knows."""
+    """Return whether a value is known to take at most `INLINE_BYTES`. It is not for unknown kinds of objects."""
     return _bytes(value, 3) <= INLINE_BYTES
 
 
 def _bytes(value: Any, depth: int) -> int:
-    """A lower bound of the size of a value, cut short as soon as it is clearly large."""
+    """Return a lower bound of the size of a value. Counting stops as soon as the value is clearly large."""
     if value is None or isinstance(
         value, bool | int | float | np.generic | enum.Enum | ray.ObjectRef | DataProtoFuture
     ):

@@ -1,5 +1,4 @@
-"""What can be found out about a worker that died or does not answer: its log, the kernel's counters, its threads'
-stacks."""
+"""Diagnostics of a worker that died or does not answer: its log, the kernel's counters, its threads' stacks."""
 
 from __future__ import annotations
 
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
 
 _TAIL_LINES = 25
-#: a process on a busy machine takes a while to see a signal
+#: a process on a busy machine takes a while to handle a signal
 _STACK_LIMIT_S, _STACK_POLL_S = 5.0, 0.3
-# Ray's words for a process that is gone without its doing.
+# Ray's message for a process that it did not end itself.
 _RAY_SAYS_NOTHING = "connection error code 2"
 _LESS_MEMORY = "use fewer workers per node, smaller batches, or offloading"
 _CRASH_MARKS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "Fatal Python error")
 
 
 def oom_kills() -> int | None:
-    """Processes that this machine's kernel has killed for lack of memory since it started; None where it does not
-    say."""
+    """Return the number of processes that this machine's kernel has killed for lack of memory since it started; None if
+    it is unknown."""
     try:
         with open("/proc/vmstat", encoding="ascii") as file:
             for line in file:
@@ -44,7 +43,7 @@ def oom_kills() -> int | None:
 
 
 def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, notes: str) -> WorkerDiedError:
-    """The error for a rank whose process ended."""
+    """Return the error for a rank whose process ended."""
     info = group.info(rank)
     pid = info.pid if info is not None else _number_after("pid: ", str(error))
     node = info.node if info is not None else "unknown"
@@ -89,7 +88,7 @@ def _likely_cause(ray_text: str, tail: str, oom_kills_before: int | None) -> str
 
 
 def stacks_of(infos: list[WorkerInfo | None]) -> str:
-    """Python stacks of workers that hang, as far as they run on this machine; an empty text otherwise."""
+    """Return the Python stacks of hanging workers on this machine; an empty text if there are none."""
     here = [info for info in infos if info is not None and _is_here(info)]
     before = {info.pid: _log_size(info.pid) for info in here}
     for info in here:
@@ -99,7 +98,7 @@ def stacks_of(infos: list[WorkerInfo | None]) -> str:
     while time.monotonic() < deadline and any(_log_size(info.pid) == before[info.pid] for info in here):
         time.sleep(_STACK_POLL_S)
     if here:
-        time.sleep(_STACK_POLL_S)  # the last of them may be at it
+        time.sleep(_STACK_POLL_S)  # the last worker may still be writing
     texts = []
     for info in here:
         text = _log_since(info.pid, before[info.pid])
@@ -109,7 +108,7 @@ def stacks_of(infos: list[WorkerInfo | None]) -> str:
 
 
 def log_tail(pid: int, lines: int = _TAIL_LINES) -> str:
-    """The last lines that a worker of this machine wrote to stderr."""
+    """Return the last lines that a worker on this machine wrote to stderr."""
     with contextlib.suppress(OSError):
         for path in _log_files(pid):
             with open(path, "rb") as file:

@@ -1,9 +1,9 @@
-"""Ends the processes of Ray that would run on for a minute after the controller is killed.
+"""Ends the processes of Ray that would keep running for a minute after the controller is killed.
 
-Ray's processes end with the process that started them, but two helpers of each node first look for the dead cluster,
-for a minute. This script, run next to the controller, reads its raylet's id from its standard input. When that closes
-without a farewell the controller is gone, and what that raylet started and is still there is ended. It imports
-nothing beyond the standard library, to start in milliseconds.
+Ray's processes end with the process that started them, but two helpers on each node first look for the dead cluster
+for a minute. This script runs next to the controller and reads its raylet's id from its standard input. If that closes
+without a dismissal, the controller is gone, and the remaining processes that the raylet started are ended. The script
+imports only the standard library, so that it starts in milliseconds.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ _LOOK_S = 5.0
 
 
 def stat_of(pid: int | str) -> tuple[str, str, str]:
-    """(parent's id, process group, start in the kernel's clock ticks) of a process; empty texts if it is gone.
+    """Return (parent's id, process group, start in the kernel's clock ticks) of a process; empty texts if it is gone.
 
-    The start distinguishes a process from a later one with the same id.
+    The start time distinguishes a process from a later one with the same id.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -33,16 +33,16 @@ def stat_of(pid: int | str) -> tuple[str, str, str]:
 
 
 def children_of(raylets: set[str]) -> dict[str, str]:
-    """Start of each process that one of the raylets started, by its id."""
+    """Return the start time of each process that one of the raylets started, by its id."""
     known = {pid: stat_of(pid) for pid in os.listdir("/proc") if pid.isdigit()}
     return {pid: begun for pid, (parent, _, begun) in known.items() if parent in raylets}
 
 
 class Reaper:
-    """The controller's side. Where there is no /proc it does nothing.
+    """The controller's side. Without /proc it does nothing.
 
     Args:
-        raylets: ids of the raylets that this process started; what they started is ended if this process is killed.
+        raylets: ids of the raylets that this process started. Their processes are ended if this process is killed.
     """
 
     def __init__(self, raylets: list[int]) -> None:
@@ -60,7 +60,7 @@ class Reaper:
         self._send("\n".join(map(str, raylets)))
 
     def dismiss(self) -> None:
-        """The controller ends by itself: nothing is left to do."""
+        """Tell the script that the controller ends normally, so that it does nothing."""
         if self._process is not None and self._process.stdin is not None:
             self._send(_FAREWELL)
             with contextlib.suppress(BrokenPipeError):
@@ -70,13 +70,13 @@ class Reaper:
 
     def _send(self, text: str) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody ended the script; Ray's own clean-up remains
+        with contextlib.suppress(BrokenPipeError):  # the script was killed; Ray's own clean-up remains
             self._process.stdin.write(text + "\n")
             self._process.stdin.flush()
 
 
 def main() -> None:
-    """Keep a list of what the raylets started until the controller's end; then end what is left of it."""
+    """Track the processes that the raylets started until the controller ends, then end those that are left."""
     raylets: set[str] = set()
     watched: dict[str, str] = {}
     while True:
@@ -92,7 +92,7 @@ def main() -> None:
     time.sleep(_PATIENCE_S)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         _, group, begun = stat_of(pid)
-        # A worker leads a process group: what it started is found there even when the worker itself is gone.
+        # A worker leads a process group, in which its children are found even if the worker itself is gone.
         if watched.get(pid) == begun or group in watched:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(int(pid), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Devices (or, without GPUs, logical slots) set aside in Ray placement groups."""
+"""Devices (or, without GPUs, logical slots) reserved in Ray placement groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridrl.errors import PlacementError
 from hybridrl.single_controller.base.worker_group import ResourcePool
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 
-# A placement group that fits is ready within milliseconds; this bounds a cluster in trouble.
+# A placement group that fits is ready within milliseconds. This limit is for a cluster in trouble.
 _PLACEMENT_TIMEOUT_S = 60.0
 _counter = itertools.count()
 
@@ -22,16 +22,16 @@ _counter = itertools.count()
 class RayResourcePool(ResourcePool):
     """Slots on Ray nodes: one placement group per node, one bundle per slot.
 
-    A bundle holds one CPU and, with `use_gpu`, one GPU, shared by the up to `max_colocate_count` groups that live
-    in the slot. Nothing is asked of Ray before `get_placement_groups` is first called.
+    A bundle holds one CPU and, with `use_gpu`, one GPU, shared by up to `max_colocate_count` groups in the slot.
+    Nothing is requested from Ray before the first call of `get_placement_groups`.
 
     Args:
-        process_on_nodes: slots on each node, e.g. `[8, 8]`.
+        process_on_nodes: number of slots on each node, e.g. `[8, 8]`.
         use_gpu: whether a slot is a GPU.
-        name_prefix: start of the placement groups' names.
-        max_colocate_count: worker groups (process groups of their own) that may share a slot.
-        detached: the placement groups outlive the driver.
-        accelerator_type: only nodes with this accelerator, by Ray's name for it.
+        name_prefix: prefix of the placement groups' names.
+        max_colocate_count: number of worker groups, each with its own processes, that may share a slot.
+        detached: whether the placement groups outlive the driver.
+        accelerator_type: use only nodes with this accelerator, by Ray's name for it.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RayResourcePool(ResourcePool):
         self.pgs: list[PlacementGroup] | None = None
 
     def bundle_resources(self) -> dict[str, float]:
-        """What one slot takes from Ray."""
+        """Return the Ray resources of one slot."""
         resources = {"CPU": 1.0}
         if self.use_gpu:
             resources["GPU"] = 1.0
@@ -62,15 +62,15 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """The pool's placement groups, made at the first call, in a stable order of nodes.
+        """Return the pool's placement groups in a stable order of nodes. They are created at the first call.
 
         Args:
             strategy: Ray's placement strategy; STRICT_PACK keeps each node's slots on one node.
-            name: start of the placement groups' names in place of `name_prefix`.
-            device_name: kept for callers that name the kind of device; `use_gpu` decides.
+            name: prefix of the placement groups' names in place of `name_prefix`.
+            device_name: accepted for callers that name the kind of device; `use_gpu` decides.
 
         Raises:
-            PlacementError: the nodes do not offer what the pool asks for; found before Ray would wait for it.
+            PlacementError: the nodes do not offer what the pool asks for; checked before Ray would wait for it.
         """
         if self.pgs is not None:
             return self.pgs
@@ -100,13 +100,13 @@ class RayResourcePool(ResourcePool):
         return self.pgs
 
     def slots(self) -> list[tuple[PlacementGroup, int]]:
-        """(placement group, bundle) of each rank."""
+        """Return (placement group, bundle) of each rank."""
         return [(group, index) for group in self.get_placement_groups() for index in range(group.bundle_count)][
             : self.world_size
         ]
 
     def release(self) -> None:
-        """Give the placement groups back; workers in them are killed by Ray."""
+        """Release the placement groups. Ray kills the workers in them."""
         for group in self.pgs or []:
             ray.util.remove_placement_group(group)
         self.pgs = None
@@ -114,13 +114,13 @@ class RayResourcePool(ResourcePool):
 
 @dataclass
 class ResourcePoolManager:
-    """Which role lives in which pool.
+    """Maps roles to pools.
 
     Attributes:
-        resource_pool_spec: slots on each node, by pool name, e.g. `{"global_pool": [8, 8]}`.
+        resource_pool_spec: number of slots on each node, by pool name, e.g. `{"global_pool": [8, 8]}`.
         mapping: pool name by role.
-        max_colocate_count: worker groups that may share a slot as processes of their own.
-        resource_pool_dict: the pools, once `create_resource_pool` made them.
+        max_colocate_count: number of worker groups that may share a slot, each with its own process.
+        resource_pool_dict: the pools, once `create_resource_pool` has created them.
         use_gpu: whether slots are GPUs; None asks Ray whether the cluster has any.
     """
 
@@ -134,7 +134,7 @@ class ResourcePoolManager:
         check_mapping(self.resource_pool_spec, self.mapping)
 
     def create_resource_pool(self) -> None:
-        """Make all pools at once.
+        """Create all pools at once.
 
         Raises:
             PlacementError: together they ask for more than the nodes offer.
@@ -155,7 +155,7 @@ class ResourcePoolManager:
         self.resource_pool_dict.update(pools)
 
     def get_resource_pool(self, role: Any) -> RayResourcePool:
-        """The pool a role lives in."""
+        """Return the pool of a role."""
         if role not in self.mapping:
             raise PlacementError(f"role {role} is mapped to no pool; mapped are {', '.join(map(str, self.mapping))}")
         name = self.mapping[role]
@@ -164,15 +164,15 @@ class ResourcePoolManager:
         return self.resource_pool_dict[name]
 
     def get_n_gpus(self) -> int:
-        """Slots in all pools."""
+        """Return the number of slots in all pools."""
         return sum(itertools.chain.from_iterable(self.resource_pool_spec.values()))
 
 
 def check_mapping(pools: Mapping[str, Sequence[int]], mapping: Mapping[Hashable, str]) -> None:
-    """Refuse a role that is mapped to a pool which is not there, and a pool without slots, before anything starts.
+    """Refuse a role that is mapped to a missing pool, and a pool without slots, before anything starts.
 
     Raises:
-        PlacementError: names every such role and pool.
+        PlacementError: there is one; the error names every such role and pool.
     """
     faults = [
         f"role {role} is mapped to pool {name!r}, which does not exist; the pools are {', '.join(pools) or 'none'}"
@@ -189,7 +189,7 @@ def check_mapping(pools: Mapping[str, Sequence[int]], mapping: Mapping[Hashable,
 
 
 def _sorted_by_node(groups: list[PlacementGroup]) -> list[PlacementGroup]:
-    """Order placement groups by their node's address, so that ranks lie on nodes in the same order in every run."""
+    """Order placement groups by their node's address, so that ranks are on nodes in the same order in every run."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
     def key(group: PlacementGroup) -> tuple[tuple[int, ...] | str, str]:

@@ -1,4 +1,4 @@
-"""RayWorkerGroup: the ranks of one model program as Ray actors, offered to the controller as one object."""
+"""`RayWorkerGroup`: the ranks of one model program as Ray actors, in one object on the controller."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, h
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 
-# A call that takes longer counts as hanging, unless the group has a `timeout_s` of its own.
+# A call that takes longer counts as hanging, unless the group has its own `timeout_s`.
 DEFAULT_TIMEOUT_S = 7200.0
-# Detached workers are named here, where every driver finds them; other workers in their driver's own namespace.
+# Detached workers are in this namespace, where every driver finds them. Other workers are in their driver's namespace.
 NAMESPACE = "hybridrl"
 _counter = itertools.count()
 # Calls from several threads must reach all ranks in the same order, or their collectives would wait for each other.
@@ -31,10 +31,10 @@ _SUBMITTING = threading.Lock()
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class with the arguments of its constructor, and Ray's options for its actors.
+    """A worker class with its constructor arguments, and Ray's options for its actors.
 
     Args:
-        cls: a subclass of `Worker`, or what `ray.remote` made of one (its options are kept).
+        cls: a subclass of `Worker`, or the result of `ray.remote` on one (its options are kept).
     """
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,20 +51,20 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.role_classes: dict[str, type] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Custom Ray resources that each actor takes in addition to its slot."""
+        """Set custom Ray resources that each actor takes in addition to its slot."""
         self.additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """Ray actor options (`max_concurrency`, `runtime_env`, ...) on top of those the group sets."""
+        """Add Ray actor options (`max_concurrency`, `runtime_env`, ...) to those the group sets."""
         self.options.update(options)
 
     def actor_class(self) -> Any:
-        """The Ray actor class of this worker class."""
+        """Return the Ray actor class of this worker class."""
         is_async = any(map(has_async_methods, [self.cls, *self.role_classes.values()]))
         return ray.remote(hosted(self.cls, is_async))
 
     def actor_options(self, resources: dict[str, float]) -> dict[str, Any]:
-        """Options for one actor: `resources` (of Ray's `num_cpus` kind) below what the user asked for."""
+        """Return the options for one actor: `resources` (such as `num_cpus`), overridden by the user's options."""
         options = {**resources, **self.options}
         if self.additional_resource:
             options["resources"] = {**options.get("resources", {}), **self.additional_resource}
@@ -72,30 +72,30 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 class RayWorkerGroup(WorkerGroup):
-    """Workers of one class, one in each slot of a pool, or workers that run already.
+    """Workers of one class, one in each slot of a pool, or workers that already run.
 
     The registered methods of the worker class become methods of the group. Starting is asynchronous: the constructor
     returns as soon as Ray has been asked for the processes, so several groups (and the controller's own preparations)
-    start side by side; the first call, or `wait_until_ready`, waits for the workers' constructors and reports their
+    start in parallel. The first call, or `wait_until_ready`, waits for the workers' constructors and reports their
     failures.
 
     Args:
         resource_pool: the slots; None to attach to running workers.
         ray_cls_with_init: the worker class with its arguments.
-        bin_pack: keep each node's slots on one node (STRICT_PACK), rather than as near as possible (PACK).
-        name_prefix: start of the actors' names, by which `from_detached` finds them.
-        detached: the workers outlive this driver.
+        bin_pack: keep each node's slots on one node (STRICT_PACK), rather than as close as possible (PACK).
+        name_prefix: prefix of the actors' names, by which `from_detached` finds them.
+        detached: whether the workers outlive this driver.
         worker_names: names of running workers to attach to.
         worker_handles: handles of running workers to attach to.
-        ray_wait_register_center_timeout: seconds in which all workers must be up and built.
-        role: the group's name in messages; the worker class's by default.
+        ray_wait_register_center_timeout: seconds within which all workers must be started and constructed.
+        role: the group's name in messages; by default, that of the worker class.
         timeout_s: seconds after which a call without an answer from all ranks fails.
-        threads: threads for arithmetic in each worker; None shares each node's cores among its workers.
+        threads: number of compute threads in each worker; None shares each node's cores among its workers.
         master_port: port of the process group on rank 0's node; None takes a free one.
-        worker_env: further environment variables of the workers; not those of a rank, such as `RANK`.
+        worker_env: further environment variables of the workers, except those of a rank, such as `RANK`.
 
     Raises:
-        ValueError: no pool or class to start from, or `worker_env` sets a rank's variable.
+        ValueError: there is no pool or class to start from, or `worker_env` sets a rank's variable.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class RayWorkerGroup(WorkerGroup):
                 "leave it out (master_port= chooses the port of the process group)"
             )
         self.role = role or (ray_cls_with_init.cls.__name__ if ray_cls_with_init is not None else self.name_prefix)
-        #: seconds that the slowest rank spent in each method, added up over calls
+        #: seconds that the slowest rank spent in each method, summed over calls
         self.method_seconds: dict[str, float] = {}
         self.oom_kills_at_start = postmortem.oom_kills()
         self._sub_role = ""
@@ -227,7 +227,7 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: RayClassWithInitArgs | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """A group over workers that run already, by their names or handles in rank order."""
+        """Return a group of workers that already run, from their names or handles in rank order."""
         return cls(
             resource_pool=None,
             ray_cls_with_init=ray_cls_with_init,
@@ -240,10 +240,10 @@ class RayWorkerGroup(WorkerGroup):
     # --- roles of colocated workers
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """One group for each role of colocated workers (`create_colocated_worker_cls`), all on this group's processes.
+        """Return one group per role of colocated workers (`create_colocated_worker_cls`), all on the same processes.
 
         Args:
-            prefix_set: the roles to make groups of.
+            prefix_set: the roles to make groups for.
         """
         return {role: self._role_group(role) for role in prefix_set}
 
@@ -252,7 +252,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.spawn(prefix_set)
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group an attribute for each role: `group.actor.update_actor(batch)`."""
+        """Add an attribute for each role to this group: `group.actor.update_actor(batch)`."""
         for role, group in self.spawn(prefix_set).items():
             setattr(self, role, group)
 
@@ -282,7 +282,7 @@ class RayWorkerGroup(WorkerGroup):
     # --- calls
 
     def _bind_calls(self) -> None:
-        # Ray's options() costs more than the call itself; made once for each worker.
+        # Ray's options() costs more than the call itself, so it is called once per worker.
         self._callers = [worker._host_call.options(num_returns=2) for worker in self._workers]
 
     def run_method(self, method: GroupMethod, args: tuple[Any, ...], kwargs: dict[str, Any], padding: Any) -> Any:
@@ -305,7 +305,7 @@ class RayWorkerGroup(WorkerGroup):
     def _submit(
         self, name: str, ranks: Sequence[int], columns: list[list[Any]], named: dict[str, list[Any]]
     ) -> calls.Call:
-        """Send one call; `columns` and `named` hold each argument's value for each of `ranks`."""
+        """Send one call. `columns` and `named` hold each argument's value for each of `ranks`."""
         self._check_usable()
         columns = [put_shared(column) for column in columns]
         named = {key: put_shared(column) for key, column in named.items()}
@@ -335,7 +335,7 @@ class RayWorkerGroup(WorkerGroup):
         return ray.get(call.results[0])
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method on rank 0; returns the reference of its value at once."""
+        """Run a method on rank 0 and return a reference to its value at once."""
         call = self._submit(method_name, [0], [[arg] for arg in args], {name: [arg] for name, arg in kwargs.items()})
         call.watch()
         return call.results[0]
@@ -347,12 +347,13 @@ class RayWorkerGroup(WorkerGroup):
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method on all ranks and return their values in rank order.
 
-        When every argument is a list of world_size entries each rank gets its own entry, otherwise all get everything.
+        If every argument is a list of world_size entries, each rank gets its own entry. Otherwise all ranks get
+        everything.
         """
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> calls.RayPendingOutputs:
-        """`execute_all_sync` without waiting: a list of references with `get()`."""
+        """Run `execute_all_sync` without waiting, and return a list of references with `get()`."""
         kwargs.pop(PADDING_KEY, None)
         count = self.world_size
         call = self._submit(method_name, range(count), *_per_worker(args, kwargs, count))
@@ -365,13 +366,13 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_all_async(method_name, *args, **kwargs)
 
     def add_seconds(self, method: str, seconds: float) -> None:
-        """Count the slowest rank's time in a call (constructors are not calls)."""
+        """Add the slowest rank's time in a call (constructors are not calls)."""
         if method == calls.CONSTRUCTOR:
             return
         self.method_seconds[method] = self.method_seconds.get(method, 0.0) + seconds
 
     def pop_method_seconds(self) -> dict[str, float]:
-        """`method_seconds` since the last time it was asked for."""
+        """Return `method_seconds` since the previous call of this method."""
         seconds, self.method_seconds = self.method_seconds, {}
         return seconds
 
@@ -389,7 +390,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks of the group."""
         return len(self._workers)
 
     @property
@@ -400,27 +401,27 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def master_port(self) -> str:
-        """The port kept free there for the process group."""
+        """The port on rank 0's node that is kept free for the process group."""
         self.wait_until_ready()
         return str(self._shared.infos[0].master_port)
 
     def info(self, rank: int) -> WorkerInfo | None:
-        """Where a rank lives, once it is known."""
+        """Return where a rank runs, once it is known."""
         return self._shared.infos[rank] if self._shared.infos else None
 
     def describe_rank(self, rank: int) -> str:
-        """One line on a rank's place."""
+        """Return one line that says where a rank runs."""
         info = self.info(rank)
         if info is None:
             return f"  rank {rank}: not up yet ({self.name_prefix})"
         return f"  rank {rank}: node {info.node}, pid {info.pid}"
 
     def shares_workers(self, other: RayWorkerGroup) -> bool:
-        """Whether both groups run on the same processes."""
+        """Return whether both groups run on the same processes."""
         return self._shared is other._shared
 
     def check_alive(self) -> None:
-        """Raise `WorkerDiedError` when a worker's process has ended. Workers that are busy count as alive."""
+        """Raise `WorkerDiedError` if a worker's process has ended. Busy workers count as alive."""
         self.raise_if_ended()
         shared = self._shared
         if not shared.pings:
@@ -442,7 +443,7 @@ class RayWorkerGroup(WorkerGroup):
             raise self._shared.failure
 
     def end_with(self, error: WorkerError) -> None:
-        """End the group's processes; every later call raises `error`."""
+        """End the group's processes. Every later call raises `error`."""
         if self._shared.failure is None:
             self._shared.failure = error
         self.kill()
@@ -459,7 +460,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class _Shared:
-    """What all groups on the same processes share."""
+    """State that all groups on the same processes share."""
 
     def __init__(self) -> None:
         self.building: list[Any] = []
@@ -469,7 +470,7 @@ class _Shared:
 
 
 def _per_worker(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Each argument as a list with one entry per rank; see `RayWorkerGroup.execute_all_sync`."""
+    """Return each argument as a list with one entry per rank; see `RayWorkerGroup.execute_all_sync`."""
     values = [*args, *kwargs.values()]
     if all(isinstance(value, list | tuple) and len(value) == count for value in values):
         return list(args), kwargs
@@ -477,23 +478,23 @@ def _per_worker(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tu
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Rank 0's entry of each argument."""
+    """Return rank 0's entry of each argument."""
     columns, named = _per_worker(args, kwargs, count)
     return [[column[0]] for column in columns], {name: [column[0]] for name, column in named.items()}
 
 
 def _find_actor(name: str) -> Any | None:
-    """A running actor by its name, of this driver or detached from any."""
+    """Return a running actor of this driver, or a detached actor, by its name."""
     for namespace in (None, NAMESPACE):
         try:
             return ray.get_actor(name, namespace=namespace)
         except ValueError:
-            continue  # Ray's way to say that there is none
+            continue  # Ray raises this if there is none
     return None
 
 
 def _slots_by_node(slots: list[tuple[Any, int]]) -> list[int]:
-    """For each slot, how many slots of all placement groups of this cluster lie on its node."""
+    """Return for each slot how many slots of all placement groups of this cluster are on its node."""
     counts: dict[str, int] = {}
     node_of: dict[tuple[str, int], str] = {}
     for group_id, entry in ray.util.placement_group_table().items():
