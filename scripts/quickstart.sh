@@ -7,10 +7,10 @@
 # 2. makes the data: sort five digits        (hybridrl.data.preprocess.sort)
 # 3. builds a model of 0.36 M parameters     (hybridrl.models.tiny)
 # 4. warms it up on solved examples          (hybridrl.trainer.main_sft)
-# 5. trains it with GRPO                     (hybridrl.trainer.main_ppo, which also takes the words KEY=VALUE)
+# 5. trains it with GRPO                     (hybridrl.trainer.main_ppo, which also gets the KEY=VALUE settings)
 #
 # Everything is written below --out (outputs/quickstart). An earlier run there is kept as grpo.previous. --python names an
-# interpreter that has hybridrl already; nothing is installed then.
+# interpreter that already has hybridrl; then nothing is installed.
 set -euo pipefail
 
 usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; }
@@ -37,7 +37,7 @@ done
 case "$seed" in '' | *[!0-9]*) fail "--seed $seed is not a whole number" ;; esac
 cd "$(dirname "$0")/.."
 case "$out" in
-    outputs/quickstart) out=$PWD/$out ;; # the default lies in the checkout, wherever the script was called from
+    outputs/quickstart) out=$PWD/$out ;; # the default is in the checkout, wherever the script was called from
     /*) ;;
     *) out=$here/$out ;;
 esac
@@ -100,7 +100,7 @@ grpo=(
     trainer.max_actor_ckpt_to_keep=1
     ${overrides[@]+"${overrides[@]}"}
 )
-# A setting that cannot be used is told now, not after the warm start (whose model is not there yet).
+# A setting that cannot be used is reported now, not after the warm start (whose model does not exist yet).
 "$python" -c 'import sys; from hybridrl.config import cli; cli("ppo_trainer", lambda config: None, sys.argv[1:])' \
     "${grpo[@]}" actor_rollout_ref.model.path="'$out/model'" ||
     fail "these settings cannot be used, see above: ${overrides[*]-}"

@@ -2,19 +2,19 @@
 # Install into .venv, with vLLM, then check lint, formatting, types, layers and the documentation site, and run all tests,
 # two at a time:
 #
-#   bash scripts/test.sh [--fast] [--skip-sglang] [PYTEST'S WORDS ...]
+#   bash scripts/test.sh [--fast] [--skip-sglang] [PYTEST ARGUMENTS ...]
 #
-# --fast         no tests that start Ray, an engine or a program (what pytest -m "not slow" chooses): a few minutes
-# --skip-sglang  no tests in SGLang's own environment, .venv-sglang, which is built first; HYBRIDRL_SKIP_SGLANG=1 likewise
+# --fast         no tests that start Ray, an engine or a program (pytest -m "not slow"): a few minutes
+# --skip-sglang  do not build SGLang's own environment, .venv-sglang, or run its tests; HYBRIDRL_SKIP_SGLANG=1 does the same
 # --help         this text
 #
-# Other words are passed on to pytest, and SGLang's tests are left out then:
+# Other arguments are passed to pytest, and then SGLang's tests are left out:
 #
 #   bash scripts/test.sh tests/algorithms -k grpo
 #   bash scripts/test.sh tests/engine -n 0 --pdb       (-n: how many processes run tests; 2 by default)
 #
-# Tests that need a GPU stand in tests/gpu and are skipped where there is none. Each run of pytest ends with its own summary,
-# and the last lines say which checks failed.
+# Tests that need a GPU are in tests/gpu and are skipped if there is none. Each run of pytest ends with its own summary, and
+# the last lines say which checks failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
@@ -49,7 +49,7 @@ told() { # told NAME STATUS SECONDS [TEXT]
     summary+=$(printf '%-32s %s in %d s%s' "$1" "$verdict" "$3" "${4:+: $4}")$'\n'
 }
 
-beside() { # beside NAME COMMAND...: in the background, all checks one after the other; `collect` shows what they said
+beside() { # beside NAME COMMAND...: in the background, all checks one after another; `collect` shows their output
     local name=$1 started=$SECONDS status=0
     shift
     "$@" >"$logs/$name.out" 2>&1 || status=$?
@@ -85,12 +85,12 @@ if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
 ) &
 static_job=$!
 sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
-if [ -z "$skip_sglang" ]; then # mostly network, beside the tests
+if [ -z "$skip_sglang" ]; then # mostly network, in parallel with the tests
     HYBRIDRL_VENV=$sglang_venv beside "SGLang environment" bash scripts/install.sh auto dev sglang &
     sglang_job=$!
 fi
 
-# tests/conftest.py says which tests stay in one process, and in which order these groups start
+# tests/conftest.py decides which tests run in the same process, and in which order these groups start
 tests "pytest" "$bin/python" -m pytest -n 2 ${fast:+-m "not slow"} "$@"
 
 wait "$static_job"

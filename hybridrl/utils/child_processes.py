@@ -13,13 +13,13 @@ def keep_exit_codes(adopt_orphans: bool = True) -> None:
     """Undo that SIGCHLD is ignored in this process, so that the exit codes of its children are not lost.
 
     While SIGCHLD is ignored, every child process seems to end with exit code 0, and programs started from here inherit
-    that. Ray ignores it in drivers and workers where its subreaper is on
+    that. Ray ignores it in drivers and workers if its subreaper is on
     (`RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper`). Unlike `signal.signal`, this function works in
     every thread.
 
     Args:
         adopt_orphans: whether this process stays the subreaper that Ray made it. It then has to wait for processes
-            that it did not start, or they stay in the process table until it ends.
+            that it did not start; otherwise they stay in the process table until it ends.
     """
     library = ctypes.CDLL(None)
     action = ctypes.create_string_buffer(_SIZE_OF_SIGACTION)

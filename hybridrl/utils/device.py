@@ -1,7 +1,7 @@
 """The machine's accelerator: a few plain functions, in the only file of the package that uses `torch.cuda`.
 
-Everything else asks here, so that every code path runs on a CPU with gloo and takes NCCL, bfloat16 and flash
-attention where there is a GPU that has them.
+All other modules call these functions, so that every code path runs on a CPU with gloo, and uses NCCL, bfloat16 and
+flash attention on a GPU that supports them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ GIB = 1024**3
 
 @functools.cache
 def get_device_name() -> str:
-    """`"cuda"` where a GPU is visible to this process, else `"cpu"`."""
+    """Return `"cuda"` if a GPU is visible to this process, else `"cpu"`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def is_gpu() -> bool:
-    """Whether this process computes on a GPU."""
+    """Return whether this process computes on a GPU."""
     return get_device_name() == "cuda"
 
 
 def device_count() -> int:
-    """Accelerators visible to this process; on a CPU-only machine 0."""
+    """Return the number of accelerators visible to this process; 0 on a CPU-only machine."""
     return torch.cuda.device_count() if is_gpu() else 0
 
 
 def device_names() -> list[str]:
-    """Product names of the visible accelerators, in their order; empty on a CPU-only machine."""
+    """Return the product names of the visible accelerators, in order; empty on a CPU-only machine."""
     return [torch.cuda.get_device_name(index) for index in range(device_count())]
 
 
 def current_device() -> torch.device:
-    """The device this process computes on: `cuda:<index>` or `cpu`."""
+    """Return the device that this process computes on: `cuda:<index>` or `cpu`."""
     return torch.device("cuda", torch.cuda.current_device()) if is_gpu() else torch.device("cpu")
 
 
 def set_device(local_rank: int) -> torch.device:
-    """Make the accelerator number `local_rank` the current one. With one visible accelerator that one is taken.
+    """Make accelerator number `local_rank` the current one. If only one accelerator is visible, use that one.
 
     Raises:
         ValueError: the machine shows fewer accelerators than `local_rank` asks for.
@@ -61,13 +61,14 @@ def set_device(local_rank: int) -> torch.device:
 
 
 def backend_name() -> str:
-    """The `torch.distributed` back end: tensors in main memory go through gloo, those on a GPU through NCCL."""
+    """Return the `torch.distributed` back end: gloo for tensors in main memory, NCCL for tensors on a GPU."""
     return "cpu:gloo,cuda:nccl" if is_gpu() else "gloo"
 
 
 @functools.cache
 def supports_flash_attention() -> bool:
-    """Whether transformers' `flash_attention_2` can run: the package, and a GPU of generation 8.0 or newer."""
+    """Return whether transformers' `flash_attention_2` can run. It needs the package and a GPU of compute capability
+    8.0 or newer."""
     if not is_gpu() or importlib.util.find_spec("flash_attn") is None:
         return False
     from transformers.utils import is_flash_attn_2_available
@@ -76,15 +77,15 @@ def supports_flash_attention() -> bool:
 
 
 def synchronize() -> None:
-    """Wait until the device has finished what was queued on it."""
+    """Wait until the device has finished its queued work."""
     if is_gpu():
         torch.cuda.synchronize()
 
 
 def empty_cache() -> None:
-    """Give memory that PyTorch holds but does not use back to the device."""
+    """Release memory that PyTorch holds but does not use."""
     if is_gpu():
-        torch.cuda.ipc_collect()  # what other processes have let go of
+        torch.cuda.ipc_collect()  # memory that other processes have released
         torch.cuda.empty_cache()
 
 
@@ -96,10 +97,10 @@ def manual_seed(seed: int) -> None:
 
 
 def memory_stats() -> dict[str, float]:
-    """Device memory in GiB: `max_memory_allocated_gb` and `max_memory_reserved_gb` so far, `free_gb` and
-    `total_gb` now.
+    """Return device memory in GiB: `max_memory_allocated_gb` and `max_memory_reserved_gb` so far, and the current
+    `free_gb` and `total_gb`.
 
-    On a CPU the two maxima are the process's peak resident memory and the other two are those of the machine.
+    On a CPU the two maxima are the process's peak resident memory, and the other two values are those of the machine.
     """
     if is_gpu():
         free, total = torch.cuda.mem_get_info()
@@ -126,16 +127,16 @@ def memory_stats() -> dict[str, float]:
 
 
 def get_rng_states() -> list[torch.Tensor]:
-    """State of the current accelerator's random generator as one `uint8` tensor; an empty list on a CPU."""
+    """Return the state of the current accelerator's random generator as one `uint8` tensor; an empty list on a CPU."""
     return [torch.cuda.get_rng_state()] if is_gpu() else []
 
 
 def set_rng_states(states: list[torch.Tensor]) -> None:
-    """Put back what `get_rng_states` gave; without an accelerator, do nothing."""
+    """Restore the states that `get_rng_states` returned. Without an accelerator, do nothing."""
     if is_gpu() and states:
         torch.cuda.set_rng_state(states[0])
 
 
 def uuid_of(device: torch.device) -> str:
-    """What names this accelerator in every process, whatever its index there; `"cpu"` on a CPU."""
+    """Return an id of this device that is the same in every process, whatever its index there; `"cpu"` on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"

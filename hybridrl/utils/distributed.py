@@ -1,4 +1,4 @@
-"""Small helpers over `torch.distributed` that also work in a process without a process group (a world of one)."""
+"""Small helpers for `torch.distributed` that also work in a process without a process group (a world of one)."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from hybridrl.utils import device
 
 
 def is_distributed() -> bool:
-    """Whether this process is in an initialised process group."""
+    """Return whether this process is in an initialised process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_rank() -> int:
-    """Rank in the world; 0 without a process group."""
+    """Return the rank in the world; 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def get_world_size() -> int:
-    """Number of processes in the world; 1 without a process group."""
+    """Return the number of processes in the world; 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def init_process_group(
     rank: int, world_size: int, master_address: str, master_port: int, timeout_seconds: float = 1800.0
 ) -> None:
-    """Join the process group of a worker group, with the device's own back end. Does nothing when one is joined
-    already.
+    """Join the process group of a worker group, with the device's own back end. Does nothing if a group is already
+    joined.
 
     Args:
-        timeout_seconds: How long any collective may wait for a peer before it raises.
+        timeout_seconds: how long any collective may wait for a peer before it raises.
 
     Raises:
-        RuntimeError: the group did not come together; the message names the address and this rank.
+        RuntimeError: not all ranks joined the group; the error names the address and this rank.
     """
     if is_distributed():
         return
@@ -68,13 +68,13 @@ def destroy_process_group() -> None:
 
 
 def barrier() -> None:
-    """Wait for every rank. Goes through main memory, so it does not wait for work queued on a GPU."""
+    """Wait for every rank. This uses main memory, so it does not wait for work queued on a GPU."""
     if get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))
 
 
 def all_reduce_max(value: int, group: dist.ProcessGroup | None = None) -> int:
-    """The largest of the ranks' integers. The tensor lies in main memory, so no GPU is waited for."""
+    """Return the largest of the ranks' integers. The tensor is in main memory, so this does not wait for a GPU."""
     if not is_distributed() or dist.get_world_size(group) == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64)
@@ -83,7 +83,7 @@ def all_reduce_max(value: int, group: dist.ProcessGroup | None = None) -> int:
 
 
 def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Every rank's tensor, in the order of the group's ranks. All have the same shape, and lie in main memory."""
+    """Return every rank's tensor, in rank order of the group. All have the same shape and are in main memory."""
     if not is_distributed() or dist.get_world_size(group) == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -92,7 +92,7 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Every rank's object, in rank order."""
+    """Return every rank's object, in rank order."""
     if get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * get_world_size()
@@ -102,7 +102,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """A NCCL group made within raises where another rank is gone; others end the whole process after their time."""
+    """Make NCCL groups created in the block raise if a rank is gone. Others end the process after a timeout."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -116,14 +116,14 @@ def _blocking_wait() -> Iterator[None]:
 
 
 class StandaloneGroup:
-    """A process group besides the default one, of processes that belong to no common world.
+    """A process group besides the default one, for processes that have no common world.
 
-    Rank 0 is made first and its `port` sent to the others; then each of them calls `connect`, which waits for all.
+    Rank 0 is created first and its `port` is sent to the others. Each then calls `connect`, which waits for all.
 
     Args:
         host: the node of rank 0.
-        port: where rank 0 listens; 0 on rank 0 takes a free one.
-        device: where tensors lie; decides between gloo and NCCL.
+        port: the port on which rank 0 listens; 0 on rank 0 takes a free one.
+        device: the device of the tensors, which decides between gloo and NCCL.
         timeout_seconds: how long to wait for the others.
     """
 
@@ -145,7 +145,7 @@ class StandaloneGroup:
         self._group: Any = None
 
     def connect(self) -> None:
-        """Wait for the other ranks; at the second call nothing is done."""
+        """Wait for the other ranks. A second call does nothing."""
         if self._group is not None:
             return
         store = dist.PrefixStore("hybridrl", self._store)
@@ -158,7 +158,7 @@ class StandaloneGroup:
                 self._group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Overwrite `tensor` with that of `root`, and wait for it."""
+        """Overwrite `tensor` with that of `root`, and wait until this is done."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         self._group.broadcast([tensor], options).wait()

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written to a temporary file, made durable, renamed."""
+"""Atomic file writes: a file is written under a temporary name, made durable, and renamed."""
 
 import contextlib
 import os
@@ -27,10 +27,10 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write in place of `path`: yields a path next to it, which takes its name on success.
+    """Yield a temporary path next to `path`, which is renamed to `path` on success.
 
-    A reader, or a process that is killed, sees the old content or the new, never a part. The content is durable when
-    the block is left; on an exception the old file stays and nothing is left next to it.
+    A reader, or a process that is killed, sees either the old or the new content, never a part of it. The content is
+    durable when the block ends. On an exception the old file is kept and the temporary file is removed.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

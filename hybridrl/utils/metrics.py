@@ -1,7 +1,7 @@
 """Numbers that merge exactly over micro-batches, mini-batches and ranks.
 
-A mean of means is wrong as soon as the parts differ in size. A `Metric` therefore carries its weight along, and
-merging two of them gives what one computation over all the data would have given, in whatever order they are merged.
+A mean of means is wrong if the parts differ in size. A `Metric` therefore carries its weight. Merging metrics gives the
+same result as one computation over all the data, in any order of merging.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Metric:
     """One number and how it merges with others of the same name.
 
     Attributes:
-        value: A float, or a tensor with one element while the computation runs (reading it would wait for the device).
-        weight: What a mean is weighted with: tokens, sequences, steps. The other kinds do not use it.
+        value: a float, or a tensor with one element while the computation runs (reading it would wait for the device).
+        weight: the weight in a mean: tokens, sequences, steps. The other kinds do not use it.
         kind: `mean` (weighted), `sum`, `max` or `min`.
     """
 
@@ -37,7 +37,7 @@ class Metric:
 
 
 def to_floats(metrics: Mapping[Key, Metric]) -> dict[Key, Metric]:
-    """The same metrics with plain floats: every tensor is read in one transfer from its device."""
+    """Return the same metrics with plain floats. All tensors of a device are read in one transfer."""
     tensors = [
         part.detach().reshape(()).to(torch.float64)
         for metric in metrics.values()
@@ -58,14 +58,14 @@ def to_floats(metrics: Mapping[Key, Metric]) -> dict[Key, Metric]:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge dictionaries of metrics by name; a name may be missing in some of them. Values come out as floats.
+    """Merge dictionaries of metrics by name. A name may be missing in some of them. The values become floats.
 
-    A mean becomes `sum(w_i v_i) / sum(w_i)`. Parts of weight 0 do not count; where all weights are 0 the value is 0.
+    A mean becomes `sum(w_i v_i) / sum(w_i)`. Parts of weight 0 do not count; if all weights are 0, the value is 0.
 
     Raises:
         ValueError: a name occurs with two kinds.
     """
-    # All tensors of all parts are read together: one wait for the device, however many micro-batches there were.
+    # All tensors of all parts are read together, which waits for the device once, regardless of the micro-batches.
     read = to_floats({(number, name): metric for number, part in enumerate(parts) for name, metric in part.items()})
     gathered: dict[str, list[Metric]] = {}
     for (_, name), metric in read.items():
@@ -87,13 +87,13 @@ def _merge(name: str, metrics: list[Metric]) -> Metric:
     if len(values) == 1 and weights[0]:
         return metrics[0]
     total = sum(weights)
-    # A part without weight may hold anything, also NaN (the mean over no tokens).
+    # A part with weight 0 may hold any value, including NaN (the mean over no tokens).
     value = sum(v * w for v, w in zip(values, weights, strict=True) if w) / total if total else 0.0
     return Metric(value, total, kind)
 
 
 def as_metrics(values: Mapping[str, Any], weight: float | torch.Tensor) -> dict[str, Metric]:
-    """Wrap plain numbers and tensors as means of the given weight; a `Metric` stays as it is."""
+    """Wrap plain numbers and tensors as means with the given weight. A `Metric` is unchanged."""
     return {
         name: value if isinstance(value, Metric) else Metric(_detached(value), weight) for name, value in values.items()
     }
@@ -104,5 +104,5 @@ def _detached(value: Any) -> float | torch.Tensor:
 
 
 def reduce_to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Name to plain number, for a tracker."""
+    """Map each name to a plain number, for a tracker."""
     return {name: float(metric.value) for name, metric in to_floats(metrics).items()}

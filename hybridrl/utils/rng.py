@@ -17,15 +17,15 @@ def _encode(state: torch.Tensor) -> str:
 
 
 def _decode(text: str) -> torch.Tensor:
-    # bytearray: a tensor over immutable bytes would warn, and set_state wants memory of its own.
+    # bytearray, because a tensor over immutable bytes would warn, and set_state needs its own memory.
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global generators of Python, NumPy, torch on CPU and torch on the current accelerator.
+    """Return the state of the global generators of Python, NumPy, torch on CPU and torch on the current accelerator.
 
     Returns:
-        Dicts, lists, numbers and strings only, about 20 kB: fit for `json.dump` and for Ray.
+        Only dicts, lists, numbers and strings, about 20 kB; suitable for `json.dump` and for Ray.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -45,19 +45,19 @@ def rng_state() -> dict[str, Any]:
 
 
 def seed_rng(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch, on CPU and accelerator, with one number of 32 bits."""
+    """Seed the global generators of Python, NumPy and torch, on CPU and accelerator, with one 32-bit number."""
     random.seed(seed)
     np.random.seed(seed)
     device.manual_seed(seed)
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back into a state taken by `rng_state`: the numbers they give go on from there.
+    """Restore a state that `rng_state` returned, so that the generators continue from there.
 
-    An accelerator's state is put back where there is an accelerator.
+    An accelerator's state is restored if there is an accelerator.
 
     Raises:
-        ValueError: the state is of another format, or incomplete; nothing was set.
+        ValueError: the state has another format or is incomplete; nothing was set.
     """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__

@@ -1,7 +1,7 @@
-"""Splitting sequences of unequal length into parts of equal work.
+"""Splits sequences of unequal length into parts of equal work.
 
 The partitioner is the largest differencing method of Karmarkar and Karp (1982) for k parts, with or without the
-condition that all parts hold equally many sequences.
+constraint that all parts have the same number of sequences.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ import torch.distributed as dist
 
 from hybridrl.utils.distributed import all_reduce_max
 
-# A transformer layer's work on L tokens is about proportional to 24576 L + L^2: its linear maps (of a 7B model with
-# hidden size 4096: 6 H = 24576) and its attention.
+# A transformer layer's work on L tokens is about proportional to 24576 L + L^2: the linear maps (6 H = 24576 for a 7B
+# model with hidden size 4096) and the attention.
 LINEAR_WORK = 24576
 
 
 def calculate_workload(seqlen_list: torch.Tensor) -> torch.Tensor:
-    """Work of a forward and backward pass over sequences of these lengths, in arbitrary units: `24576 L + L^2`."""
+    """Return the work of a forward and backward pass over sequences of these lengths, in arbitrary units:
+    `24576 L + L^2`."""
     return LINEAR_WORK * seqlen_list + seqlen_list**2
 
 
 def ceildiv(a: int, b: int) -> int:
-    """`a / b` rounded up."""
+    """Return `a / b` rounded up."""
     return -(a // -b)
 
 
 def roundup_divisible(a: int, b: int) -> int:
-    """The smallest multiple of `b` that is at least `a`."""
+    """Return the smallest multiple of `b` that is at least `a`."""
     return ceildiv(a, b) * b
 
 
 def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Indices in `k_partitions` parts with nearly equal sums.
+    """Split the indices into `k_partitions` parts with nearly equal sums.
 
     Args:
-        equal_size: Every part holds the same number of indices.
+        equal_size: whether every part has the same number of indices.
 
     Raises:
-        ValueError: `equal_size` and the number of sequences is no multiple of `k_partitions`.
+        ValueError: `equal_size` is set and the number of sequences is not a multiple of `k_partitions`.
     """
     order = sorted(range(len(seqlen_list)), key=lambda index: (seqlen_list[index], index))
     if equal_size:
         if len(order) % k_partitions:
             raise ValueError(f"{len(order)} sequences cannot be split into {k_partitions} parts of equal size")
-        # Tuples of k neighbours in size: merging keeps the counts of a tuple's places equal.
+        # Tuples of k sequences of similar size: merging keeps the counts of a tuple's parts equal.
         starts = [order[i : i + k_partitions] for i in range(0, len(order), k_partitions)]
     else:
         starts = [[index] for index in order]
@@ -60,7 +61,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
         heapq.heappush(heap, (places[-1][0] - places[0][0], number, places))
     number = len(heap)
     while len(heap) > 1:
-        # The two with the largest spread are joined, the fullest place of one with the emptiest of the other.
+        # Merge the two with the largest spread, the fullest part of one with the emptiest part of the other.
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         joined = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
@@ -71,15 +72,16 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """`karmarkar_karp` with each part's indices in ascending order; no part is empty.
+    """Run `karmarkar_karp`, with each part's indices in ascending order and no empty part.
 
     Raises:
-        ValueError: fewer sequences than parts, or `equal_size` and their number is no multiple of `k_partitions`.
+        ValueError: there are fewer sequences than parts, or `equal_size` is set and their number is not a multiple of
+            `k_partitions`.
     """
     if len(seqlen_list) < k_partitions:
         raise ValueError(f"{len(seqlen_list)} sequences cannot fill {k_partitions} parts")
     parts = [sorted(part) for part in karmarkar_karp(seqlen_list, k_partitions, equal_size)]
-    # Sequences of length 0 can leave a part without any: give it one of the largest part's.
+    # Sequences of length 0 can leave a part empty: move one from the largest part to it.
     for part in parts:
         if not part:
             largest = max(parts, key=len)
@@ -90,7 +92,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """How uneven the parts' token counts were in the order given, and are as partitioned.
+    """Measure how uneven the token counts of the parts are, in the given order and after partitioning.
 
     Returns:
         `<prefix>/min, max, minmax_diff` of consecutive equal chunks, `<prefix>/balanced_min, balanced_max` of the
@@ -123,12 +125,12 @@ def rearrange_micro_batches(
     """Split a batch into micro-batches of about `max_token_len` real tokens and nearly equal work.
 
     Args:
-        batch: A TensorDict with `attention_mask [B, S]`.
-        dp_group: The ranks that take the same number of micro-batches, if `same_micro_num_in_dp`.
-        num_batches_divided_by: The number of micro-batches is a multiple of it.
-        min_num_micro_batch: There are at least so many.
-        use_dynamic_bsz_balance: Order the micro-batches by work, the smallest at both ends.
-        force_group_size: So many consecutive rows stay together.
+        batch: a TensorDict with `attention_mask [B, S]`.
+        dp_group: the ranks that take the same number of micro-batches, if `same_micro_num_in_dp`.
+        num_batches_divided_by: the number of micro-batches is a multiple of this.
+        min_num_micro_batch: the minimum number of micro-batches.
+        use_dynamic_bsz_balance: whether to order the micro-batches by work, with the smallest at both ends.
+        force_group_size: the number of consecutive rows that stay together.
 
     Returns:
         The micro-batches and, for each, its rows in the batch.
@@ -160,7 +162,7 @@ def rearrange_micro_batches(
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The inverse of a permutation."""
+    """Return the inverse of a permutation."""
     inverse = [0] * len(idx_map)
     for place, index in enumerate(idx_map):
         inverse[index] = place

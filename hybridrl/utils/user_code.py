@@ -1,11 +1,12 @@
-"""Code that a user names in the configuration, loaded the same way everywhere.
+"""Loads code that a user names in the configuration, the same way everywhere.
 
 A path is one of
 
 - `path/to/file.py`: a Python file. Its folder is put on `sys.path`, so that it can import the files next to it.
 - `package.module` or `pkg://package.module`: a module that can be imported.
 
-Where an object is wanted, `:name` may follow either. Processes that score rewards import this module: it stays light.
+If an object is needed, `:name` may follow either form. Processes that score rewards import this module, so it must stay
+light.
 """
 
 import importlib
@@ -31,7 +32,7 @@ def load_module(path: str, key: str, error: type[UserError] = UserError) -> Modu
         error: the class of the errors that are raised.
 
     Raises:
-        UserError: there is no such file or module, or it raises while it is imported.
+        UserError: there is no such file or module, or importing it raises.
     """
     name = path.removeprefix("pkg://")
     file = Path(path).expanduser().absolute()
@@ -42,7 +43,7 @@ def load_module(path: str, key: str, error: type[UserError] = UserError) -> Modu
         raise error(f"{key}={path}: not a Python file; its name must end in .py.")
     try:
         return _load_file(file.resolve()) if is_file else importlib.import_module(name)
-    except Exception as cause:  # the user's code raises whatever is wrong with it
+    except Exception as cause:  # the user's code may raise anything
         reason = f"fails to import: {type(cause).__name__}: {cause}{_place(cause)}"
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
             reason = f"neither a Python file (looked for {file}) nor a module that can be imported ({cause})."
@@ -50,17 +51,17 @@ def load_module(path: str, key: str, error: type[UserError] = UserError) -> Modu
 
 
 def load_object(path: str, name: str | None, key: str, name_key: str, error: type[UserError] = UserError) -> Any:
-    """An object out of the user's code: `name` in the module at `path`, or `path:name` in one word.
+    """Load an object from the user's code: `name` in the module at `path`, or `path:name` in one string.
 
     Args:
         path: as described above.
-        name: the object's name; None where `path` ends in `:name`.
+        name: the object's name; None if `path` ends in `:name`.
         key: the setting that holds `path`.
         name_key: the setting that holds `name`.
         error: the class of the errors that are raised.
 
     Raises:
-        UserError: as `load_module`, or the module has no such object.
+        UserError: see `load_module`, or the module has no such object.
     """
     if name is None and ":" in path.removeprefix("pkg://"):
         path, _, name = path.rpartition(":")
@@ -78,7 +79,7 @@ def load_object(path: str, name: str | None, key: str, name_key: str, error: typ
 def load_class(
     path: str, name: str | None, key: str, name_key: str, base: type = object, error: type[UserError] = UserError
 ) -> Any:
-    """`load_object` for a class derived from `base`."""
+    """Call `load_object` for a class derived from `base`."""
     found = load_object(path, name, key, name_key, error)
     if not inspect.isclass(found) or not issubclass(found, base):
         needed = "" if base is object else f" derived from {base.__module__}.{base.__qualname__}"
@@ -87,7 +88,7 @@ def load_class(
 
 
 def defined_in(module: ModuleType, kind: Callable[[Any], bool] = callable) -> list[str]:
-    """Public names of what a module defines itself, of one kind."""
+    """Return the public names of one kind that a module itself defines."""
     return [
         name
         for name, value in vars(module).items()
@@ -116,7 +117,7 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _place(error: Exception) -> str:
-    """The last line of the user's module that ran, as ` (FILE, line N)`."""
+    """Return the last executed line of the user's module, as ` (FILE, line N)`."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
     frames = [

@@ -126,7 +126,7 @@ def start_ray(**options: Any) -> None:
 
 
 def _rays_processes() -> set[psutil.Process]:
-    """Return the processes that `ray.init` started from this process and their children; all name the session folder."""
+    """Return the processes that `ray.init` started here and their children; all name the session folder."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
