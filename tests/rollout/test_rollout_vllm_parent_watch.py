@@ -29,7 +29,7 @@ time.sleep(600)
 """
 WORKER = """
 import os, time
-from hybridrl.rollout.vllm.owner import end_with_owner
+from hybridrl.rollout.vllm.parent_watch import end_with_owner
 end_with_owner()
 print("watching", flush=True)
 time.sleep(600)
