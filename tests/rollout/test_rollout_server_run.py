@@ -165,13 +165,13 @@ def test_a_server_made_from_the_configuration(
         async def abort(self, ids: Any) -> None:
             await engine.abort(ids)
 
-    async def stats() -> dict[str, Any]:
-        return {}
+        async def stats(self) -> dict[str, Any]:
+            return {}
 
-    async def health() -> None:
-        return None
+        async def health(self) -> None:
+            return None
 
-    server, access = make_server(rollout, ModelConfig(path=str(micro_model)), Late(), stats, health)
+    server, access = make_server(rollout, ModelConfig(path=str(micro_model)), Late())
     assert server.host == node_address()
     server.start_thread()
     try:
