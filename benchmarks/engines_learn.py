@@ -1,12 +1,13 @@
-"""Does a run learn the same with every engine? GRPO on the sorting task with each engine and layout.
+"""Does a run learn the same with every engine? GRPO on the sorting task with each engine and layout, of training too.
 
     python benchmarks/engines_learn.py [--only hf vllm_1x1 ...] [--seeds 0 1 2] [--steps 40] [--out FOLDER] [--again]
 
 Each run is `python -m hybridrl.trainer.main_ppo` with the YAML of `recipes/grpo`, 256 samples per step, from one
-model that was warm-started with 60 supervised steps; only the settings of the rollout differ. Run SGLang with the
-interpreter of its own environment: `.venv-sglang/bin/python benchmarks/engines_learn.py --only sglang_1x1`, with the
-same `--out`. Runs that already have a result are skipped. The table is written to docs/rollout.md, and the curves
-next to it. Exits with 1 if the sampled reward of a layout ends further from that of hf than the noise allows.
+model that was warm-started with 60 supervised steps. Only the settings of the rollout differ, and in two layouts the
+strategy of training, which is fsdp2 in all others. Run SGLang with the interpreter of its own environment:
+`.venv-sglang/bin/python benchmarks/engines_learn.py --only sglang_1x1`, with the same `--out`. Runs that already have
+a result are skipped. The table is written to docs/rollout.md, and the curves next to it. Exits with 1 if the sampled
+reward of a layout ends further from that of hf than the noise allows.
 """
 
 import argparse
@@ -21,12 +22,22 @@ SAMPLES, PROMPTS = 8, 32
 NOISE = 0.05  # of the sampled reward over the last steps against hf's with the same seed, mean over the seeds
 _TWO = ("trainer.n_gpus_per_node=2",)
 _NAME, _TP = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", f"{_NAME}=vllm", f"{_TP}=2", *_TWO)
+_SPLIT = "actor_rollout_ref.actor.megatron"
 #: name -> what it is, and its settings
 LAYOUTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "hf": ("in place, 1 worker", (f"{_NAME}=hf",)),
     "vllm_1x1": ("vLLM: 1 worker, 1 replica", (f"{_NAME}=vllm",)),
     "vllm_tp2": ("vLLM: 2 workers, 1 replica of TP=2", (f"{_NAME}=vllm", f"{_TP}=2", *_TWO)),
     "vllm_2x1": ("vLLM: 2 workers, 2 replicas", (f"{_NAME}=vllm", *_TWO)),
+    "megatron_tp2": (
+        "Megatron-core of TP=2, vLLM: 1 replica of TP=2",
+        (*_MEGATRON, f"{_SPLIT}.tensor_model_parallel_size=2"),
+    ),
+    "megatron_pp2": (
+        "Megatron-core of PP=2, vLLM: 1 replica of TP=2",
+        (*_MEGATRON, f"{_SPLIT}.pipeline_model_parallel_size=2"),
+    ),
     "sglang_1x1": ("SGLang: 1 worker, 1 replica", (f"{_NAME}=sglang",)),
     "sglang_tp2": ("SGLang: 2 workers, 1 replica of TP=2", (f"{_NAME}=sglang", f"{_TP}=2", *_TWO)),
     "sglang_2x1": ("SGLang: 2 workers, 2 replicas", (f"{_NAME}=sglang", *_TWO)),

@@ -3,25 +3,25 @@
     python examples/async_grpo.py STALENESS actor_rollout_ref.model.path=MODEL data.train_files=train.parquet ...
 
 `RayPPOTrainer.fit` alternates between `Sampler.next` and `Learner.learn`. Here a thread samples while the learner
-learns. Batch i is asked for once batch i - STALENESS - 1 was learned from and the rollout has the weights that came of
-it, so no token is more than STALENESS updates old when it is learned from. With `rollout.nnodes=1` and a rollout engine
-(`rollout.name=vllm`) on devices of its own both run at the same time; `hf` generates with the training weights, so
-there the two take turns.
+learns. Batch i is requested when batch i - STALENESS - 1 has been learned from and the rollout has the resulting
+weights, so no token is more than STALENESS updates old when it is learned from. A rollout engine (`rollout.name=vllm`)
+on its own devices (`rollout.nnodes=1`) generates at the same time. `hf` generates with the training weights, so the two
+take turns. An engine that shares devices with training would have to release its memory while it generates, so it needs
+`rollout.free_cache_engine=False`.
 """
 
 import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from hybridrl.config import load_config, validate
-from hybridrl.trainer.ppo.build import prepare
-from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
+from hybridrl.config import load_config
+from hybridrl.errors import UserError
+from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.sampler import Sampled
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.startup import workers_starting
 
 SETTINGS = ["algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollout_is=token"]
 
@@ -29,6 +29,12 @@ SETTINGS = ["algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollou
 def fit(trainer: RayPPOTrainer, staleness: int) -> list[dict[str, Any]]:
     """Train to the last step; returns the metrics of each step and the rows (`uid`, `sample`) that it learned from."""
     sampler, learner, steps = trainer.sampler, trainer.learner, []
+    settings = trainer.config.actor_rollout_ref.rollout
+    if trainer.rollout.gives_memory_back and not settings.nnodes:
+        raise UserError(
+            "actor_rollout_ref.rollout.free_cache_engine=True with nnodes=0: training would need the memory of the "
+            "engines while they generate; set free_cache_engine=False, nnodes=1, or name=hf"
+        )
     turns = threading.Lock() if trainer.rollout.in_place else nullcontext()
 
     def sample() -> Sampled:
@@ -37,7 +43,7 @@ def fit(trainer: RayPPOTrainer, staleness: int) -> list[dict[str, Any]]:
 
     with trainer.run as run, ExitStack() as cleanup:
         thread = ThreadPoolExecutor(max_workers=1)
-        cleanup.callback(thread.shutdown, cancel_futures=True)  # what was asked for and is not learned from
+        cleanup.callback(thread.shutdown, cancel_futures=True)  # batches that will not be learned from
         trainer.reshard()
         batches = deque(thread.submit(sample) for _ in range(min(staleness + 1, run.total_steps)))
         while not run.is_last:
@@ -57,18 +63,8 @@ def fit(trainer: RayPPOTrainer, staleness: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> list[dict[str, Any]]:
     config = load_config("ppo_trainer", [*SETTINGS, *argv[1:]])
-    validate(config)
-    manager = resource_pools(config)
-
-    def spawn() -> dict:
-        return spawn_worker_groups(config, None, manager)
-
-    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
-        trainer = prepare(config, resource_pool_manager=manager)
-        with closing(trainer.reward_fn):
-            trainer.init_workers(started())
-            with closing(trainer.rollout):
-                return fit(trainer, staleness=int(argv[0]))
+    with started_trainer(config) as trainer:
+        return fit(trainer, staleness=int(argv[0]))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,52 @@
-"""hybridrl: reinforcement-learning post-training of language models as HybridFlow describes it."""
+"""hybridrl: reinforcement-learning post-training of language models as HybridFlow describes it.
 
-from typing import Any
+```python
+import hybridrl
 
-__version__ = "0.1.0"
+result = hybridrl.grpo(model="Qwen/Qwen2.5-0.5B-Instruct", reward=my_function, data=rows, total_epochs=3)
+result.model_path
+```
+"""
 
-_PROTOCOL = ("DataProto", "DataProtoFuture", "DataProtoItem")
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.version import __version__
+
+if TYPE_CHECKING:
+    from hybridrl.config import load_config, validate
+    from hybridrl.protocol import DataProto, DataProtoFuture, DataProtoItem
+    from hybridrl.trainer.api import Trainer, TrainingResult, grpo, ppo, sft
+
+# Lazy: `import hybridrl` (and with it the command line) must not import torch.
+_HOMES = {
+    **dict.fromkeys(("grpo", "ppo", "sft", "Trainer", "TrainingResult"), "hybridrl.trainer.api"),
+    **dict.fromkeys(("load_config", "validate"), "hybridrl.config"),
+    **dict.fromkeys(("DataProto", "DataProtoFuture", "DataProtoItem"), "hybridrl.protocol"),
+}
+
+__all__ = [
+    "grpo",
+    "ppo",
+    "sft",
+    "Trainer",
+    "TrainingResult",
+    "load_config",
+    "validate",
+    "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: `import hybridrl` (and with it the command line) must not import torch.
-    if name in _PROTOCOL:
-        from hybridrl import protocol
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hybridrl' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
 
-        return getattr(protocol, name)
-    raise AttributeError(f"module 'hybridrl' has no attribute '{name}'")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -4,8 +4,13 @@ An error that the user can fix derives from `UserError`: the command line prints
 and exits with status 2.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_OUT_OF_MEMORY = re.compile(
+    r"out.of.memory|OutOfMemory|MemoryError|Can(no|')t allocate memory|_ALLOC_FAILED", re.IGNORECASE
+)
 
 
 class UserError(Exception):
@@ -57,8 +62,16 @@ class CheckpointError(UserError):
     """A checkpoint cannot be written, is incomplete, or belongs to another model; the message says what to do."""
 
 
+class DiskFullError(UserError):
+    """A file could not be written, because a disk or a quota has no space left."""
+
+
 class PlacementError(UserError):
     """The processes that were requested do not fit on the available devices."""
+
+
+class BatchError(ValueError, AssertionError):
+    """Batches that cannot be joined or cut as asked. verl raises an AssertionError for these."""
 
 
 class WorkerError(Exception):
@@ -101,13 +114,26 @@ class WorkerUserError(WorkerError, UserError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker's process ended: killed, out of memory, or crashed."""
+    """A worker's process ended: killed, out of memory, or crashed.
+
+    Attributes:
+        out_of_memory: a lack of memory is known to be the cause.
+    """
+
+    out_of_memory: bool = False
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
     """Some ranks did not answer in time; `missing` lists them."""
 
     missing: tuple[int, ...] = ()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a lack of memory is the cause. The text of a worker's death also names it as a possible one."""
+    if isinstance(error, WorkerDiedError):
+        return error.out_of_memory
+    return _OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}") is not None
 
 
 def _rebuild(cls: type[WorkerError], message: str, fields: dict[str, Any]) -> WorkerError:

@@ -41,12 +41,15 @@ class EstimatorFacts(Facts):
         needs: inputs that it requires in addition to rewards, mask and uid: `values` requires a critic,
             `reward_baselines` a greedy response to each prompt, `old_log_probs` the pass that computes them,
             `sum_pi_squared` the setting `actor.calculate_sum_pi_squared`.
-        compares_samples: it compares the samples of one prompt, so it learns nothing from one sample per prompt.
+        compares_samples: it compares the samples of one prompt with each other.
+        alone: with one sample per prompt, which has no others to compare with, the advantage is the score itself.
+            False: it needs two samples of each prompt.
         reads_components: it reads the components of the reward (`algorithm.gdpo_reward_keys`) and not their sum.
     """
 
     needs: tuple[str, ...] = ()
     compares_samples: bool = False
+    alone: bool = False
     reads_components: bool = False
 
 
@@ -58,13 +61,13 @@ class LossFacts(Facts):
         needs: `old_log_probs`: the pass that computes them is never skipped; `ref_log_prob`: the run has a reference
             policy, and the loss is called with `ref_log_prob=`.
         requires: settings of `actor.policy_loss` that have no default and must be set for this loss.
-        selectable: whether it may be the value of `policy_loss.loss_mode`; the loss of bypass mode is chosen by
-            another key.
+        samplers_old: its old log-probabilities are the sampler's, so no pass of the policy computes any before the
+            update. `algorithm.rollout_correction.bypass_mode` chooses it, not `policy_loss.loss_mode`.
     """
 
     needs: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
-    selectable: bool = True
+    samplers_old: bool = False
 
     def __post_init__(self) -> None:
         if unknown := set(self.needs) - {"old_log_probs", "ref_log_prob"}:
@@ -87,6 +90,7 @@ class InferenceFacts(Facts):
         serves: its replicas can be served over HTTP (`rollout.server`, `rollout.prometheus`).
         auto: its position in the order in which `rollout.name=auto` tries engines on a GPU; 0: never.
         install: how to install it, for messages.
+        reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
     """
 
     packages: tuple[str, ...] = ()
@@ -95,6 +99,7 @@ class InferenceFacts(Facts):
     serves: bool = True
     auto: int = 0
     install: str = ""
+    reserves_of_total: bool = False
 
     @property
     def has_replicas(self) -> bool:
@@ -155,8 +160,7 @@ class Registry(Generic[F]):
         known = self.objects.get(name)
         taken = known is not None and known is not entry and _origin(known) != _origin(entry)
         if not taken and known is None and name in self._declared:
-            module = self._declared[name].module
-            taken, known = _origin(entry)[0] != module, importlib.import_module(module) if taken else known
+            taken = _origin(entry)[0] != self._declared[name].module
         if taken or ":" in name:
             holder = ".".join(_origin(known)) if known is not None else "a built-in entry"
             raise self.error(f"{self.kind} {name!r} is registered already, as {holder}; choose another name.")
@@ -165,7 +169,7 @@ class Registry(Generic[F]):
     def names(self) -> tuple[str, ...]:
         """Every name that may be chosen, the built-in ones first."""
         found = dict.fromkeys((*self._declared, *(name for name in self.objects if ":" not in name)))
-        return tuple(name for name in found if getattr(self.facts(name), "selectable", True))
+        return tuple(name for name in found if not getattr(self.facts(name), "samplers_old", False))
 
     def knows(self, name: str) -> bool:
         """Whether there is an entry of this name, or the name is a location (`module:attribute`)."""
@@ -308,6 +312,15 @@ TRAIN_ENGINES = Registry(
     ("TrainEngines.register",),
     "engine/*/*.py",
     TrainFacts,
+    ModelError,
+)
+
+MEGATRON_FAMILIES = Registry(
+    "model family",
+    "model_type of config.json",
+    ("register_family",),
+    "engine/megatron/families/*.py",
+    Facts,
     ModelError,
 )
 

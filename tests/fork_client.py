@@ -1,9 +1,11 @@
-"""What Ray calls in place of its `setup_worker.py`: the worker is forked by the server, and this process stands for it.
+"""Asks the fork server for a process and stands for it: it forwards signals and ends with the process's status.
 
-It imports next to nothing: a worker that is forked costs a tenth of one that is started. A runtime environment that
-acts before Python's first import (`PYTHONPATH`, another executable) gets Ray's own program and a process of its own.
+Ray calls it in place of its `setup_worker.py`, and the Python of the fixture `forked` calls it with `--program` and
+what Python is to run. It imports next to nothing: a worker that is forked costs a tenth of one that is started. A
+runtime environment with another executable gets Ray's own program and a process of its own.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -12,15 +14,30 @@ import sys
 
 
 def needs_its_own_python(words: list[str]) -> bool:
-    """Whether the runtime environment among Ray's words has effects that a forked process cannot have."""
+    """Return whether the runtime environment among Ray's words has effects that a forked process cannot have."""
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == "--serialized-runtime-env-context":
             context = json.loads(value or words[place + 1])
             other_python = context.get("py_executable") not in (None, sys.executable)
             special = context.get("command_prefix") or context.get("override_worker_entrypoint")
-            return bool(other_python or special or "PYTHONPATH" in (context.get("env_vars") or {}))
+            return bool(other_python or special)
     return False
+
+
+def forward_signals(pid: int) -> None:
+    """To the process that this one stands for. SIGKILL cannot be forwarded: the server sees that this one is gone."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, _: send(process, received))
+
+
+def send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, number)
 
 
 def main() -> None:
@@ -31,10 +48,16 @@ def main() -> None:
         server.connect(os.environ["HYBRIDRL_TEST_FORK_SERVER"])
         socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
         server.sendall(request)
-        answer = server.recv(8, socket.MSG_WAITALL)  # once the worker has ended
+        pid = server.recv(8, socket.MSG_WAITALL)
+        if len(pid) == 8:
+            forward_signals(int.from_bytes(pid, "big"))
+        answer = server.recv(8, socket.MSG_WAITALL)  # once the process has ended
     status = int.from_bytes(answer, "big") if len(answer) == 8 else 1 << 8
     if os.WIFSIGNALED(status):
-        os.kill(os.getpid(), signal.SIGKILL)
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
 
 

@@ -8,6 +8,7 @@ multiplied in, so NaN or inf there spreads neither to the value nor to the gradi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,9 +114,14 @@ def _chunk_rows(logits: Tensor, chunk_size: int | None) -> int:
             raise AlgorithmError(f"chunk_size is {chunk_size}; it must be a positive number of tokens.")
         return chunk_size
     vocabulary = logits.shape[-1]
-    if logits.numel() <= _SMALL:
-        return max(1, logits.numel() // vocabulary)
-    return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 24) // vocabulary)
+    return rows_at_a_time(logits.device.type, logits.numel() // vocabulary, vocabulary)
+
+
+def rows_at_a_time(device_type: str, rows: int, vocabulary: int) -> int:
+    """Number of rows of logits `[rows, V]` that `token_statistics` processes at a time on this kind of device."""
+    if rows * vocabulary <= _SMALL:
+        return max(1, rows)
+    return max(1, _CHUNK_ELEMENTS.get(device_type, 1 << 24) // vocabulary)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -123,8 +129,8 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _log_softmax(x: Tensor, scale: float) -> Tensor:
-    """log softmax of `x * scale` in at least float32; scaling by 1 is skipped."""
+def log_softmax_of(x: Tensor, scale: float) -> Tensor:
+    """Log softmax of `x * scale` in at least float32; scaling by 1 is skipped."""
     if scale != 1.0:
         x = x.to(working_dtype(x.dtype)) * scale
     return torch.log_softmax(x, dim=-1, dtype=working_dtype(x.dtype))
@@ -159,6 +165,39 @@ def _log_prob_gradient(p: Tensor, labels: Tensor, g_lp: Tensor) -> Tensor:
     return p.mul_(-g_lp.unsqueeze(-1)).scatter_add_(-1, labels.unsqueeze(-1), g_lp.unsqueeze(-1).to(p.dtype))
 
 
+def chunk_statistics(
+    logp: Tensor, labels: Tensor | None, entropy: bool, sum_pi_squared: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """log p(label), entropy and sum of squared probabilities, [n] each, of log p [n, V], which may be overwritten."""
+    lp = None if labels is None else logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    found_entropy = square = None
+    if entropy or sum_pi_squared:
+        p = logp.exp()
+        if sum_pi_squared:
+            square = (p * p).sum(-1)
+        if entropy:
+            # A token excluded by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
+            found_entropy = -p.mul_(logp.clamp_(min=_LOWEST_LOG_P)).sum(-1)
+    return lp, found_entropy, square
+
+
+def statistics_gradient(
+    logp: Tensor, labels: Tensor | None, entropy: Tensor | None, g_lp: Tensor | None, g_entropy: Tensor | None
+) -> Tensor:
+    """Gradient with respect to the scaled logits, [n, V], from those of the statistics; `logp` is overwritten."""
+    if g_entropy is not None and entropy is not None:
+        return _entropy_gradient(logp, entropy, g_entropy, labels, g_lp)
+    if g_lp is None or labels is None:
+        return logp.zero_()
+    return _log_prob_gradient(logp.exp_(), labels, g_lp)
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The chunks of one statistic one after the other; None where it was not computed."""
+    kept = [part for part in parts if part is not None]
+    return (torch.cat(kept) if len(kept) > 1 else kept[0]) if kept else None
+
+
 class _TokenStatistics(torch.autograd.Function):
     """log p(label), entropy and sum of squared probabilities of softmax(logits * scale), a chunk of tokens at a time.
 
@@ -176,25 +215,13 @@ class _TokenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         n, rows = logits.shape[0], options.rows
         small = rows >= n and logits.numel() <= _SMALL and ctx.needs_input_grad[0]
-        log_probs: list[Tensor] = []
-        entropies: list[Tensor] = []
-        squares: list[Tensor] = []
+        found: list[tuple[Tensor | None, ...]] = []
         logp = logits
         for start in range(0, n, rows):
-            logp = _log_softmax(logits[start : start + rows], scale)
-            if labels is not None:
-                log_probs.append(logp.gather(-1, labels[start : start + rows].unsqueeze(-1)).squeeze(-1))
-            if options.entropy or options.sum_pi_squared:
-                p = logp.exp()
-                if options.sum_pi_squared:
-                    squares.append((p * p).sum(-1))
-                if options.entropy:
-                    # A token excluded by a logit of -inf has p = 0 and contributes nothing; 0 * -inf would be NaN.
-                    entropies.append(-p.mul_(logp.clamp_(min=_LOWEST_LOG_P)).sum(-1))
-        lp, entropy, square = (
-            (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
-            for parts in (log_probs, entropies, squares)
-        )
+            logp = log_softmax_of(logits[start : start + rows], scale)
+            y = None if labels is None else labels[start : start + rows]
+            found.append(chunk_statistics(logp, y, options.entropy, options.sum_pi_squared))
+        lp, entropy, square = (joined(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(logp if small else logits, labels, entropy)
         ctx.scale, ctx.options, ctx.small, ctx.dtype = scale, options, small, logits.dtype
         if square is not None:
@@ -212,15 +239,10 @@ class _TokenStatistics(torch.autograd.Function):
         for start in range(0, source.shape[0], ctx.options.rows):
             part = slice(start, start + ctx.options.rows)
             y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
-            if gh is not None and h is not None:
-                logp = source[part].clone() if ctx.small else _log_softmax(source[part], scale)
-                step = _entropy_gradient(logp, h, gh, y, g)
-            elif g is None or y is None:
-                step = torch.zeros_like(source[part])
-            elif ctx.small:
-                step = _log_prob_gradient(source[part].exp(), y, g)
-            elif inplace or source.dtype != working_dtype(source.dtype):
-                step = _log_prob_gradient(_log_softmax(source[part], scale).exp_(), y, g)
+            if ctx.small:
+                step = statistics_gradient(source[part].clone(), y, h, g, gh)
+            elif gh is not None or g is None or y is None or inplace or source.dtype != working_dtype(source.dtype):
+                step = statistics_gradient(log_softmax_of(source[part], scale), y, h, g, gh)
             else:
                 # The common case needs no working buffer: the softmax is computed in the gradient's memory.
                 x = source[part] if scale == 1.0 else source[part] * scale
@@ -319,7 +341,7 @@ class _FullKL(torch.autograd.Function):
 
 def _p_and_log_ratio(logits: Tensor, ref_logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """p and log p - log q, [n, V]; the latter is 0 where p is 0, since such terms do not contribute to the sum."""
-    log_p, log_q = _log_softmax(logits, scale), _log_softmax(ref_logits, scale)
+    log_p, log_q = log_softmax_of(logits, scale), log_softmax_of(ref_logits, scale)
     return log_p.exp(), torch.where(log_p == -torch.inf, 0.0, log_p - log_q)
 
 

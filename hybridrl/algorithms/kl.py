@@ -56,7 +56,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
         return full_kl_from_logits(logprob, ref_logprob)
     names = ", ".join(KL_PENALTIES)
     raise AlgorithmError(
-        f"KL form is {kl_penalty!r}; known are {names}, and each with a '+' behind it for the "
+        f"KL form is {kl_penalty!r}; known are {names}, and each with a '+' after it for the "
         "straight-through gradient of k2 (algorithm.kl_penalty, actor.kl_loss_type)."
     )
 

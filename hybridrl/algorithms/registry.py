@@ -62,6 +62,7 @@ def register_adv_est(
     *,
     needs: Iterable[str] = (),
     compares_samples: bool = False,
+    alone: bool = False,
     reads_components: bool = False,
     settings: type | None = None,
 ) -> Callable[[AdvantageFn], AdvantageFn]:
@@ -69,15 +70,19 @@ def register_adv_est(
 
     Args:
         name_or_enum: value of `algorithm.adv_estimator`.
-        needs, compares_samples, reads_components: see `hybridrl.registry.EstimatorFacts`. A parameter without a default
-            is a required input, whether it is listed or not.
+        needs, compares_samples, alone, reads_components: see `hybridrl.registry.EstimatorFacts`. A parameter without a
+            default is a required input, whether it is listed or not.
         settings: dataclass of its own settings, which become keys of `algorithm`. The estimator reads them from its
             parameter `settings`.
     """
 
     def decorate(fn: AdvantageFn) -> AdvantageFn:
         facts = EstimatorFacts(
-            needs=tuple(needs), compares_samples=compares_samples, reads_components=reads_components, settings=settings
+            needs=tuple(needs),
+            compares_samples=compares_samples,
+            alone=alone,
+            reads_components=reads_components,
+            settings=settings,
         )
         inputs = [name for name in _required(fn) if name != "index"]  # the uid, which every batch has
         ADV_ESTIMATORS.add(_name(name_or_enum), fn, with_inputs(facts, inputs))
@@ -100,7 +105,7 @@ def register_policy_loss(
     requires: Iterable[str] = (),
     prepare: PrepareFn | None = None,
     prepare_needed: Callable[[Any], bool] | None = None,
-    selectable: bool = True,
+    samplers_old: bool = False,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Return a decorator that registers a policy loss. A name taken by another function is refused.
 
@@ -108,7 +113,7 @@ def register_policy_loss(
         name: value of `actor.policy_loss.loss_mode`.
         settings: dataclass of its own settings, which become keys of `actor.policy_loss`. The loss reads them as
             `config.policy_loss.<name>`.
-        needs, requires, selectable: see `hybridrl.registry.LossFacts`.
+        needs, requires, samplers_old: see `hybridrl.registry.LossFacts`.
         prepare: preliminary pass of a loss that needs the whole mini-batch, to choose tokens or to normalise:
             `prepare(old_log_prob, log_prob, advantages, response_mask, config, seed, row_ids=None) -> Tensor [B, T]`.
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
@@ -117,7 +122,7 @@ def register_policy_loss(
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
-        facts = LossFacts(needs=tuple(needs), requires=tuple(requires), settings=settings, selectable=selectable)
+        facts = LossFacts(needs=tuple(needs), requires=tuple(requires), settings=settings, samplers_old=samplers_old)
         POLICY_LOSSES.add(name, fn, facts)
         if prepare is not None:
             _PREPARE[name] = (prepare, prepare_needed)
@@ -168,8 +173,9 @@ def call_policy_loss(
     if missing or surplus:
         what = f"requires {', '.join(missing)}, which nothing provides" if missing else f"lacks {', '.join(surplus)}"
         raise AlgorithmError(
-            f"{POLICY_LOSSES.key}={name}: the function {getattr(fn, '__qualname__', fn)} {what}. Its parameters are "
-            "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config and rollout_is_weights=None."
+            f"{POLICY_LOSSES.key}={name}: the function {getattr(fn, '__qualname__', fn)} {what}. A policy loss is "
+            "written as loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, "
+            "rollout_is_weights=None) and returns (loss, metrics); see docs/extending.md."
         )
     return _checked_loss(name, fn(**given))
 
@@ -247,6 +253,27 @@ def named_inputs(name_or_enum: str | Enum) -> frozenset[str]:
     )
 
 
+_ESTIMATOR_FORM = (
+    "An estimator is written as estimator(token_level_rewards, response_mask, index, config, ...), with the inputs "
+    "that it needs by name, and returns (advantages, returns), two tensors of the shape of response_mask; see "
+    "docs/extending.md."
+)
+
+
+def _checked_estimate(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns) from an estimator's return value."""
+    pair = result if isinstance(result, tuple | list) and len(result) == 2 else ()
+    if pair and all(isinstance(item, Tensor) and item.shape == mask.shape for item in pair):
+        advantages, returns = pair
+        return advantages, returns
+    found = tuple(result) if isinstance(result, tuple | list) else (result,)
+    shown = ", ".join(
+        f"a tensor of shape {list(item.shape)}" if isinstance(item, Tensor) else type(item).__name__ for item in found
+    )
+    wrong = f"where response_mask is {list(mask.shape)}" if pair else "which is not a pair (advantages, returns)"
+    raise AlgorithmError(f"algorithm.adv_estimator={name} returned {shown or 'nothing'}, {wrong}. {_ESTIMATOR_FORM}")
+
+
 def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config: Any = None) -> None:
     """Refuse, before training starts, an estimator whose inputs the run will not provide.
 
@@ -271,7 +298,7 @@ def check_adv_inputs(name_or_enum: str | Enum, available: Iterable[str], config:
     if ADV_ESTIMATORS.facts(name).reads_components and not keys:
         missing.append("the names of the reward components (algorithm.gdpo_reward_keys)")
     if missing:
-        raise AlgorithmError(f"algorithm.adv_estimator={name} misses {'; '.join(missing)}.")
+        raise AlgorithmError(f"algorithm.adv_estimator={name} misses {'; '.join(missing)}. {_ESTIMATOR_FORM}")
 
 
 def estimate_advantages(
@@ -323,7 +350,7 @@ def estimate_advantages(
     else:
         wanted = set(parameters)
     try:
-        return fn(**{name: value for name, value in offered.items() if name in wanted})
+        result = fn(**{name: value for name, value in offered.items() if name in wanted})
     except KeyError as error:
         # An estimator that reads a field from `batch` or from its keyword arguments does not declare it.
         need = error.args[0] if error.args else None
@@ -333,3 +360,4 @@ def estimate_advantages(
             f"algorithm.adv_estimator={_name(adv_estimator)} reads {need}, which the batch lacks; it comes from "
             f"{_PROVIDERS[need]}. Named as a parameter of the estimator it is provided for."
         ) from error
+    return _checked_estimate(_name(adv_estimator), result, tensors["response_mask"])

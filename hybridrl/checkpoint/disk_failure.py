@@ -4,8 +4,9 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DISK = _FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ESTALE, errno.ENXIO}
+from hybridrl.utils.files import NO_SPACE
+
+_DISK = NO_SPACE | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ESTALE, errno.ENXIO}
 # Messages of failed writes that do not raise OSError: safetensors ("... (os error 28)"), torch's zip writer.
 _PHRASES_FULL = ("os error 28", "os error 27", "os error 122", "no space left", "disk quota", "file too large")
 _PHRASES_DISK = (*_PHRASES_FULL, "os error 5)", "os error 30)", "file write failed", "unexpected pos")
@@ -37,7 +38,7 @@ def disk_failure(error: BaseException) -> DiskFailure | None:
     links = list(_chain(error))
     for link in links:
         if isinstance(link, OSError) and link.errno in _DISK:
-            return DiskFailure(f"{type(link).__name__}: {link}", link.errno in _FULL)
+            return DiskFailure(f"{type(link).__name__}: {link}", link.errno in NO_SPACE)
     # An error that came through Ray has the worker's traceback as its text. The line about the disk is enough.
     for line in (line for link in links for line in reversed(str(link).splitlines())):
         if any(phrase in line.lower() for phrase in _PHRASES_DISK):

@@ -46,14 +46,17 @@ def load_json(path: Path) -> Any:
     """Read what `save_json` wrote.
 
     Raises:
-        CheckpointError: there is no such file, or its content is not JSON; the error names the file.
+        CheckpointError: there is no such file, it cannot be read, or its content is not JSON; the error names the file
+            and the reason.
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or not ours") from exc
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
-        raise CheckpointError(f"{path} is no valid JSON ({exc}): the file is damaged") from exc
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointError(f"{path} is no valid JSON ({exc}): the file is corrupt") from exc
 
 
 def digest(state: Any) -> str:

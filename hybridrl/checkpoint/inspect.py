@@ -18,8 +18,8 @@ def describe(folder: Path, *, check: bool) -> tuple[str, bool]:
     try:
         manifest = verify(folder) if check else read_manifest(folder)
     except CheckpointError as exc:
-        return f"{folder.name:<20} TORN  " + str(exc).replace("\n", "\n" + " " * 22), False
-    state = "whole" if check else "not checked"
+        return f"{folder.name:<20} corrupt  " + str(exc).replace("\n", "\n" + " " * 22), False
+    state = "complete" if check else "not checked"
     ranks = f"  {manifest.world}" if manifest.world else ""
     return (
         f"{folder.name:<20} {state}  {len(manifest.files)} files, {manifest.size / 2**20:.1f} MiB, "
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     newest = store.newest() if not single else None
     if newest is not None:
         print(f"saved last: global_step_{newest}")
-    return 0 if all(whole for _, whole in lines) else 1
+    return 0 if all(complete for _, complete in lines) else 1
 
 
 if __name__ == "__main__":

@@ -13,6 +13,13 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: dict[tuple[int, Path], IO[str]] = {}
 
 
+def release(root: Path) -> None:
+    """Unlock the folder, if this process holds its lock."""
+    file = _held.pop((os.getpid(), Path(root).resolve()), None)
+    if file is not None:
+        file.close()
+
+
 def hold(root: Path) -> None:
     """Lock the folder for this process until the process ends. Locking it again does nothing.
 

@@ -2,18 +2,20 @@
 
 import datetime
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl import __version__
-from hybridrl.checkpoint.files import in_threads, load_json, save_json, sha256, walk
+from hybridrl.checkpoint.files import digest, in_threads, load_json, save_json, sha256, walk
 from hybridrl.errors import CheckpointError
 from hybridrl.utils.files import sync_file, sync_folder
+from hybridrl.version import __version__
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1 had no hash of the manifest itself
+_OWN_HASH = "sha256"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def write_manifest(
         world=dict(world),
         config_digest=config_digest,
     )
-    save_json(folder / MANIFEST, asdict(manifest))
+    data = asdict(manifest)
+    save_json(folder / MANIFEST, data | {_OWN_HASH: digest(data)})
     for inner in folders:
         sync_folder(inner)
     sync_folder(folder)
@@ -91,25 +94,28 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint and check only its form.
+    """Read the manifest of a checkpoint, and check its form and its own hash.
 
     Raises:
-        CheckpointError: the manifest is missing, unreadable, or of a later format.
+        CheckpointError: the manifest is missing, unreadable, altered, or of a later format.
     """
     path = Path(folder) / MANIFEST
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is no finished checkpoint of hybridrl")
     data = load_json(path)
     if isinstance(data, dict) and isinstance(data.get("format"), int) and data["format"] > FORMAT:
         raise CheckpointError(f"{path} has format {data['format']}, this version reads up to {FORMAT}: update hybridrl")
     try:
+        own_hash = data.pop(_OWN_HASH, None)
+        if own_hash != digest(data) and (own_hash is not None or data["format"] > 1):
+            raise CheckpointError(f"{path} is corrupt: it has other content than was saved (its own hash differs)")
         manifest = Manifest(**data)
         sound = isinstance(manifest.step, int) and isinstance(manifest.sequence, int) and manifest.size >= 0
         sound = sound and all(isinstance(entry["sha256"], str) for entry in manifest.files.values())
     except (TypeError, KeyError, AttributeError) as exc:
-        raise CheckpointError(f"{path} is damaged: {exc}") from exc
+        raise CheckpointError(f"{path} is corrupt: {type(exc).__name__}: {exc}") from exc
     if not sound:
-        raise CheckpointError(f"{path} is damaged: step, sequence or a file's hash is not what it should be")
+        raise CheckpointError(f"{path} is corrupt: step, sequence or a file's hash is not what it should be")
     return manifest
 
 
@@ -147,7 +153,7 @@ def verify(folder: Path, identity: Mapping[str, Any] | None = None) -> Manifest:
             if digest != manifest.files[name]["sha256"]:
                 faults.append(f"{name} has other content than was saved (sha256 {digest[:12]}...)")
     if faults:
-        raise CheckpointError(f"checkpoint {folder} is torn:\n  " + "\n  ".join(faults))
+        raise CheckpointError(f"checkpoint {folder} is corrupt:\n  " + "\n  ".join(faults))
     return manifest
 
 

@@ -20,7 +20,7 @@ from hybridrl.checkpoint.disk_failure import disk_failure
 from hybridrl.checkpoint.manifest import Manifest, check_identity, read_manifest, verify, write_manifest
 from hybridrl.errors import CheckpointError
 from hybridrl.notify import notify
-from hybridrl.utils.files import sync_folder, write_text
+from hybridrl.utils.files import check_writable, remedy_for_full_disk, sync_folder, write_text
 
 LATEST = "latest_checkpointed_iteration.txt"
 RESUME_MODES = ("auto", "disable", "resume_path")
@@ -66,7 +66,7 @@ class RunStore:
         self._notice = notice
         self.protected: Path | None = None
         self._in_use: Path | None = None
-        self._is_writing = False
+        self._unfinished: Unfinished | None = None
 
     def folder(self, step: int) -> Path:
         """Return the folder of a step's checkpoint, whether or not it exists."""
@@ -92,35 +92,32 @@ class RunStore:
             CheckpointError: the disk failed or is full. Any other exception of the block passes through, with a note.
                 In every case the unfinished folder is removed and existing checkpoints are untouched.
         """
-        if self._is_writing:
-            raise RuntimeError("a checkpoint is being written already; writing() does not nest")
-        final = self.folder(step)
-        temporary = final.with_name(final.name + ".tmp")
-        self._is_writing = True
+        unfinished = self.begin(step)
+        try:
+            yield unfinished.folder
+            unfinished.commit()
+        except BaseException as exc:
+            unfinished.abort(exc)
+            raise
+
+    def begin(self, step: int) -> "Unfinished":
+        """Make the folder that the state of `step` is written into. The caller commits or aborts what it gets.
+
+        Raises:
+            CheckpointError: the disk failed or is full.
+        """
+        if self._unfinished is not None:
+            raise RuntimeError("a checkpoint is being written already; saving does not nest: commit or abort it first")
         try:
             self.claim()
-            temporary.mkdir()
-            yield temporary
-            write_manifest(
-                temporary,
-                step,
-                self._next_sequence(),
-                identity=self.identity,
-                world=self.world,
-                config_digest=self.config_digest,
-            )
-            self._publish(temporary, final)
-            write_text(self.root / LATEST, str(step))
+            self._make_room()
+            self._unfinished = Unfinished(self, step)
+            self._unfinished.folder.mkdir()
         except BaseException as exc:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self._unfinished = None
             self._explain(exc, step)
             raise
-        finally:
-            self._is_writing = False
-        try:
-            self._prune(final)
-        except OSError as exc:
-            raise CheckpointError(f"{final} is saved, but an older checkpoint could not be removed: {exc}") from exc
+        return self._unfinished
 
     def claim(self) -> None:
         """Create the folder, lock it for this process, and clean up after a killed run. `find` and `writing` do so too.
@@ -132,8 +129,19 @@ class RunStore:
         """
         if self.root.exists() and not self.root.is_dir():
             raise CheckpointError(f"{self.root} is a file; trainer.default_local_dir has to be a folder")
-        self.root.mkdir(parents=True, exist_ok=True)
-        lock.hold(self.root)
+        try:
+            check_writable(self.root)
+            lock.hold(self.root)
+        except OSError as exc:
+            culprit = disk_failure(exc)
+            remedy = (
+                remedy_for_full_disk(self.root)
+                if culprit is not None and culprit.full
+                else "let this user write there, or set trainer.default_local_dir to another folder"
+            )
+            raise CheckpointError(
+                f"trainer.default_local_dir={self.root}: the folder cannot be written ({exc.strerror or exc}): {remedy}"
+            ) from exc
         self.clean()
 
     def clean(self) -> None:
@@ -142,6 +150,8 @@ class RunStore:
             return
         for path in sorted(self.root.iterdir()):
             match = _LEFTOVER.fullmatch(path.name)
+            if self._unfinished is not None and path == self._unfinished.folder:
+                continue
             if not match:
                 if _UNFINISHED_LATEST.fullmatch(path.name):
                     path.unlink()
@@ -177,13 +187,7 @@ class RunStore:
         if culprit is None or isinstance(exc, CheckpointError) or not isinstance(exc, Exception):
             exc.add_note(f"while saving the checkpoint of step {step} into {self.root}; {before}")
             return
-        remedy = ""
-        if culprit.full:
-            free = shutil.disk_usage(self.root).free / 2**20 if self.root.is_dir() else 0.0
-            remedy = (
-                f" {free:.0f} MiB are free there (a quota or file size limit may be lower): make room, keep fewer "
-                "checkpoints (trainer.max_actor_ckpt_to_keep), or move trainer.default_local_dir."
-            )
+        remedy = f" {remedy_for_full_disk(self.root)}." if culprit.full else ""
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written into {self.root}: "
             f"{culprit.text}. Nothing half-written is left; {before}.{remedy}"
@@ -194,11 +198,17 @@ class RunStore:
 
     def _readable(self) -> dict[int, Manifest]:
         """Return the manifests that can be read, by step."""
-        found = {}
+        return self._manifests()[0]
+
+    def _manifests(self) -> tuple[dict[int, Manifest], list[str]]:
+        """Return the manifests that can be read, by step, and why the others cannot."""
+        found, faults = {}, []
         for step in self.steps():
-            with contextlib.suppress(CheckpointError):
+            try:
                 found[step] = read_manifest(self.folder(step))
-        return found
+            except CheckpointError as exc:
+                faults.append(str(exc))
+        return found, faults
 
     def _ranked(self) -> list[int]:
         """Return the steps with a readable manifest, starting with the one to resume from.
@@ -217,16 +227,40 @@ class RunStore:
         ranked = self._ranked()
         return ranked[0] if ranked else None
 
+    def _make_room(self) -> None:
+        """Remove what the next save would prune anyway, if the disk has no space for one more checkpoint.
+
+        The checkpoint saved last always stays, because the new one does not exist yet.
+        """
+        manifests, ranked = self._readable(), self._ranked()
+        if self.keep is None or len(ranked) < max(2, self.keep):
+            return
+        needed = manifests[ranked[0]].size
+        for step in reversed(ranked[max(1, self.keep - 1) :]):
+            free = shutil.disk_usage(self.root).free
+            folder = self.folder(step)
+            if free > needed:
+                return
+            if folder not in (self._in_use, self.protected):
+                self._notice(
+                    f"{self.root}: {free / 2**20:.0f} MiB are free and a checkpoint takes {needed / 2**20:.0f}, so "
+                    f"{folder.name} is removed before the next one is saved, not after it"
+                )
+                self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        doomed = folder.with_name(folder.name + ".del")
+        folder.rename(doomed)
+        sync_folder(self.root)
+        shutil.rmtree(doomed)
+
     def _prune(self, written: Path) -> None:
         if self.keep is None:
             return
         for step in self._ranked()[self.keep :]:
             folder = self.folder(step)
             if folder not in (written, self._in_use, self.protected):
-                doomed = folder.with_name(folder.name + ".del")
-                folder.rename(doomed)
-                sync_folder(self.root)
-                shutil.rmtree(doomed)
+                self._remove(folder)
         # The checkpoint that the run resumed from needs no protection any more: the run now has its own.
         self._in_use = None
 
@@ -248,8 +282,7 @@ class RunStore:
         """
         if resume_mode not in RESUME_MODES:
             raise CheckpointError(f"trainer.resume_mode is {resume_mode!r}; it is one of {', '.join(RESUME_MODES)}")
-        if self.root.is_dir():
-            self.claim()
+        self.claim()
         if resume_mode == "disable":
             return None
         found = self._find_path(resume_from_path) if resume_mode == "resume_path" else self._find_newest()
@@ -272,7 +305,7 @@ class RunStore:
 
     def _find_newest(self) -> Path | None:
         steps, ranked = self.steps(), self._ranked()
-        faults = [f"{self.folder(step)} has no readable manifest.json" for step in steps if step not in ranked]
+        faults = self._manifests()[1]
         for step in ranked:
             if self.identity:
                 check_identity(self.folder(step), read_manifest(self.folder(step)), self.identity)
@@ -293,3 +326,55 @@ class RunStore:
                 f"{self.root} (or set trainer.resume_mode=disable) to start over."
             )
         return None
+
+
+class Unfinished:
+    """A checkpoint that is being written. Until `commit` renames it, it is no checkpoint.
+
+    Attributes:
+        step: the training step after which the state was taken.
+        folder: where to write the state.
+    """
+
+    def __init__(self, store: RunStore, step: int) -> None:
+        self._store = store
+        self.step = step
+        self._final = store.folder(step)
+        self.folder = self._final.with_name(self._final.name + ".tmp")
+
+    def commit(self) -> None:
+        """Hash everything, make it durable, rename the folder, and prune. Any thread may call it.
+
+        Raises:
+            CheckpointError: an older checkpoint could not be removed. Any other error is for `abort`.
+        """
+        store = self._store
+        write_manifest(
+            self.folder,
+            self.step,
+            store._next_sequence(),
+            identity=store.identity,
+            world=store.world,
+            config_digest=store.config_digest,
+        )
+        store._publish(self.folder, self._final)
+        write_text(store.root / LATEST, str(self.step))
+        store._unfinished = None
+        try:
+            store._prune(self._final)
+        except OSError as exc:
+            raise CheckpointError(
+                f"{self._final} is saved, but an older checkpoint could not be removed: {exc}"
+            ) from exc
+
+    def abort(self, error: BaseException) -> None:
+        """Remove what was written, unless it was committed.
+
+        Raises:
+            CheckpointError: `error` is a failure of the disk. Any other error gets a note.
+        """
+        if self._store._unfinished is not self:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._store._unfinished = None
+        self._store._explain(error, self.step)

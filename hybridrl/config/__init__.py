@@ -30,7 +30,8 @@ from hybridrl.config.schema.data import (
     SamplerConfig,
     SFTDataConfig,
 )
-from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
+from hybridrl.config.schema.engine import CheckpointConfig, EngineConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
+from hybridrl.config.schema.megatron import MegatronConfig, SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.reward import (
     CustomRewardConfig,
@@ -56,6 +57,7 @@ from hybridrl.config.schema.trainer import (
     PlacementConfig,
     RayConfig,
     RunConfig,
+    SFTRunConfig,
     TrainerConfig,
 )
 from hybridrl.errors import ConfigError
@@ -95,6 +97,7 @@ __all__ = [
     "CustomClassConfig",
     "CustomRewardConfig",
     "DataConfig",
+    "EngineConfig",
     "EvaluationConfig",
     "EvaluationDataConfig",
     "FSDPConfig",
@@ -106,6 +109,7 @@ __all__ = [
     "JobConfig",
     "LengthCheckConfig",
     "KLControlConfig",
+    "MegatronConfig",
     "ModelConfig",
     "OpenAIConfig",
     "OptimConfig",
@@ -125,6 +129,8 @@ __all__ = [
     "RootConfig",
     "RunConfig",
     "SFTDataConfig",
+    "SFTEngineConfig",
+    "SFTRunConfig",
     "SFTTrainerConfig",
     "SamplerConfig",
     "SamplingConfig",

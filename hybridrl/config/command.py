@@ -5,10 +5,10 @@ It writes no `outputs/` folder and does not change the working directory, as `@h
 """
 
 import argparse
-import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -19,6 +19,7 @@ from hybridrl.config.convert import nearest
 from hybridrl.config.output import to_yaml
 from hybridrl.config.torchrun import leave_torchrun
 from hybridrl.errors import ConfigError, UserError, WorkerError
+from hybridrl.utils.files import NO_SPACE
 
 _EXAMPLES = {
     "ppo_trainer": (
@@ -39,22 +40,32 @@ _REFUSED = {
     "experimental_rerun": "start again with the same words; trainer.resume_mode=auto continues from the checkpoint",
     "shell_completion": "not supported; --cfg job prints every key",
 }
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = None) -> None:
+def cli(
+    name: str,
+    run: Callable[[Any], object],
+    argv: Sequence[str] | None = None,
+    *,
+    command: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Run the command line of a program: compose, check, print notices, call `run(config)`.
 
     Args:
         name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
-        run: the program; called with the typed configuration.
+        run: the program; called with the typed configuration. A number other than 0 that it returns is the exit status.
         argv: words after the program's name; those of the process by default.
+        command: how the user called the program, for `--help`.
+        defaults: values by key that replace defaults of the tree, as `compose_config` takes them.
 
     An error that ends the run is printed as one message on standard error, and the process exits with status
 
     - 2 for an error that the user can fix: any `UserError`, including a faulty configuration, or a full disk;
     - 1 for a worker that failed or died: the message holds the worker's own traceback, if there is one;
     - 130 for Ctrl-C.
+
+    A training run that was asked to stop, and saved its state, ends with 75 (`hybridrl.programs.STOPPED`).
 
     Any other exception is raised unchanged. Under torchrun, rank 0 runs the program and every other rank returns at
     once.
@@ -63,13 +74,12 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
     if launch is not None and launch.rank > 0:
         print_notices([said] if (said := launch.farewell()) else [])
         return
-    words = _parser(name).parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
+    words = read_words(name, sys.argv[1:] if argv is None else argv, command)
     try:
-        for option, reason in _REFUSED.items():
-            if getattr(words, option):
-                raise ConfigError(f"--{option.replace('_', '-')}: {reason}")
+        refuse_options(words)
+        folder, file = user_file(words)
         launched = launch.settings() if launch is not None else {}
-        composed = compose_config(name, words.overrides, words.config_path, words.config_name, launched)
+        composed = compose_config(name, words.overrides, folder, file, launched, defaults=defaults)
         if launch is not None:
             composed.notices.append(launch.notice(_EXAMPLES[name][0], "trainer" in composed.tree))
         print_notices(composed.notices)
@@ -77,10 +87,10 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
             print(_shown(composed, words.package, words.resolve), end="")
             return
         if words.info is not None:
-            print(_info(name, words.config_path, words.config_name))
+            print(_info(name, folder, file))
             return
         validate(composed.config)  # type: ignore[arg-type]
-        run(composed.config)
+        status = run(composed.config)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -90,23 +100,52 @@ def cli(name: str, run: Callable[[Any], object], argv: Sequence[str] | None = No
             raise
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         raise SystemExit(status) from None
+    if isinstance(status, int) and status:
+        raise SystemExit(status)
+
+
+def user_file(words: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The folder and the name of the user's YAML file, from whichever options name it."""
+    if words.config is None:
+        return words.config_path, words.config_name
+    if words.config_path is not None or words.config_name is not None:
+        raise ConfigError("--config names the file that --config-path and --config-name name; give one of both forms")
+    path = Path(words.config).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"--config {words.config}: no such file (from {Path.cwd()})")
+    if path.suffix != ".yaml":
+        raise ConfigError(f"--config {words.config}: the name of a YAML file has to end in .yaml")
+    return str(path.parent), path.stem
+
+
+def read_words(name: str, argv: Sequence[str], command: str | None = None) -> argparse.Namespace:
+    """Sort the words of a command line into options and overrides. `name` and `command` are those of `cli`."""
+    return _parser(name, command).parse_intermixed_args(list(argv))
+
+
+def refuse_options(words: argparse.Namespace) -> None:
+    """Raise a `ConfigError` for an option of Hydra that has no counterpart here."""
+    for option, reason in _REFUSED.items():
+        if getattr(words, option):
+            raise ConfigError(f"--{option.replace('_', '-')}: {reason}")
 
 
 def _exit_status(error: Exception) -> int | None:
     """The exit status for an error whose message is sufficient; None if the traceback is needed as well."""
-    if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in _DISK_FULL):
+    if isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
         return 2
     return 1 if isinstance(error, WorkerError) else None
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+def _parser(name: str, command: str | None = None) -> argparse.ArgumentParser:
     program, example = _EXAMPLES[name]
+    command = command or f"python -m hybridrl.trainer.{program}"
     parser = argparse.ArgumentParser(
-        prog=f"python -m hybridrl.trainer.{program}",
+        prog=command,
         usage="%(prog)s [options] key=value ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        description=f"Example:\n  python -m hybridrl.trainer.{program} {example}",
+        description=f"Example:\n  {command} {example}",
         epilog="Every key with its default: --cfg job. Meanings: docs/config.md.\n"
         "key=value sets a key (+key=value and ++key=value do the same), ~key takes it back to its default.",
     )
@@ -116,6 +155,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--package", "-p", help="with --cfg: this part only, e.g. actor_rollout_ref.actor")
     parser.add_argument("--config-path", "-cp", metavar="DIR", help="folder of your YAML, from the working directory")
     parser.add_argument("--config-name", "-cn", metavar="NAME", help="your YAML without .yaml; it may be partial")
+    parser.add_argument("--config", metavar="FILE", help="your YAML; the same as --config-path and --config-name")
     parser.add_argument("--info", "-i", nargs="?", const="all", choices=("all",), help="print where settings come from")
     parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--multirun", "-m", action="store_true", help=argparse.SUPPRESS)

@@ -20,8 +20,10 @@ from hybridrl.config.convert import build, nearest, put
 from hybridrl.config.own_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
 from hybridrl.config.schema.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
-from hybridrl.config.userfile import UserFile, read_user_file
-from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome
+from hybridrl.config.strategies import not_read_by, unread_by
+from hybridrl.config.userfile import UserFile, base_choices, read_user_file
+from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome, key_book
+from hybridrl.config.verl.tables import Choice, choices
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
 
@@ -62,12 +64,19 @@ def configs_folder() -> Path:
 
 def _groups(folders: Sequence[Path]) -> set[str]:
     """Names of the config groups: folders of YAML files."""
-    return {
+    shipped, *others = folders
+    return set().union(_groups_in_shipped(shipped), *map(_groups_in, others))
+
+
+def _groups_in(folder: Path) -> frozenset[str]:
+    return frozenset(
         path.relative_to(folder).as_posix()
-        for folder in folders
         for path in folder.glob("**/")
         if path != folder and any(path.glob("*.yaml"))
-    }
+    )
+
+
+_groups_in_shipped = functools.cache(_groups_in)
 
 
 def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path], faults: list[str]) -> Overrides:
@@ -105,6 +114,19 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
             continue
         delete = override.type is OverrideType.DEL
         value: Any = None if delete else override.value()
+        if (choice := _choice(book.root, name)) is not None and isinstance(value, str) and not delete:
+            if value in choice.same:
+                continue
+            if value in choice.means:
+                settings = choice.means[value].items()
+                found.assignments.extend(Assignment(key, setting, " (command line)") for key, setting in settings)
+                continue
+            if value in choice.why:
+                faults.append(f"{word}: not supported yet: {choice.why[value]}. {choice.instead}")
+                continue
+            if name not in groups:
+                faults.append(f"{word}: {name} has no choice {value}; it has {', '.join(choice.options)}")
+                continue
         if name in groups and (delete or value is None or isinstance(value, str)):
             fault = _check_choice(word, name, value, folders)
             faults.extend(fault)
@@ -120,6 +142,11 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
     return found
 
 
+def _choice(root: str, group: str) -> Choice | None:
+    """verl's config group of this name in a tree."""
+    return next((entry for entry in choices() if root in entry.roots and group in entry.groups), None)
+
+
 def _quoted(word: str) -> str:
     """Quote a bare `~/path`, which Hydra's grammar cannot read and no shell expands after `=`."""
     name, sign, value = word.partition("=")
@@ -127,6 +154,8 @@ def _quoted(word: str) -> str:
 
 
 def _unreadable(word: str, reason: str) -> str:
+    if "=" not in word and word.endswith((".yaml", ".yml")):
+        return f"{word!r}: not an override; give a file of settings as --config {word}"
     if "=" not in word and not word.startswith("~"):
         return f"{word!r}: not an override; write key=value, e.g. trainer.total_epochs=3"
     name, _, value = word.partition("=")
@@ -225,29 +254,45 @@ def _global_pool(processes: Any, nodes: Any) -> list[int]:
     return [int(processes)] * int(nodes)
 
 
+def _half_pool(which: str, processes: Any, nodes: Any) -> list[int]:
+    """Return half of the nodes, or of the processes if there is one node; the first half is the larger one."""
+    count = int(nodes) if int(nodes) > 1 else int(processes)
+    half = count - count // 2 if which == "first" else count // 2
+    if int(nodes) > 1:
+        return [int(processes)] * half
+    return [half] if half else []
+
+
 def compose_config(
     root: str,
     overrides: Sequence[str] = (),
     config_dir: str | os.PathLike[str] | None = None,
     config_name: str | None = None,
     launched: Mapping[str, int] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Composed:
     """Compose, check and convert without printing anything. Arguments and errors are those of `load_config`.
 
     `launched` holds the values that torchrun was given, by key. They replace defaults; a file or a word that sets such
-    a key to a different value is a fault.
+    a key to a different value is a fault. `defaults` replace defaults of the tree; files and words replace them in
+    turn. `settings` are values by dotted key, or nested, that a program sets; they count as words.
     """
     if root not in ROOTS:
         raise ConfigError(f"no configuration is called {root!r}{nearest(root, list(ROOTS), 1)}")
-    book, user = KeyBook(root), None
+    book, user = key_book(root), None
     faults: list[str] = []
     folders = [configs_folder()]
     if config_dir is not None or config_name is not None:
-        user = read_user_file(root, config_dir, config_name, book, folders[0])
+        try:
+            user = read_user_file(root, config_dir, config_name, book, folders[0])
+        except ConfigError as error:
+            faults.extend(error.faults)  # the words are checked all the same, against the shipped base
     if user is not None:
         folders.append(user.path.parent)
-    given = parse_overrides(overrides, book, folders, faults)
-    set_by_words = book.rewrite(given.assignments)
+    given = parse_overrides([*base_choices(root, config_dir, config_name), *overrides], book, folders, faults)
+    set_by_words = book.rewrite([*given.assignments, *book.flatten(settings or {}, {})])
 
     try:
         composed_tree = _hydra_compose(root, given, folders, user)
@@ -256,53 +301,89 @@ def compose_config(
         raise ConfigError([*earlier, *error.faults]) from error.__cause__
     composed = book.rewrite(book.flatten(composed_tree, user.origins if user else {}))
     origins = {**(user.origins if user else {}), **{item.key: item.origin for item in set_by_words.assignments}}
-    defaults = default_tree(ROOTS[root])
+    shipped = default_tree(ROOTS[root])
     tree = default_tree(ROOTS[root])
     for item in (*composed.assignments, *set_by_words.assignments):
         if item.delete:
-            _reset(tree, defaults, item.key)
+            _reset(tree, shipped, item.key)
         else:
             put(tree, item.key, item.value)
+    _set_twins(book, tree, origins, given.notices)
     asked = {key: value for key, value in (launched or {}).items() if key in book.fields}
     taken_back = {item.key for item in set_by_words.assignments if item.delete}
-    for key, value in asked.items():
-        if (key not in origins or key in taken_back) and _found(tree, key) == _found(defaults, key):
+    for key, value in {**(defaults or {}), **asked}.items():
+        if (key not in origins or key in taken_back) and _found(tree, key) == _found(shipped, key):
             put(tree, key, value)
 
-    everything = Outcome(renamed=given.notices, faults=faults)
+    everything = Outcome(renamed=given.notices, wrong=faults)
     for outcome in (*([user.outcome] if user else []), composed, set_by_words):
         everything.add(outcome)
-    config = _typed(root, tree, everything.faults, origins, book.suggest)
+    config = _typed(root, tree, everything, origins, book.suggest)
+    everything.set_aside(functools.partial(not_read_by, config))
+    for key in origins:
+        if (key in book.fields or book.free_parent(key)) and (choice := unread_by(config, key)) is not None:
+            everything.unread.setdefault(choice, []).append(f"{key}{origins[key]}")
     for key, value in asked.items():
         if (found := functools.reduce(getattr, key.split("."), config)) != value:
-            everything.faults.append(
+            everything.wrong.append(
                 f"{key}={found}{origins.get(key, '')}: torchrun was asked for {value}; give both the same number, or "
                 f"leave out {key}"
             )
-    if everything.faults:
-        raise ConfigError(list(dict.fromkeys(everything.faults)))
+    if faults := everything.faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
     return Composed(config, tree, everything.notices())
 
 
-def _typed(
-    root: str, tree: dict[str, Any], faults: list[str], origins: Mapping[str, str], suggest: Callable[[str], str]
-) -> Any:
-    """Resolve interpolations and convert. Faults are collected; an error is raised only if nothing can be resolved."""
+def _set_twins(book: KeyBook, tree: dict[str, Any], origins: Mapping[str, str], notices: list[str]) -> None:
+    """Set the present name of each key that was given under its other name only."""
+    for old, new in book.twins.items():
+        if old in origins and new not in origins:
+            put(tree, new, _found(tree, old))
+            notices.append(f"{old}{origins[old]} sets {new} as well: they are the same thing")
+
+
+def register_resolvers() -> None:
+    """Make the functions known that defaults use in `${NAME:...}`."""
     OmegaConf.register_new_resolver("global_pool", _global_pool, replace=True)
+    OmegaConf.register_new_resolver("half_pool", _half_pool, replace=True)
     OmegaConf.register_new_resolver("if_set", _if_set, replace=True)
+
+
+def _typed(
+    root: str, tree: dict[str, Any], so_far: Outcome, origins: Mapping[str, str], suggest: Callable[[str], str]
+) -> Any:
+    """Resolve interpolations and convert. Faults are added to `so_far`; an error is raised if nothing can be resolved.
+
+    Raises:
+        ConfigError: an interpolation cannot be resolved. If that is due to values of a wrong type, it names their keys.
+    """
+    register_resolvers()
     try:
         plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError([*faults, " ".join(str(error).split())]) from error
+        wrong = _wrong_types(root, tree, origins) or [" ".join(str(error).split())]
+        raise ConfigError([*so_far.faults, *wrong]) from error
     assert isinstance(plain, dict)
     misfits: dict[str, str] = {}
     values = {str(key): value for key, value in plain.items()}
     config = build(ROOTS[root], values, misfits, origins)
     add_own_settings(config, values, misfits, origins, suggest)
     # a default that follows a wrong value is wrong too: name the key that was set, not its followers
-    told = {key: fault for key, fault in misfits.items() if key in origins} or misfits
-    faults.extend(told.values())
+    reported = {key: fault for key, fault in misfits.items() if key in origins} or misfits
+    so_far.wrong.extend(reported.values())
     return config
+
+
+def _wrong_types(root: str, tree: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """A fault for each value that was set to a plain value of a wrong type."""
+    plain: dict[str, Any] = {}
+    for name in origins:
+        value = _found(tree, name) if name in key_book(root).fields else None
+        if value is not None and "${" not in str(value):
+            put(plain, name, value)
+    misfits: dict[str, str] = {}
+    build(ROOTS[root], plain, misfits, origins)
+    return list(misfits.values())
 
 
 def print_notices(notices: Sequence[str]) -> None:

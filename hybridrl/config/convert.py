@@ -75,7 +75,10 @@ def build(
         try:
             values[field.name] = _checked(_fit(value, types_of[field.name]), field.metadata.get("limits", Limits()))
         except _Fault as fault:
-            faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {fault}"
+            empty = "no value; it " if value == "" else ""
+            faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {empty}{fault}"
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                values[field.name] = value  # the group cannot be made without it
     return cls(**values)
 
 
@@ -85,13 +88,15 @@ def _checked(value: Any, limits: Limits) -> Any:
         return [_checked(element, limits) for element in value]
     if isinstance(value, dict):
         return {name: _checked(element, limits) for name, element in value.items()}
-    if (limits.choices or limits.registry) and value is not None:
+    if isinstance(value, str):
         value = limits.synonyms.get(value, value)
+    if (limits.choices or limits.registry) and isinstance(value, str):
         if value in limits.later:
             raise _Fault(f"known, but this build does not support it yet; use {_one_of(limits.names())}")
         if limits.registry is None and value not in limits.choices:
             hint = nearest(str(value), [str(choice) for choice in limits.choices], 1)
-            raise _Fault(f"must be {_one_of(limits.choices)}{hint}")
+            number = "a whole number or " if limits.ge is not None else ""
+            raise _Fault(f"must be {number}{_one_of(limits.choices)}{hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         bounds = (
             (limits.ge, operator.ge, "at least"),
@@ -119,7 +124,7 @@ def _fit(value: Any, wanted: Any) -> Any:
     if origin is list:
         (element,) = typing.get_args(wanted)
         if isinstance(value, str):
-            value = [value] if value else []
+            value = _listed(value) if value else []
         if not isinstance(value, list | tuple):
             raise _Fault(f"must be a list of {_words(element)}")
         return [_fit(item, element) for item in value]
@@ -134,6 +139,13 @@ def _fit(value: Any, wanted: Any) -> Any:
     if fitted is None:
         raise _Fault(f"must be {_words(wanted)}")
     return fitted
+
+
+def _listed(text: str) -> list[Any]:
+    """A list that was quoted as text, or a list of one text."""
+    if text.startswith("[") and text.endswith("]"):
+        return [part.strip() for part in text[1:-1].split(",") if part.strip()]
+    return [text]
 
 
 def _fit_union(value: Any, members: tuple[Any, ...]) -> Any:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.convert import build, nearest
+from hybridrl.config.schema.engine import EngineConfig
 from hybridrl.config.schema.node import ConfigNode, is_group
+from hybridrl.config.strategies import group_type
 from hybridrl.errors import UserError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
@@ -41,7 +43,10 @@ OPEN_GROUPS = (
     OpenGroup(f"{_POLICY}.rollout.engine_kwargs", f"{_POLICY}.rollout.name", INFERENCE_ENGINES, _POLICY_LIB),
     OpenGroup(f"{_POLICY}.actor.fsdp_config", f"{_POLICY}.actor.strategy", TRAIN_ENGINES, _POLICY_LIB),
     OpenGroup(f"{_POLICY}.ref.fsdp_config", f"{_POLICY}.ref.strategy", TRAIN_ENGINES, _POLICY_LIB),
+    OpenGroup(f"{_POLICY}.actor.megatron", f"{_POLICY}.actor.strategy", TRAIN_ENGINES, _POLICY_LIB),
+    OpenGroup(f"{_POLICY}.ref.megatron", f"{_POLICY}.ref.strategy", TRAIN_ENGINES, _POLICY_LIB),
     OpenGroup("critic.fsdp", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
+    OpenGroup("critic.megatron", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
     OpenGroup("engine", "engine.strategy", TRAIN_ENGINES, "model.external_lib"),
 )
 
@@ -97,6 +102,8 @@ def add_own_settings(
             if unknown:
                 faults[group.chosen_by] = str(error)
             continue
+        if isinstance(node, EngineConfig) and not isinstance(node, group_type(settings)):
+            settings = None  # they belong to another group of the same role
         fields = _own_fields(settings, type(node))
         if settings is not None and fields:
             own = {key: value for key, value in values.items() if key in fields}
@@ -144,12 +151,17 @@ def _at(node: Any, path: str) -> Any:
 def read_own(settings: type, values: Mapping[str, Any], prefix: str, config: Any) -> tuple[Any, list[str]]:
     """Return an instance of `settings` from a free mapping, and a sentence for each key or value that does not fit.
 
+    There is no instance (None) if a key without a default is missing.
+
     Args:
         prefix: dotted path of the mapping, ending in a dot.
         config: the run's configuration. If the dataclass has a method `check(config)`, which yields sentences, those
             are added.
     """
     faults = dict(_unknown(settings, values, prefix))
+    missing = [name for name, required in _own_fields(settings, ConfigNode).items() if required and name not in values]
+    if missing:
+        return None, [*faults.values(), *(f"{prefix}{name} is missing; it has no default" for name in missing)]
     built = build(settings, values, faults, {}, prefix)
     check = getattr(built, "check", None)
     more = list(check(config)) if check is not None and not faults else []

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.convert import nearest, put
 from hybridrl.config.verl.keys import KeyBook, Outcome
+from hybridrl.config.verl.tables import bases
 from hybridrl.errors import ConfigError
 
 
@@ -39,7 +40,7 @@ class UserFile:
 def read_user_file(
     root: str, folder: str | os.PathLike[str] | None, name: str | None, book: KeyBook, shipped: Path
 ) -> UserFile | None:
-    """Find and read a user's file; return None if the name is that of the shipped base.
+    """Find and read a user's file; return None if the name is that of the shipped base, here or in verl.
 
     Args:
         root: name of the base tree.
@@ -49,7 +50,8 @@ def read_user_file(
         shipped: folder of the shipped YAML.
 
     Raises:
-        ConfigError: the folder or file does not exist, or the file is not a YAML mapping.
+        ConfigError: the folder or file does not exist, the file is not a YAML mapping, or it is a base of verl that is
+            not supported yet.
     """
     path = _find(root, folder, name, shipped)
     if path is None:
@@ -86,6 +88,8 @@ def _find(root: str, folder: str | os.PathLike[str] | None, name: str | None, sh
     stem = (name or root).removesuffix(".yaml")
     if place == shipped and stem == root:
         return None
+    if _is_base_of_verl(root, stem, place):
+        return None
     if not place.is_dir():
         raise ConfigError(f"--config-path {given}: no such folder (looked for {place})")
     path = place / f"{stem}.yaml"
@@ -96,19 +100,66 @@ def _find(root: str, folder: str | os.PathLike[str] | None, name: str | None, sh
     return path
 
 
+def _is_base_of_verl(root: str, stem: str, folder: Path) -> bool:
+    """Whether `--config-path=config --config-name=STEM` or a defaults list means a base file that verl ships.
+
+    Raises:
+        ConfigError: it is, and this build has nothing that stands for it.
+    """
+    base = bases().get(stem)
+    if base is None or base.tree != root or (folder / f"{stem}.yaml").is_file():
+        return False
+    if base.why:
+        raise ConfigError(f"--config-name {stem}: not supported yet: {base.why}. {base.instead}")
+    return folder.name == "config"
+
+
+def base_choices(root: str, folder: str | os.PathLike[str] | None, name: str | None) -> list[str]:
+    """The choices of config groups, as words, that a base file of verl makes which `--config-name` names."""
+    place, stem = Path(folder or ".").absolute(), (name or root).removesuffix(".yaml")
+    base = bases().get(stem)
+    if base is None or base.tree != root or place.name != "config" or (place / f"{stem}.yaml").is_file():
+        return []
+    return [f"{group}={option}" for group, option in base.choices.items()]
+
+
 def _with_base(root: str, defaults: Any, path: Path, shipped: Path) -> list[Any]:
     """Add our base to the defaults list, with the file's own settings last unless the list says otherwise."""
     if defaults is None:
         return [root, "_self_"]
     if not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults must be a list")
-    entries = list(defaults) if "_self_" in defaults else [*defaults, "_self_"]
+    others = [entry for entry in defaults if isinstance(entry, str) and _is_other_base(root, entry, path)]
+    entries = [entry for entry in defaults if entry not in others]
+    entries += [] if "_self_" in entries else ["_self_"]
+    made = [
+        {f"override {group}": option} for entry in others for group, option in bases()[_stem(entry)].choices.items()
+    ]
     if _reaches(root, entries, path.parent, {path}):
-        return entries
+        return [*entries, *made]
     # a choice of a group that the base also chooses replaces the base's; Hydra expects such entries at the end
     chosen = [entry for entry in entries if isinstance(entry, dict) and _is_shipped_choice(entry, shipped)]
     overridden = [{f"override {group}": option for group, option in entry.items()} for entry in chosen]
-    return [root, *(entry for entry in entries if entry not in chosen), *overridden]
+    return [root, *(entry for entry in entries if entry not in chosen), *made, *overridden]
+
+
+def _is_other_base(root: str, entry: str, path: Path) -> bool:
+    """Whether an entry of a defaults list is a base file of verl that the base here stands for.
+
+    Raises:
+        ConfigError: it is one that is not supported yet.
+    """
+    stem = _stem(entry)
+    base = bases().get(stem)
+    if stem == root or base is None or (path.parent / f"{stem}.yaml").is_file():
+        return False
+    if base.why:
+        raise ConfigError(f"{path}: defaults: {entry}: not supported yet: {base.why}. Name {root} to train with FSDP2.")
+    return base.tree == root
+
+
+def _stem(entry: str) -> str:
+    return entry.lstrip("/").removesuffix(".yaml")
 
 
 def _is_shipped_choice(entry: dict[Any, Any], shipped: Path) -> bool:

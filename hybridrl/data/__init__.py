@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         create_val_loader,
     )
     from hybridrl.data.loader import PromptLoader, SFTLoader, StatefulLoader
+    from hybridrl.data.memory import save_rows
     from hybridrl.data.rl_dataset import RLHFDataset
     from hybridrl.data.sampler import EpochSampler
     from hybridrl.data.sft_dataset import SFTDataset
@@ -37,6 +38,7 @@ _HOMES = {
     "create_sft_loader": "factory",
     "create_train_loader": "factory",
     "create_val_loader": "factory",
+    "save_rows": "memory",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "create_sft_loader",
     "create_train_loader",
     "create_val_loader",
+    "save_rows",
 ]
 
 

@@ -55,7 +55,7 @@ def render(
             # A template is a program and may fail in any way. The row that it fails on is what helps the user.
             raise DataError(
                 f"{locate(index)}: the chat template of {tokenizer.name_or_path or 'the tokenizer'} refuses this "
-                f"conversation: {type(error).__name__}: {error}. Mend the row, or set data.apply_chat_template_kwargs "
+                f"conversation: {type(error).__name__}: {error}. Fix the row, or set data.apply_chat_template_kwargs "
                 "or model.custom_chat_template."
             ) from error
     return texts

@@ -71,16 +71,20 @@ def _create(
     cls: Any = default
     if custom is not None and custom.path is not None:
         cls = load_class(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name", error=DataError)
+    signature = inspect.signature(cls)
     arguments: dict[str, Any] = {
         "data_files": files,
         "tokenizer": tokenizer,
         "config": config,
         "max_samples": max_samples,
     }
-    if issubclass(cls, default):
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    if issubclass(cls, default) and (takes_all or "key" in signature.parameters):
         arguments["key"] = key
+    if "processor" in signature.parameters:
+        arguments["processor"] = None  # a class written for verl may require it
     try:
-        inspect.signature(cls).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise DataError(
             f"data.custom_cls: {cls.__name__} in {custom.path} is not made for this use ({error}). It is called as "

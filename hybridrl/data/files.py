@@ -1,240 +1,119 @@
-"""Rows of parquet, JSON and JSON-lines files as one table.
-
-Parquet stays in Arrow memory, and a row becomes Python objects when it is read. JSON rows are Python objects from the
-start. A row keeps its file and line, so that an error can say which line of which file to fix.
-"""
+"""Reads data files, globs of them, and data sets of the Hugging Face hub as one table."""
 
 from __future__ import annotations
 
-import bisect
+import bz2
+import csv
+import gzip
+import hashlib
+import io
 import json
-from collections.abc import Iterator, Sequence
+import lzma
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.data_names import (
+    COMPRESSIONS,
+    FORMATS,
+    DatasetName,
+    dataset_name,
+    format_of,
+    is_saved_dataset,
+    local_files,
+)
+from hybridrl.data.table import ArrowPart, RowsPart, Table
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
-    import pyarrow
-
-SUFFIXES = (".parquet", ".json", ".jsonl")
-
-
-class _ArrowPart:
-    """A parquet file, or a table in memory that `path` describes. Rows are counted from 0."""
-
-    def __init__(self, path: Path | str, table: pyarrow.Table) -> None:
-        self.path = path
-        self.table = table
-        self.columns = list(table.column_names)
-
-    def __len__(self) -> int:
-        return self.table.num_rows
-
-    def row(self, index: int) -> dict[str, Any]:
-        return self.table.slice(index, 1).to_pylist()[0]
-
-    def column(self, name: str) -> list[Any]:
-        return self.table.column(name).to_pylist()
-
-    def arrow(self) -> pyarrow.Table:
-        return self.table
-
-    def locate(self, index: int) -> str:
-        return f"{self.path}, row {index} (counted from 0)"
-
-
-class _JsonPart:
-    """One JSON or JSON-lines file. Rows are named by their line, or by their position in a JSON list."""
-
-    def __init__(self, path: Path | str, rows: list[dict[str, Any]], lines: list[int] | None) -> None:
-        self.path = path
-        self.rows = rows
-        self.lines = lines
-        self.columns = list(dict.fromkeys(key for row in rows for key in row))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def row(self, index: int) -> dict[str, Any]:
-        row = self.rows[index]
-        return {name: row.get(name) for name in self.columns}
-
-    def column(self, name: str) -> list[Any]:
-        return [row.get(name) for row in self.rows]
-
-    def arrow(self) -> pyarrow.Table:
-        import pyarrow
-
-        return pyarrow.Table.from_pydict({name: self.column(name) for name in self.columns})
-
-    def locate(self, index: int) -> str:
-        if self.lines is None:
-            return f"{self.path}, item {index} (counted from 0)"
-        return f"{self.path}, line {self.lines[index]}"
-
-
-class Table:
-    """The rows of several files, in order.
-
-    Attributes:
-        parts: one part per file, in the order given.
-        columns: every column that any of the files has. Rows of a file that lacks a column hold None there.
-    """
-
-    def __init__(self, parts: Sequence[_ArrowPart | _JsonPart]) -> None:
-        self.parts = list(parts)
-        self._ends: list[int] = []
-        total = 0
-        for part in self.parts:
-            total += len(part)
-            self._ends.append(total)
-        self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _find(self, index: int) -> tuple[_ArrowPart | _JsonPart, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        number = bisect.bisect_right(self._ends, index)
-        return self.parts[number], index - (self._ends[number - 1] if number else 0)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        part, inner = self._find(index)
-        row = part.row(inner)
-        return {name: row.get(name) for name in self.columns}
-
-    def arrow(self) -> pyarrow.Table:
-        """Return all rows in Arrow memory. Parquet columns keep their types; the types of JSON columns are inferred.
-
-        Raises:
-            DataError: no single type can hold the values of a column; the error names the file.
-        """
-        import pyarrow
-
-        tables = []
-        for part in self.parts:
-            try:
-                tables.append(part.arrow())
-            except pyarrow.ArrowException as error:
-                raise DataError(f"{part.path}: cannot be kept as parquet: {error}.") from error
-        try:
-            return pyarrow.concat_tables(tables, promote_options="permissive")
-        except pyarrow.ArrowException as error:
-            files = ", ".join(str(part.path) for part in self.parts)
-            raise DataError(f"{files}: their columns do not fit into one parquet file: {error}.") from error
-
-    def column(self, name: str) -> list[Any]:
-        """Return all values of one column as Python objects, None where a file lacks it."""
-        values: list[Any] = []
-        for part in self.parts:
-            values.extend(part.column(name) if name in part.columns else [None] * len(part))
-        return values
-
-    def locate(self, index: int) -> str:
-        """Return the file and row of `index`, for messages."""
-        part, inner = self._find(index)
-        return part.locate(inner)
-
-    def files_without(self, column: str) -> Iterator[_ArrowPart | _JsonPart]:
-        """Yield the files that lack a column."""
-        return (part for part in self.parts if column not in part.columns)
-
-    def require(self, column: str, key: str, hint: str = "") -> None:
-        """Refuse files that lack `column`, which the configuration key `key` names.
-
-        Raises:
-            DataError: a file lacks it; the error names the file, the columns it has and what to change.
-        """
-        for part in self.files_without(column):
-            found = ", ".join(part.columns) or "none"
-            raise DataError(
-                f"{part.path} has no column {column!r} (columns found: {found}). "
-                f"{hint or f'Add it, or name the right column with {key}=COLUMN.'}"
-            )
-
-
-def table_of(rows: Any, origin: str) -> Table:
-    """Make a table from rows that are already in memory.
-
-    Args:
-        rows: a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table`, or a list of dicts.
-        origin: where the rows come from, for messages.
-
-    Raises:
-        DataError: `rows` is something else, or empty.
-    """
     import datasets
-    import pandas
-    import pyarrow
 
-    if isinstance(rows, datasets.Dataset):
-        rows = rows.flatten_indices().data.table  # a filtered or shuffled dataset is a table with a list of indices
-    elif isinstance(rows, pandas.DataFrame):
-        rows = pyarrow.Table.from_pandas(rows, preserve_index=False)
-    part: _ArrowPart | _JsonPart
-    if isinstance(rows, pyarrow.Table):
-        part = _ArrowPart(origin, rows)
-    elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-        part = _JsonPart(origin, rows, None)
-    else:
-        raise DataError(
-            f"{origin}: rows must be a datasets.Dataset, a pandas.DataFrame, a pyarrow.Table or a list of dicts, found "
-            f"{type(rows).__name__}."
-        )
-    if len(part) == 0:
-        raise DataError(f"{origin}: there are no rows.")
-    return Table([part])
+_ALLOWED = f"{', '.join(FORMATS)}; text files may be compressed ({', '.join(COMPRESSIONS)})"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_MAX_FIELD = 2**31 - 1  # of CSV, in characters; the csv module's own limit is 131,072
 
 
 def read_table(files: str | Path | Sequence[str | Path], key: str = "data.train_files") -> Table:
-    """Read one or several .parquet, .json or .jsonl files.
+    """Read one or several sources.
 
     Args:
-        files: one or several paths; `~` is expanded.
+        files: files (.parquet, .json, .jsonl, .csv, .tsv; text files may be compressed), globs, or data sets of the hub
+            (`ORG/NAME@CONFIG:SPLIT`, see `hybridrl.config.data_names`); `~` is expanded.
         key: the configuration key that named them, for messages.
 
     Raises:
         DataError: no file is named, or a file is missing, unreadable, of another kind, or empty.
     """
-    paths = [files] if isinstance(files, (str, Path)) else list(files or [])
-    if not paths:
+    entries = [files] if isinstance(files, (str, Path)) else list(files or [])
+    if not entries:
         raise DataError(
-            f"{key} names no file. Set it to a .parquet, .json or .jsonl file, or to a list of them: {key}=[A,B]."
+            f"{key} names no file. Set it to a .parquet, .json, .jsonl or .csv file, or to a list of them: {key}=[A,B]."
         )
-    return Table([_read_file(path, key) for path in paths])
+    return Table([part for entry in entries for part in _read(str(entry), key)])
 
 
-def _read_file(name: str | Path, key: str) -> _ArrowPart | _JsonPart:
-    if "://" in str(name):
-        raise DataError(f"{key}={name}: only local files can be read. Copy it to a local disk first and name the copy.")
+def fingerprints(files: Sequence[str]) -> list[list[str]]:
+    """Return the name of each source with a digest that changes with its content."""
+    found = []
+    for entry in files:
+        dataset = dataset_name(entry)
+        if dataset is not None:
+            (part,) = _read(entry, "data.path")
+            found.append([entry, hashlib.sha256(repr(part.arrow().to_pylist()).encode()).hexdigest()])
+        for file in () if dataset is not None else local_files(entry):
+            with open(Path(file).expanduser(), "rb") as opened:
+                found.append([Path(file).name, hashlib.file_digest(opened, "sha256").hexdigest()])
+    return found
+
+
+def _read(entry: str, key: str) -> list[ArrowPart] | list[RowsPart] | list[ArrowPart | RowsPart]:
+    if "://" in entry:
+        raise DataError(
+            f"{key}={entry}: only local files and data sets of the Hugging Face hub (ORG/NAME:SPLIT) can be read. Copy "
+            "it to a local disk first and name the copy."
+        )
+    dataset = dataset_name(entry)
+    if dataset is not None:
+        return [_read_dataset(dataset, entry, key)]
+    files = local_files(entry)
+    if not files:
+        raise DataError(
+            f"{key}={entry}: no such file (looked for {Path(entry).expanduser().absolute()}). Check the path, or make "
+            "it with hybridrl.data.preprocess. A data set of the hub is named ORG/NAME or ORG/NAME@CONFIG:SPLIT."
+        )
+    return [_read_file(file, key) for file in files]
+
+
+def _read_file(name: str, key: str) -> ArrowPart | RowsPart:
     path = Path(name).expanduser()
     if path.is_dir():
-        inside = sorted(str(file) for file in path.iterdir() if file.suffix in SUFFIXES)
-        example = f"{key}=[{','.join(inside[:3])}{',...' if len(inside) > 3 else ''}]" if inside else f"{key}=FILE"
-        raise DataError(f"{key}={name} is a directory. Name the files in it: {example}")
-    if not path.exists():
-        raise DataError(
-            f"{key}={name}: no such file (looked for {path.absolute()}). Check the path, or make it with "
-            "hybridrl.data.preprocess."
+        inside = sorted(
+            {
+                f"*{''.join(f.suffixes[-2:] if f.suffix in COMPRESSIONS else f.suffixes[-1:])}"
+                for f in path.iterdir()
+                if format_of(f) in FORMATS
+            }
         )
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{key}={name}: unknown kind of file {path.suffix!r}. Allowed are {', '.join(SUFFIXES)}.")
+        example = f" Name the files in it: {key}={path / inside[0]}" if inside else ""
+        raise DataError(f"{key}={name} is a directory.{example or f' Name a file: {key}=FILE'}")
+    kind = format_of(path)
+    if kind not in FORMATS or (kind == ".parquet" and path.suffix != kind):
+        raise DataError(f"{key}={name}: unknown kind of file {path.suffix!r}. Allowed are {_ALLOWED}.")
     if path.stat().st_size == 0:
         raise DataError(f"{key}={name}: the file is empty (0 bytes). Write it again.")
-    part = _read_parquet(path, key) if path.suffix == ".parquet" else _read_json(path, key)
+    part = _READERS[kind](path, key)
     if len(part) == 0:
         raise DataError(f"{key}={name}: the file has no rows. Write it again, or leave it out of {key}.")
     return part
 
 
-def _read_parquet(path: Path, key: str) -> _ArrowPart:
+def _read_parquet(path: Path, key: str) -> ArrowPart:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return _ArrowPart(path, pyarrow.parquet.read_table(path))
+        return ArrowPart(path, pyarrow.parquet.read_table(path))
     except (pyarrow.ArrowException, OSError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
@@ -243,17 +122,50 @@ def _read_parquet(path: Path, key: str) -> _ArrowPart:
         ) from error
 
 
-def _read_json(path: Path, key: str) -> _JsonPart:
-    """Read a JSON file. One that begins with `[` is a list of rows; any other holds one row per line."""
+def _unpack_zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
+
+
+_UNPACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.decompress,
+    ".bz2": bz2.decompress,
+    ".xz": lzma.decompress,
+    ".zst": _unpack_zstd,
+}
+
+
+def _text(path: Path, key: str) -> str:
+    """Return the text of a file, decompressed as its suffix says."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{key}={path}: cannot be read ({error.strerror or error}).") from error
+    if path.suffix in _UNPACK:
+        try:
+            content = _UNPACK[path.suffix](content)
+        except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(
+                f"{key}={path}: cannot be decompressed as {path.suffix} ({error}). The file is damaged or of another "
+                "kind; write it again."
+            ) from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise DataError(f"{key}={path}: cannot be read as UTF-8 text ({error}).") from error
+
+
+def _read_json(path: Path, key: str) -> RowsPart:
+    """Read a JSON file. One that begins with `[` is a list of rows; any other holds one row per line."""
+    text = _text(path, key)
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"{key}={path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{key}={path}: {_unreadable(error)}.") from None
         lines = None
     else:
         rows, lines = _read_json_lines(path, text, key)
@@ -261,7 +173,7 @@ def _read_json(path: Path, key: str) -> _JsonPart:
         if not isinstance(row, dict):
             where = f"item {index}" if lines is None else f"line {lines[index]}"
             raise DataError(f"{key}={path}, {where}: a row must be a JSON object, found {type(row).__name__}.")
-    return _JsonPart(path, rows, lines)
+    return RowsPart(path, rows, lines)
 
 
 def _read_json_lines(path: Path, text: str, key: str) -> tuple[list[Any], list[int]]:
@@ -276,5 +188,100 @@ def _read_json_lines(path: Path, text: str, key: str) -> tuple[list[Any], list[i
                 f"{key}={path}, line {number}: not valid JSON ({error.msg}). A file holds one JSON object a line, or "
                 "one list of them."
             ) from error
+        except (RecursionError, ValueError) as error:
+            raise DataError(f"{key}={path}, line {number}: {_unreadable(error)}.") from None
         lines.append(number)
     return rows, lines
+
+
+def _unreadable(error: Exception) -> str:
+    """Return why valid JSON cannot be read."""
+    if isinstance(error, RecursionError):
+        return "lists or objects are nested too deeply"
+    return f"a number cannot be read ({error}); write it as text"
+
+
+def _read_csv(path: Path, key: str) -> RowsPart:
+    """Read a CSV or TSV file with a line of column names. Values stay text, so that 007 is not 7; empty ones are None.
+
+    A row is named by its first line, because quoted text may contain line breaks.
+    """
+    csv.field_size_limit(_MAX_FIELD)
+    reader = csv.reader(io.StringIO(_text(path, key), newline=""), delimiter=_DELIMITERS[format_of(path)], strict=True)
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    names: list[str] = []
+    first = 1
+    try:
+        for fields in reader:
+            if not names:
+                names = _column_names(fields, path, key)
+            elif fields:
+                if len(fields) != len(names):
+                    raise DataError(
+                        f"{key}={path}, line {first}: {len(fields)} fields, but the first line names {len(names)} "
+                        f"columns ({', '.join(names)}). Text with commas or line breaks needs double quotes."
+                    )
+                rows.append({name: value or None for name, value in zip(names, fields, strict=True)})
+                lines.append(first)
+            first = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{key}={path}, line {first}: not valid CSV ({error}).") from error
+    return RowsPart(path, rows, lines)
+
+
+def _column_names(fields: list[str], path: Path, key: str) -> list[str]:
+    names = [field.strip() for field in fields]
+    if not all(names) or len(set(names)) < len(names):
+        raise DataError(f"{key}={path}, line 1: must name every column once, found {', '.join(map(repr, names))}.")
+    return names
+
+
+_READERS: dict[str, Callable[[Path, str], ArrowPart | RowsPart]] = {
+    ".parquet": _read_parquet,
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+}
+
+
+def _read_dataset(wanted: DatasetName, entry: str, key: str) -> ArrowPart:
+    """Load one split with the `datasets` library, from the hub, its cache, or a local folder."""
+    import datasets
+
+    try:
+        splits = _load(wanted)
+    except Exception as error:
+        # The library raises a dozen kinds of errors for the same failure: the data could not be loaded.
+        text = (str(error).splitlines() or [""])[0]
+        raise DataError(
+            f"{key}={entry}: no such file, and it cannot be loaded as a data set ({type(error).__name__}: {text}). "
+            "Check the spelling: ORG/NAME@CONFIG:SPLIT. Without a connection to the Hugging Face hub, download the "
+            f"data set elsewhere (`hf download --repo-type dataset {wanted.name}`) and name its files."
+        ) from error
+    if isinstance(splits, datasets.DatasetDict):
+        if len(splits) != 1 and wanted.split is None:
+            listed = ", ".join(splits)
+            raise DataError(
+                f"{key}={entry}: the data set has the splits {listed}. Name one: {key}={entry}:{next(iter(splits))}."
+            )
+        if wanted.split is not None and wanted.split not in splits:
+            raise DataError(f"{key}={entry}: no such split; there are {', '.join(splits)}.")
+        splits = splits[wanted.split or next(iter(splits))]
+    if len(splits) == 0:
+        raise DataError(f"{key}={entry}: the data set has no rows.")
+    return ArrowPart(entry, splits.flatten_indices().data.table)
+
+
+def _load(wanted: DatasetName) -> datasets.Dataset | datasets.DatasetDict:
+    import datasets
+
+    if not is_saved_dataset(Path(wanted.name)):
+        return datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
+    saved = datasets.load_from_disk(wanted.name)
+    if wanted.config is not None:
+        raise ValueError(f"a saved data set has no configurations, so @{wanted.config} cannot be one")
+    if isinstance(saved, datasets.Dataset) and wanted.split not in (None, str(saved.split)):
+        raise ValueError(f"the folder holds one split, {saved.split}, and not {wanted.split}")
+    return saved

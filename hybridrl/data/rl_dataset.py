@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hybridrl.data.chat import check_chat_template, render, truncate
-from hybridrl.data.files import Table, read_table, table_of
+from hybridrl.data.files import read_table
+from hybridrl.data.table import Table, table_of
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, clean_messages, encode, fault_in_messages
+from hybridrl.models.chat import Message, as_messages, encode, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -29,8 +31,16 @@ _MEDIA_COLUMNS = ("images", "videos", "audios")
 _HOOKS_WITHOUT_EFFECT = {
     "_download": "Copy the files to a local disk first and name the copies, or read them in _read_files_and_tokenize.",
     "resume_dataset_state": "A resumed run builds the data set again: do the work in _read_files_and_tokenize.",
-    "process_vision_info": "Images, audio and video are not supported; use a text-only data set and model.",
+    **dict.fromkeys(
+        ("process_vision_info", "process_multi_modal_info", "_process_multi_modal_info", "_extract_audio_info"),
+        "Images, audio and video are not supported; use a text-only data set and model.",
+    ),
 }
+#: columns that a batch has itself; a data column of this name would be overwritten
+_BATCH_COLUMNS = (
+    *("uid", "index", "sample", "raw_prompt", "prompts", "responses", "response_mask"),
+    *("input_ids", "attention_mask", "position_ids"),
+)
 _CHUNK = 2048  # rows rendered and tokenised at a time
 _CACHED_TOKENS = (
     50_000_000  # token ids kept in memory (int32: 200 MB); with more, prompts are tokenised again when drawn
@@ -74,10 +84,11 @@ class TokenCache:
 class RLHFDataset(Dataset):
     """Prompts as token ids, with the columns that rewards need.
 
-    A row holds `config.prompt_key` (a list of messages) and whatever else the reward function reads, usually
-    `data_source`, `reward_model` (`{"style", "ground_truth"}`) and `extra_info`. Every row is checked when the dataset
-    is created. If prompt lengths are needed at once (`filter_overlong_prompts`, or `truncation=error`), all prompts are
-    also tokenised then, and the token ids are kept.
+    A row holds `config.prompt_key` (messages, or text) and whatever else the reward function reads, usually
+    `data_source`, `reward_model` (`{"style", "ground_truth"}`) and `extra_info`. `config.ground_truth_key` makes
+    `reward_model` of another column. Every row is checked when the dataset is created. If prompt lengths are needed at
+    once (`filter_overlong_prompts`, or `truncation=error`), all prompts are also tokenised then, and the token ids are
+    kept.
 
     An item is `{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}`. `index` counts the
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
@@ -90,7 +101,8 @@ class RLHFDataset(Dataset):
     Args:
         data_files: one or several paths.
         tokenizer: a tokenizer with a chat template.
-        config: `DataConfig` or `GenerationDataConfig`.
+        config: `DataConfig` or `GenerationDataConfig`; or a mapping, such as an OmegaConf group, in which the keys of
+            `data` may be missing.
         processor: accepted for subclasses written for verl; must be None.
         max_samples: number of rows to use: the first ones, or a sample drawn with `config.seed` if `config.shuffle`;
             -1 uses all.
@@ -105,36 +117,53 @@ class RLHFDataset(Dataset):
         self,
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
-        config: PromptConfig,
+        config: PromptConfig | Mapping[str, Any],
         processor: None = None,
         max_samples: int = -1,
         key: str = "data.train_files",
     ) -> None:
+        settings: PromptConfig = with_defaults(config)
         if processor is not None:
             raise DataError("processor: images, audio and video are not supported; use a text-only data set and model.")
-        if config.truncation not in TRUNCATIONS:
-            raise DataError(f"data.truncation={config.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
+        if settings.truncation not in TRUNCATIONS:
+            raise DataError(f"data.truncation={settings.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
         self._refuse_hooks_without_effect()
         self.tokenizer = tokenizer
         self.processor = processor
-        self.config = config
+        self.config = settings
         self.key = key
         self.data_files = [str(f) for f in ([data_files] if isinstance(data_files, str | Path) else data_files or [])]
         self.original_data_files = list(self.data_files)
-        self.prompt_key = config.prompt_key
-        self.max_prompt_length = config.max_prompt_length
-        self.truncation = config.truncation
-        self.filter_overlong_prompts = config.filter_overlong_prompts
+        self.prompt_key = settings.prompt_key
+        self.max_prompt_length = settings.max_prompt_length
+        self.truncation = settings.truncation
+        self.filter_overlong_prompts = settings.filter_overlong_prompts
+        self._set_what_hooks_of_verl_read(max_samples)
         check_chat_template(tokenizer)
         self._table: Table | None = None
+        self._dataframe: Any = None
+        self._is_built = False
         self._read_files_and_tokenize()
+        if settings.ground_truth_key is not None:
+            self.table = self.table.with_ground_truth(settings.ground_truth_key)
+        self._taken = [name for name in self.table.columns if name in _BATCH_COLUMNS]
+        if self._taken:
+            notify(
+                f"{key}: {', '.join(self._taken)}: a batch has columns of these names itself, so it does not "
+                "carry those of the data; rename them if the reward function reads them"
+            )
         if not self._builds_messages():
-            self.table.require(config.prompt_key, "data.prompt_key")
+            self.table.require(settings.prompt_key, "data.prompt_key")
         self._refuse_media()
-        self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
+        self._check_extra_info()
+        self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
+        if self.prompt_key in self.table.columns:
+            values = self.column(self.prompt_key) if prompts is None else prompts
+            if not any(isinstance(value, str) for value in values):
+                self._taken.append(self.prompt_key)  # messages are in raw_prompt; text stays, for reward functions
         self._tokens: TokenCache | None = None
-        if config.filter_overlong_prompts or config.truncation == "error":
+        if settings.filter_overlong_prompts or settings.truncation == "error":
             self._tokenize(prompts)
         else:
             for number in range(len(self._rows)):
@@ -142,23 +171,26 @@ class RLHFDataset(Dataset):
         if not len(self._rows):
             raise DataError(
                 f"{key}: no row is left; all {len(self.table)} prompts are longer than data.max_prompt_length="
-                f"{config.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with "
+                f"{settings.max_prompt_length} tokens. Raise it, or set data.filter_overlong_prompts=False with "
                 "data.truncation=left."
             )
+        self._dataframe, self._is_built = None, True
 
     # Methods that a subclass may override
 
     def build_messages(self, row: dict[str, Any]) -> list[Message]:
-        """Return the chat messages of a row.
+        """Return the chat messages of a row. `data.system_prompt` is added afterwards.
 
         Args:
             row: all columns. Changes that an override makes to it appear in the item.
         """
-        return self._build_messages(row)
+        if self._hook_takes_key:
+            return self._build_messages(row, key=self.prompt_key)
+        return self._build_messages(row)  # an override as in earlier versions of verl
 
-    def _build_messages(self, example: dict[str, Any]) -> list[Message]:
-        """verl's name for `build_messages`."""
-        return clean_messages(example[self.config.prompt_key])
+    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[Message]:
+        """verl's name for `build_messages`; `key` is the prompt column."""
+        return as_messages(example[key or self.prompt_key])
 
     def _read_files_and_tokenize(self) -> None:
         """Read `data_files`. As in verl, an override sets `self.dataframe`; see `table_of` for the allowed types."""
@@ -186,13 +218,23 @@ class RLHFDataset(Dataset):
 
     @property
     def dataframe(self) -> Any:
-        """The rows as verl's `datasets.Dataset`."""
+        """The rows as verl's `datasets.Dataset`: as they were read, and once the data set is built, one per item."""
         import datasets
 
-        return datasets.Dataset(self.table.arrow())
+        if self._dataframe is None:
+            self._dataframe = datasets.Dataset(self.table.arrow())
+            if self._is_built and len(self._rows) < len(self.table):
+                self._dataframe = self._dataframe.select(self._rows)
+        return self._dataframe
 
     @dataframe.setter
     def dataframe(self, rows: Any) -> None:
+        if self._is_built:
+            raise DataError(
+                f"data.custom_cls: {type(self).__name__} sets self.dataframe after its rows were tokenised, "
+                "which would have no effect; set it in _read_files_and_tokenize."
+            )
+        self._dataframe = None
         self.table = table_of(rows, f"{self.key}, as read by {type(self).__name__}")
 
     def encode_prompts(
@@ -213,7 +255,7 @@ class RLHFDataset(Dataset):
             conversations,
             lambda number: self.table.locate(indices[number]),
             add_generation_prompt=True,
-            template_kwargs=self.config.apply_chat_template_kwargs or {},
+            template_kwargs=self.apply_chat_template_kwargs,
         )
         return encode(tokenizer or self.tokenizer, texts)
 
@@ -231,13 +273,19 @@ class RLHFDataset(Dataset):
             ids = self.encode_prompts([messages], [index])[0]
         if self.config.truncation != "error":
             ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
-        row.pop(self.config.prompt_key, None)
+        for name in self._taken:
+            row.pop(name, None)
         return {**row, "input_ids": ids, "raw_prompt": messages, "index": index}
 
     @property
     def pad_token_id(self) -> int:
         """The id that shorter prompts are padded with. The mask, not this id, marks padding."""
         return pad_token_id(self.tokenizer)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that an item keeps. Reward functions receive them by name."""
+        return [name for name in self.table.columns if name not in self._taken]
 
     @property
     def indices(self) -> list[int]:
@@ -253,7 +301,23 @@ class RLHFDataset(Dataset):
         values = self.table.column(name)
         return [values[int(index)] for index in self._rows]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_dataframe": None}
+
     # Construction
+
+    def _set_what_hooks_of_verl_read(self, max_samples: int) -> None:
+        """Set the other attributes that verl's class has when its hooks run. Media and tools are not supported."""
+        settings = self.config
+        self.max_samples = max_samples
+        self.shuffle, self.seed = settings.shuffle, seed_of(settings)
+        self.num_workers = settings.filter_overlong_prompts_workers
+        self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
+        self.image_key, self.video_key, self.audio_key = _MEDIA_COLUMNS
+        self.tool_config_path = self.function_tool_path = self.tool_schemas = None
+        self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
+        self.serialize_dataset = self.return_multi_modal_inputs = self.use_shm = False
+        self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
 
     def _refuse_media(self) -> None:
         for name in _MEDIA_COLUMNS:
@@ -261,6 +325,14 @@ class RLHFDataset(Dataset):
                 raise DataError(
                     f"{self.key}: column {name!r} holds media, which is not supported. Use a text-only data set and "
                     "model."
+                )
+
+    def _check_extra_info(self) -> None:
+        for index, value in enumerate(self.table.column("extra_info") if "extra_info" in self.table.columns else ()):
+            if value is not None and not isinstance(value, Mapping):
+                raise DataError(
+                    f"{self.table.locate(index)}: column 'extra_info' is {type(value).__name__}, and reward functions "
+                    "get it as a dict; make it an object {NAME: VALUE}, or rename the column."
                 )
 
     def _refuse_hooks_without_effect(self) -> None:
@@ -295,11 +367,11 @@ class RLHFDataset(Dataset):
             DataError: it has none, or they have the wrong form; the error names the row.
         """
         if not self._builds_messages():
-            fault = fault_in_messages(row[self.config.prompt_key])
+            fault = fault_in_prompt(row[self.config.prompt_key])
             if fault:
                 column = self.config.prompt_key
                 raise DataError(f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {fault}.")
-            return self.build_messages(row)
+            return as_messages(self.build_messages(row), self.config.system_prompt)
         who = f"{self.table.locate(index)}: build_messages of {type(self).__name__}"
         try:
             messages = self.build_messages(row)
@@ -308,7 +380,7 @@ class RLHFDataset(Dataset):
         fault = fault_in_messages(messages)
         if fault:
             raise DataError(f"{who} returned what cannot be used as a prompt: {fault}.")
-        return messages
+        return as_messages(messages, self.config.system_prompt)
 
     def _tokenize(self, prompts: list[Any] | None) -> None:
         """Tokenise every prompt, and drop or refuse those that are too long."""
@@ -360,6 +432,35 @@ class RLHFDataset(Dataset):
             return
         with ThreadPoolExecutor(workers) as executor:
             yield from executor.map(encode_chunk, starts)
+
+
+class _WithDefaults:
+    """A mapping of settings as attributes, with the defaults of `data`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        from hybridrl.config import DataConfig
+
+        self._values, self._defaults = values, DataConfig()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is unpickled or copied
+            raise AttributeError(name)
+        return self._values[name] if name in self._values else getattr(self._defaults, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The setting called `name`, or `default` if there is none."""
+        return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values or name in self._defaults
+
+
+def with_defaults(config: Any) -> Any:
+    """Return settings that are a mapping, as code written for verl has them, with the defaults of `data`."""
+    return _WithDefaults(config) if isinstance(config, Mapping) else config
 
 
 def seed_of(config: PromptConfig | SFTDataConfig) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,11 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hybridrl.data.chat import check_chat_template, render
-from hybridrl.data.files import Table, read_table
+from hybridrl.data.files import read_table
 from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
+from hybridrl.data.table import Table
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, clean_messages, fault_in_messages
+from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class SFTDataset(Dataset):
                 raise DataError(
                     f"{self.table.locate(index)}: column {name!r} cannot be used as a conversation: {fault}."
                 )
-            conversations.append(clean_messages(column[index]))
+            conversations.append(as_messages(column[index], self.config.system_prompt))
         return conversations
 
     def _from_prompt_and_response(self, prompt_key: str, response_key: str) -> list[list[Message]]:
@@ -132,9 +133,9 @@ class SFTDataset(Dataset):
         prompts, responses = self.table.column(prompt_key), self.table.column(response_key)
         conversations = []
         for index in map(int, self._rows):
-            prompt, response = prompts[index], responses[index]
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            fault = fault_in_messages(messages)
+            prompt = self._inside(index, prompts[index], prompt_key, "prompt_dict_keys")
+            response = self._inside(index, responses[index], response_key, "response_dict_keys")
+            fault = fault_in_prompt(prompt)
             if fault:
                 raise DataError(
                     f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {fault}."
@@ -144,8 +145,25 @@ class SFTDataset(Dataset):
                 raise DataError(
                     f"{self.table.locate(index)}: column {response_key!r} must be text that is not empty; it is {kind}."
                 )
-            conversations.append([*clean_messages(messages), {"role": "assistant", "content": response}])
+            messages = as_messages(prompt, self.config.system_prompt)
+            answer: Message = {"role": "assistant", "content": response}
+            fault = fault_in_messages([answer])
+            if fault:
+                raise DataError(f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {fault}.")
+            conversations.append([*messages, answer])
         return conversations
+
+    def _inside(self, index: int, value: Any, column: str, key: str) -> Any:
+        """The entry of a column's mappings that `data.<key>` leads to."""
+        for name in self.config[key]:
+            if not isinstance(value, Mapping) or name not in value:
+                found = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else "is no mapping"
+                raise DataError(
+                    f"{self.table.locate(index)}: data.{key}={self.config[key]}: column {column!r} {found}, and "
+                    f"{name!r} is looked for in it."
+                )
+            value = value[name]
+        return value
 
     def _tokenize(self, conversations: list[list[Message]], start: int) -> None:
         texts, spans = self._render_with_spans(conversations, start)

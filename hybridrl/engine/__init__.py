@@ -1,12 +1,13 @@
 """Training engines: a model that learns, saves and exports its weights, behind one interface."""
 
-from hybridrl.engine.capabilities import ExportsShards, GeneratesInPlace, HasAdapters
+from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace, HasAdapters
 from hybridrl.engine.micro_batched import MicroBatchedEngine
 from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, NonFiniteError, TrainEngines
 
 __all__ = [
     "Engine",
     "ExportsShards",
+    "ComparesVocabulary",
     "GeneratesInPlace",
     "Geometry",
     "HasAdapters",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.topology import Layout
+
+if TYPE_CHECKING:
+    from hybridrl.engine.saved_parts import State
 
 
 class GeneratesInPlace(ABC):
@@ -21,6 +26,20 @@ class GeneratesInPlace(ABC):
         """The module with every parameter whole on this rank and in the dtype of training's forward pass.
 
         Its forward needs no other rank within the context, so ranks may call it different numbers of times.
+        """
+
+
+class ComparesVocabulary(ABC):
+    """The engine can compute the KL to a reference policy over the whole vocabulary."""
+
+    @abstractmethod
+    def compare_with(self, reference: Any) -> None:
+        """Name the engine of the reference policy, on the same ranks, that `ref_kl` is measured against.
+
+        Its forward pass runs on every micro-batch together with this one's, so it has to be `loaded` at the same time.
+
+        Raises:
+            ModelError: the two engines cannot read the same micro-batches.
         """
 
 
@@ -45,12 +64,14 @@ class WeightShard:
         shape: of the whole parameter.
         offsets: where the part begins, per dimension.
         tensor: the part.
+        keeps_dtype: it is sent in its own dtype, whatever the others are sent in (a saved buffer).
     """
 
     name: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
+    keeps_dtype: bool = False
 
 
 class ExportsShards(ABC):
@@ -58,7 +79,40 @@ class ExportsShards(ABC):
 
     @abstractmethod
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        """This rank's part of every parameter. Ranks need not iterate together."""
+        """This rank's part of everything that a checkpoint holds. Ranks need not iterate together.
+
+        Several shards may be parts of one tensor; they do not overlap. A rank that has no part of a tensor leaves it
+        out. Tied parameters are exported once.
+
+        Args:
+            dtype: in which they will be sent. The shards are views of what is in memory, in the dtype that it has there
+                (of several copies, the one of this dtype), so that all of them can be held at the same time. Whoever
+                sends them converts.
+        """
+
+    @property
+    def copy_of_model(self) -> int:
+        """Which copy of the model this rank's shards belong to, if several groups of ranks train whole copies."""
+        return 0
+
+    @property
+    def training_layout(self) -> Layout | None:
+        """How the model lies on all ranks. Engines are placed by it next to the ranks whose shards they need.
+
+        None: they are placed rank after rank.
+        """
+        return None
+
+
+class CopiesState(ABC):
+    """The engine can copy its state to main memory, from where it is written while training goes on."""
+
+    @abstractmethod
+    def copy_state(self, contents: Sequence[str]) -> State:
+        """Copy what `Engine.save` would write. All ranks call it together, outside of `loaded`.
+
+        What is returned uses neither the engine nor the device nor other ranks, so any thread may write it.
+        """
 
 
 def require(engine: type | object, capability: type, key: str, instead: str) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import TensorDict
 
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
+from hybridrl.errors import ModelError, is_out_of_memory
+from hybridrl.models.work import Work
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.utils import device, distributed
@@ -21,6 +26,9 @@ OUTPUTS = {
     "language_model": ("log_probs", "entropy", "sum_pi_squared", "ref_kl"),
     "value_model": ("values",),
 }
+BUDGET_KEYS = (
+    "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu or data.max_token_len_per_gpu (or the micro-batch size)"
+)
 USUAL_CAUSES = "Usual causes: a NaN reward or advantage, log-probabilities of -inf, a learning rate too high"
 
 
@@ -37,6 +45,8 @@ class Wanted:
     temperature: float
 
 
+Computed = TypeVar("Computed")
+
 # Number of a micro-batch and its outputs, each `[N]`, to that micro-batch's share of the loss.
 ShareOfLoss = Callable[[int, dict[str, torch.Tensor]], torch.Tensor]
 
@@ -51,10 +61,20 @@ class MicroBatchedEngine(Engine):
     Attributes:
         model_type: `language_model` or `value_model`.
         packed: whether micro-batches are packed into one row instead of padded.
+        work: what a sequence costs this model, for micro-batches that take about the same time.
+        shares_prefixes: whether tokens that rows of a micro-batch share are computed once; each of its micro-batches
+            is a `TreeLayout` then.
     """
 
     model_type: str
     packed: bool = False
+    work: Work = Work()
+    shares_prefixes: bool = False
+
+    @functools.cached_property
+    def _budgets(self) -> dict[str, int]:
+        """Tokens per micro-batch that memory was sufficient for, by the kind of call that ran out of it."""
+        return {}
 
     # ------------------------------------------------------------------ what a subclass provides
 
@@ -100,8 +120,10 @@ class MicroBatchedEngine(Engine):
         outputs: Collection[str] = ("log_probs",),
     ) -> dict[str, torch.Tensor]:
         self._check_outputs(outputs)
-        plan = BatchPlan(fields(batch), micro, self.packed)
-        computed = self.forward_only(self._layouts(plan), Wanted(tuple(outputs), temperature))
+        wanted = Wanted(tuple(outputs), temperature)
+        plan, computed = self._within_memory(
+            "infer", batch, micro, lambda plan: self.forward_only(self._layouts(plan), wanted)
+        )
         if computed is None:
             return {}
         return {name: plan.scatter([part[name] for part in computed[: len(plan.groups)]]) for name in outputs}
@@ -121,13 +143,17 @@ class MicroBatchedEngine(Engine):
             raise RuntimeError(
                 "this engine was made without an optimizer (optim=None or forward_only), so it cannot train"
             )
-        plan = BatchPlan(fields(batch), micro, self.packed)
         outputs: tuple[str, ...] = OUTPUTS["value_model"]
         if self.model_type == "language_model":
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
-        shares = _LossShares(plan, batch, loss_fn)
-        self.discard_gradients()
-        self.forward_backward(self._layouts(plan), Wanted(outputs, temperature), shares)
+
+        def add_gradients(plan: BatchPlan) -> _LossShares:
+            shares = _LossShares(plan, batch, loss_fn)
+            self.discard_gradients()
+            self.forward_backward(self._layouts(plan), Wanted(outputs, temperature), shares)
+            return shares
+
+        plan, shares = self._within_memory("train_batch", batch, micro, add_gradients)
         norm, problem = self._check_step(shares.losses, plan.groups)
         if problem is None:
             self.apply_gradients(norm)
@@ -141,11 +167,63 @@ class MicroBatchedEngine(Engine):
             "lr": Metric(lr),
             "skipped_steps": Metric(float(problem is not None), kind="max"),
         }
+        if isinstance(plan, PrefixPlan) and plan.row_tokens:
+            own["shared_prefix_frac"] = Metric(plan.shared_tokens, plan.row_tokens)
         return merge_metrics([*shares.metrics, own])
 
+    def _within_memory(
+        self, call: str, batch: DataProto, micro: MicroBatching, compute: Callable[[BatchPlan], Computed]
+    ) -> tuple[BatchPlan, Computed]:
+        """Plan and compute; after an out-of-memory error, plan smaller micro-batches and compute all of them again.
+
+        An error in a backward pass leaves part of a micro-batch's gradients, so the whole call is repeated, without
+        the gradients so far. Its result is that of a call that began with the smaller micro-batches. Later calls begin
+        with them. With several ranks nothing is repeated: the others wait in collectives of the failed micro-batch.
+
+        Raises:
+            ModelError: memory is not sufficient for one sequence, or several ranks compute together.
+        """
+        limit = self._budgets.get(call)
+        while True:
+            if limit is not None:
+                micro = MicroBatching(micro.size, min(limit, micro.max_tokens or limit))
+            plan = self._plan(batch, micro)
+            try:
+                return plan, compute(plan)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                limit = plan.halved_budget()
+                if limit is None or distributed.get_world_size() > 1:
+                    raise _memory_error(
+                        error, max(map(plan.tokens, plan.groups), default=0), others=limit is not None
+                    ) from error
+                what = _first_line(error)
+            self._budgets[call] = limit
+            gc.collect()  # what the error held
+            device.empty_cache()
+            notify(
+                f"{call} ran out of memory and is repeated with at most {limit} tokens per micro-batch, as later ones "
+                f"are: {what}. To begin with this limit, lower {BUDGET_KEYS}",
+                "warning",
+            )
+
+    def _plan(self, batch: DataProto, micro: MicroBatching) -> BatchPlan:
+        """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each."""
+        if micro.max_tokens is not None:
+            micro = replace(micro, max_tokens=micro.max_tokens * self.geometry.cp_size)
+        if self.shares_prefixes:
+            return PrefixPlan(fields(batch), micro)
+        return BatchPlan(fields(batch), micro, self.packed, self.work)
+
     def _layouts(self, plan: BatchPlan) -> list[Layout]:
-        """The micro-batches, then dummies until this rank has as many as the data-parallel rank with the most."""
+        """The micro-batches, on each data-parallel rank as many as on the rank with the most.
+
+        A rank with too few rows adds dummies.
+        """
         count = max(1, distributed.all_reduce_max(len(plan.groups), group=self.geometry.dp_group))
+        if count > len(plan.groups):
+            plan.balance(count)
         missing = count - len(plan.groups)
         return [*(plan.layout(rows) for rows in plan.groups), *(dummy_layout() for _ in range(missing))]
 
@@ -206,6 +284,29 @@ class _LossShares:
         self.losses.append(loss.detach())
         self.metrics.append(as_metrics(metrics, sum(self.plan.token_counts[row] for row in rows)))
         return loss
+
+
+def _memory_error(error: Exception, tokens: int, others: bool) -> ModelError:
+    """The error for a call that ran out of memory and cannot be repeated with smaller micro-batches.
+
+    Args:
+        tokens: those of the largest micro-batch.
+        others: whether there would be smaller ones, but other ranks wait for this one.
+    """
+    why = f"a micro-batch of {tokens} tokens is a single sequence; shorten sequences (data.max_response_length)"
+    if others:
+        why = (
+            "the other ranks wait in collectives of the same micro-batch, so it cannot be repeated; lower "
+            f"{BUDGET_KEYS} below {tokens}"
+        )
+    return ModelError(
+        f"rank {distributed.get_rank()} ran out of memory, and {why}, or set model.enable_gradient_checkpointing, "
+        f"model.use_fused_kernels, param_offload and optimizer_offload. {_first_line(error)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _first(items: Sequence[Any], count: int = 8) -> str:

@@ -7,6 +7,10 @@ There are two layouts; the attention implementation decides which is used:
   longest prompt plus longest response.
 * *packed* `[1, L]`: all real tokens in one row, one sequence after the other, for flash attention.
 
+Packed rows are cut so that micro-batches take about the same time; attention's part, which grows with the square of a
+sequence's length, counts (`hybridrl.models.work`). Ranks that compute in step have as many micro-batches each, in the
+order of their work.
+
 In both, the outputs of the model are needed only where a response token is predicted. `Layout.selected` holds these
 positions in the flattened layout.
 """
@@ -20,8 +24,10 @@ from typing import Any
 import torch
 
 from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.models.work import Work
 from hybridrl.protocol.fields import Widths, narrow, padded
 from hybridrl.utils import device
+from hybridrl.utils.seqlen_balancing import karmarkar_karp
 
 # Tokens of an aligned micro-batch, padding included, above which a larger one computes no faster.
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}
@@ -61,14 +67,21 @@ class BatchPlan:
     Args:
         tensors: The batch's tensors, in main memory.
         packed: Whether to use the packed layout.
+        work: What a sequence costs, for micro-batches that take about the same time.
+
+    Attributes:
+        groups: The rows of each micro-batch.
 
     Raises:
         ValueError: a field is missing, or a response token has no attention or no token before it.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching, packed: bool):
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching, packed: bool, work: Work | None = None
+    ):
         self.tensors = tensors
         self.packed = packed
+        self._micro = micro
         self.input_ids = _required(tensors, "input_ids")
         attention = _required(tensors, "attention_mask")
         if attention.shape != self.input_ids.shape:
@@ -88,7 +101,41 @@ class BatchPlan:
         self.token_counts: list[int] = self.response_mask.sum(1).tolist()
         rows = [row for row, count in enumerate(self.token_counts) if count]
         rows.sort(key=lambda row: -self.lengths[row])
+        work = work or Work()
+        self._work = [work.of(length) for length in self.lengths]
         self.groups = _group(rows, self.lengths, micro, packed)
+        if packed:
+            self.balance(len(self.groups))
+
+    def balance(self, count: int) -> None:
+        """Cut packed rows anew into `count` micro-batches of about the same work, within both limits.
+
+        There are fewer if there are fewer rows. Padded rows stay as they are, because rows of other lengths would be
+        padded more.
+
+        Args:
+            count: At least the number of micro-batches that there are.
+        """
+        count = min(count, sum(map(len, self.groups)))
+        if self.packed and count:
+            rows = [row for group in self.groups for row in group]
+            size, budget = self._micro.size or len(rows), self._micro.max_tokens or sum(self.lengths)
+            cut = _balanced(rows, self._work, count)
+            if not _within(cut, self.lengths, size, budget):
+                cut = _filled(rows, self.lengths, self._work, count, size, budget) or self.groups
+            for group in cut:
+                group.sort(key=lambda row: (-self.lengths[row], row))
+            self.groups = sorted(cut, key=lambda group: -sum(self._work[row] for row in group))
+
+    def halved_budget(self) -> int | None:
+        """A token budget that cuts the largest micro-batch of several sequences in two; None if each has only one."""
+        several = [group for group in self.groups if len(group) > 1]
+        return max(map(self.tokens, several)) // 2 if several else None
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of these rows as one micro-batch, with padding."""
+        lengths = [self.lengths[row] for row in rows]
+        return sum(lengths) if self.packed else max(lengths) * len(lengths)
 
     def layout(self, rows: Sequence[int]) -> Layout:
         """The micro-batch of these rows, in main memory."""
@@ -234,6 +281,43 @@ def _first_fit(rows: Sequence[int], lengths: Sequence[int], size: int, budget: i
         else:
             groups.append([row])
             loads.append(lengths[row])
+    return groups
+
+
+def _balanced(rows: Sequence[int], work: Sequence[int], count: int) -> list[list[int]]:
+    """`count` parts of nearly equal work, none of them empty."""
+    parts = karmarkar_karp([work[row] for row in rows], count, equal_size=False)
+    return [[rows[index] for index in part] for part in parts]
+
+
+def _within(groups: Sequence[Sequence[int]], lengths: Sequence[int], size: int, budget: int) -> bool:
+    """Whether every group is within both limits; a sequence longer than the budget may be alone."""
+    return all(
+        (len(group) <= size and sum(lengths[row] for row in group) <= budget) or len(group) == 1 for group in groups
+    )
+
+
+def _filled(
+    rows: Sequence[int], lengths: Sequence[int], work: Sequence[int], count: int, size: int, budget: int
+) -> list[list[int]] | None:
+    """`count` groups within both limits: each row, from the longest, goes where the least work is and it still fits.
+
+    None if that leads nowhere.
+    """
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads, works = [0] * count, [0] * count
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        fits = [
+            number
+            for number, group in enumerate(groups)
+            if not group or (len(group) < size and loads[number] + lengths[row] <= budget)
+        ]
+        if not fits:
+            return None
+        number = min(fits, key=lambda number: (works[number], number))
+        groups[number].append(row)
+        loads[number] += lengths[row]
+        works[number] += work[row]
     return groups
 
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
 
+from hybridrl.engine.capabilities import CopiesState, require
 from hybridrl.errors import ModelError, UserError
+from hybridrl.models.loading import check_weights
 from hybridrl.protocol import DataProto
 from hybridrl.registry import TRAIN_ENGINES, TrainFacts, import_external_lib
 from hybridrl.utils.metrics import Metric
+
+if TYPE_CHECKING:
+    from hybridrl.engine.forecast import Forecast, Workload
 
 LossFn = Callable[[dict[str, torch.Tensor], DataProto], tuple[torch.Tensor, Mapping[str, Any]]]
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -50,9 +55,11 @@ class MicroBatching:
 
     Attributes:
         size: Maximum number of sequences per micro-batch.
-        max_tokens: Maximum number of tokens per micro-batch. Padding counts, unless sequences are packed (flash
-            attention). A longer sequence gets its own micro-batch. Both limits may be given; with neither, the engine
-            chooses sizes that compute fast.
+        max_tokens: Maximum number of tokens per micro-batch and rank; of ranks that share sequences
+            (`Geometry.cp_size`), each counts. Padding counts, unless sequences are packed (flash attention).
+            Tokens that are computed once for several sequences count once. A longer
+            sequence gets its own micro-batch. Both limits may be given; with neither, the engine chooses sizes that
+            compute fast.
     """
 
     size: int | None = None
@@ -69,25 +76,99 @@ class MicroBatching:
 class Geometry:
     """A rank's place among the ranks of an engine.
 
-    With tensor, pipeline or sequence parallelism several ranks hold one copy of the model together. They have the same
-    `dp_rank` and work on the same rows.
+    With tensor, context or pipeline parallelism several ranks hold one copy of the model together. They have the same
+    `dp_rank` and work on the same rows. Ranks are numbered as in Megatron-core: tensor parallelism fastest, then
+    context, data and pipeline parallelism.
 
     Attributes:
         dp_rank: which shard of a batch this rank works on.
         dp_size: number of shards that a batch is split into.
         dp_group: one rank of each shard, in the order of the shards: those that hold the same part of the model as
             this one. None: all ranks.
-        collects: whether this rank's results are collected; one rank per shard does.
+        tp_rank, tp_size: which part of each tensor this rank holds, and how many parts there are.
+        cp_rank, cp_size: which part of each sequence it works on, and how many parts there are.
+        pp_rank, pp_size: its pipeline stage, and how many stages there are. The last stage computes the outputs.
     """
 
     dp_rank: int
     dp_size: int
     dp_group: ProcessGroup | None = None
-    collects: bool = True
+    _: KW_ONLY
+    tp_rank: int = 0
+    tp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @property
+    def collects(self) -> bool:
+        """Whether this rank's results are collected; one rank per shard does."""
+        return self.tp_rank == self.cp_rank == 0 and self.pp_rank == self.pp_size - 1
 
 
 class Engine(ABC):
     """One model on the ranks of one process group. All ranks call every method with the same arguments."""
+
+    @classmethod  # noqa: B027
+    def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
+        """Refuse what `initialize` would refuse, as far as that can be known before a model is loaded.
+
+        It runs in the process of the program, which may have other devices than the ranks.
+
+        Args:
+            model: a `ModelConfig`.
+            engine: the settings that this engine reads.
+            ranks: number of ranks that the engine will have.
+            optim: an `OptimConfig`; None for an engine that only computes.
+
+        Raises:
+            ModelError: a setting or the model cannot be used; the message names the key and the values that fit.
+        """
+
+    @classmethod
+    def check_first_weights(cls, model: Any, engine: Any) -> None:
+        """Refuse a model whose weights are missing or incomplete, where this engine looks for them: in `model.path`.
+
+        Args:
+            model: a `ModelConfig`.
+            engine: the settings that this engine reads.
+
+        Raises:
+            ModelError: there are no weights.
+        """
+        check_weights(model.path)
+
+    @classmethod
+    def check_async_save(cls, key: str) -> None:
+        """Refuse to save while training goes on, unless this engine has the capability `CopiesState`.
+
+        Args:
+            key: the setting that asks for it, with its value.
+
+        Raises:
+            ModelError: it lacks the capability.
+        """
+        require(cls, CopiesState, key, "set it to False")
+
+    @classmethod
+    def forecast(
+        cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload
+    ) -> Forecast | None:
+        """What a rank will take of its device's memory; None for an engine that cannot tell.
+
+        Args:
+            model_type: `language_model` or `value_model`.
+            model: a `ModelConfig`.
+            engine: the settings that this engine reads.
+            optim: an `OptimConfig`; None for an engine that only computes.
+            ranks: number of ranks that the engine will have.
+            work: the largest batch.
+
+        Raises:
+            ModelError: the model's configuration cannot be read.
+        """
+        return None
 
     @abstractmethod
     def initialize(self) -> None:
@@ -117,8 +198,8 @@ class Engine(ABC):
                 sampled from.
             outputs: Of a language model `log_probs` (of each response token), `entropy` and `sum_pi_squared` (of
                 the distribution it was drawn from) and `ref_kl` (its divergence from the reference's, over the
-                vocabulary, after `compare_with`); of a value model `values` (of the state before each response
-                token).
+                vocabulary, after `ComparesVocabulary.compare_with`); of a value model `values` (of the state before
+                each response token).
 
         Returns:
             Name to float32 `[B, T]` in main memory, 0 where `response_mask` is 0. A rank that computes no outputs
@@ -157,19 +238,13 @@ class Engine(ABC):
             NonFiniteError: on every rank, with parameters and optimizer state untouched.
         """
 
-    def compare_with(self, reference: Engine) -> None:
-        """Name the engine of the reference policy, on the same ranks, that `ref_kl` is measured against.
-
-        Its forward pass runs on every micro-batch together with this one's, so it has to be `loaded` at the same time.
-
-        Raises:
-            ModelError: the two engines cannot read the same micro-batches, or this engine cannot compute the KL.
-        """
-        raise ModelError(f"{type(self).__name__} cannot compute the KL over the vocabulary; use KL form low_var_kl")
-
     @abstractmethod
     def loaded(self, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Within the context, parameters (and the optimizer's state) are on the device; offloaded again after it."""
+        """Within the context, parameters are on the device; what is offloaded leaves it again after it.
+
+        Args:
+            optimizer: the weights will be updated, so the optimizer's state and master weights are needed, too.
+        """
 
     @abstractmethod
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -183,13 +258,23 @@ class Engine(ABC):
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of everything that `export_weights` yields."""
 
+    def first_step_bytes(self) -> int:
+        """Bytes on the device that the first optimizer step takes and that stay taken between uses.
+
+        An inference engine that shares the device must not count them as free when it starts.
+        """
+        return 0
+
     @abstractmethod
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Write `model`, `optimizer`, `extra` (schedule, random states), `hf_model` into `folder`, as requested."""
+        """Write `model`, `optimizer`, `extra` (schedule, random states), `hf_model` into `folder`, as requested.
+
+        It is called outside of `loaded`, when generation may be using the device: offloaded state stays where it is.
+        """
 
     @abstractmethod
     def load(self, folder: Path, contents: Sequence[str]) -> None:
-        """Read what `save` wrote, also on another number of ranks.
+        """Read what `save` wrote, also on another number of ranks, and like `save` outside of `loaded`.
 
         Raises:
             ModelError: the checkpoint belongs to another model, or lacks something that was requested.
@@ -216,7 +301,8 @@ class TrainEngines:
             name: value of ``strategy``.
             model_types: the kinds of model that it can train.
             settings: dataclass of its own settings, or where that is. They are further keys of ``fsdp_config``
-                (``critic.fsdp``, ``engine``), and the engine finds them as attributes of its argument ``engine``.
+                (``critic.fsdp``, ``engine``), or of ``megatron`` if the class derives from ``MegatronConfig``, and the
+                engine finds them as attributes of its argument ``engine``.
 
         Raises:
             ModelError: another class has the name already.
@@ -249,7 +335,7 @@ class TrainEngines:
 
         Args:
             model: A `ModelConfig`; the modules that its `external_lib` names are imported first.
-            engine: An `FSDPConfig`.
+            engine: The settings that this engine reads; see `hybridrl.config.strategies.engine_settings`.
             optim: An `OptimConfig`, or None for an engine that only computes.
 
         Raises:

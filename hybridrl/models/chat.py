@@ -6,6 +6,7 @@ change what the model sees.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
@@ -35,11 +37,52 @@ def fault_in_messages(value: Any) -> str | None:
             return f"message {number} has no 'role' (keys found: {', '.join(map(str, message)) or 'none'})"
         if content is None and not message.get("tool_calls"):
             return f"message {number} ({role}) has no 'content'"
+        fault = _fault_in_text(content) if isinstance(content, str) else None
         if content is not None and not isinstance(content, str):
             fault = _fault_in_parts(content)
-            if fault:
-                return f"message {number} ({role}): {fault}"
+        if fault:
+            return f"message {number} ({role}): {fault}"
     return None
+
+
+def _fault_in_text(text: str) -> str | None:
+    """Return why a tokenizer cannot read text, or None."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return (
+            f"character {error.start} is the lone surrogate {text[error.start]!r}, half of a character that was cut in "
+            "two; remove it, or write the whole character"
+        )
+    return None
+
+
+def fault_in_prompt(value: Any) -> str | None:
+    """Return why `value` is neither text nor a list of chat messages, or None if it is one of them."""
+    if not isinstance(value, str):
+        return fault_in_messages(value)
+    if not value.strip():
+        return "the text is empty"
+    if fault := _fault_in_text(value):
+        return fault
+    if _MESSAGES_AS_TEXT.match(value):
+        return (
+            f"it is a list of messages written as text ({value[:40]!r}...); write the list itself, as JSON or parquet"
+        )
+    return None
+
+
+def as_messages(value: str | Sequence[Mapping[str, Any]], system_prompt: str | None = None) -> list[Message]:
+    """Return a prompt as chat messages: text becomes a message of the user.
+
+    Args:
+        value: text, or messages without a fault.
+        system_prompt: begins the conversation, unless that has a system message of its own.
+    """
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else clean_messages(value)
+    if system_prompt and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
 
 
 def _fault_in_parts(content: Any) -> str | None:
@@ -50,6 +93,10 @@ def _fault_in_parts(content: Any) -> str | None:
             return "'content' is a list with a part that has no 'type'"
         if part["type"] != "text":
             return f"'content' has a part of type {part['type']!r}; only text is supported"
+        if not isinstance(part.get("text"), str):
+            return "'content' has a part of type 'text' without a text"
+        if fault := _fault_in_text(part["text"]):
+            return fault
     return None
 
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import check_weights, load_model_config
+from hybridrl.models.loading import ROPE_NAMES, load_model_config
 from hybridrl.models.tokenizer import check_vocabulary, load_tokenizer
 
 
@@ -26,15 +26,28 @@ def config_of(model: ModelConfig) -> PreTrainedConfig:
     )
 
 
+def engine_overrides(model: ModelConfig) -> dict[str, Any]:
+    """Return `override_config` as an inference engine needs it to compute the model that is trained.
+
+    Training merges mappings into those of config.json; an engine puts them in their place.
+    """
+    merged, overrides = config_of(model), {}
+    for name, value in model.override_config.items():
+        if name in ROPE_NAMES and hasattr(merged, "rope_parameters"):
+            overrides["rope_parameters"] = dict(merged.rope_parameters)
+        elif name != "attn_implementation":  # of the trainer
+            current = getattr(merged, name)
+            overrides[name] = dict(current) if isinstance(current, dict) else value
+    return overrides
+
+
 def checked_identity(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the `model_identity` of a `model` group, after checking that there are weights and the tokenizer fits.
+    """Return the `model_identity` of a `model` group, after checking that the tokenizer fits.
 
     Raises:
-        ModelError: there is no readable configuration, there are no weights, or the tokenizer has more tokens than the
-            model.
+        ModelError: there is no readable configuration, or the tokenizer has more tokens than the model.
     """
     config = config_of(model)
-    check_weights(model.path)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     if vocabulary is not None:
         check_vocabulary(tokenizer, vocabulary, model.tokenizer_path or model.path)

@@ -1,14 +1,17 @@
 """Reads Hugging Face configurations, and builds models with or without weights.
 
 A model is built in one of two ways. A rank that holds the weights gets them from `load_...` (`from_pretrained`,
-which also knows how a checkpoint's names map onto the module). A rank that will receive its shards from another rank
-builds an empty model on the meta device, which takes no memory and almost no time.
+which also knows how a checkpoint's names map onto the module). A rank of several, which will get its shards from the
+first rank, builds an empty model on the meta device, which takes no memory and almost no time. The first rank reads
+the weights by `hybridrl.models.stored`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,11 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hybridrl.errors import ModelError
+from hybridrl.models.attention import attention_implementation
 from hybridrl.models.tokenizer import looks_local
 from hybridrl.utils import device
+from hybridrl.utils.files import use_umask
 
+#: fields of a configuration that say how positions become rotations, the present one first
+ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta")
+_OF_EVERY_ROPE = ("rope_theta", "partial_rotary_factor")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 DTYPES = {
     "fp32": torch.float32,
@@ -46,14 +55,6 @@ def resolve_dtype(name: str, key: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def attention_implementation(override: Mapping[str, Any]) -> str:
-    """Choose the attention implementation: the override's `attn_implementation`, else flash attention 2, else sdpa."""
-    chosen = override.get("attn_implementation")
-    if chosen is not None:
-        return str(chosen)
-    return "flash_attention_2" if device.supports_flash_attention() else "sdpa"
-
-
 def load_model_config(
     path: str | Path, trust_remote_code: bool = False, override: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
@@ -74,7 +75,7 @@ def load_model_config(
             f"the model configuration of {source} cannot be read: {type(error).__name__}: {error}"
         ) from error
     override = dict(override or {})
-    config._attn_implementation = attention_implementation(override)
+    config._attn_implementation = attention_implementation(config, override)
     override.pop("attn_implementation", None)
     _apply_override(config, override, "model.override_config")
     for target in {id(c): c for c in (config, config.get_text_config())}.values():
@@ -107,13 +108,46 @@ def checked_source(path: str | Path) -> str | Path:
 
 
 def check_weights(path: str | Path) -> None:
-    """Raise `ModelError` for a local directory that has a configuration but no weights."""
+    """Raise `ModelError` for a local directory whose weights are missing, or were not copied completely."""
     folder = Path(path).expanduser()
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+    if not folder.is_dir():
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        if (fault := _incomplete(file)) is not None:
+            raise ModelError(f"{file} is not complete: {fault}. Copy or download it again")
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} cannot be read ({type(error).__name__}: {error}). Copy it again") from error
+        missing = sorted(name for name in named if not (folder / name).is_file())
+        if missing:
+            raise ModelError(
+                f"{folder} lacks {', '.join(missing)}, which {index.name} names. Copy or download them again"
+            )
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(
             f"model directory {folder} holds no weights (no {' and no '.join(WEIGHT_PATTERNS)}); "
             "copy the model's weight files there or name another directory"
         )
+
+
+def _incomplete(file: Path) -> str | None:
+    """Why a safetensors file cannot be whole, by its header; None if it can."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > size - 8:
+            pointer = start.startswith(b"version")
+            return "it is a pointer of Git LFS, not the file itself" if pointer else f"it has {size} bytes"
+        try:
+            header = json.loads(opened.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return "its header cannot be read"
+    expected = 8 + length + max(ends, default=0)
+    return None if size == expected else f"it has {size} bytes, and its header describes {expected}"
 
 
 def build_language_model(
@@ -133,29 +167,31 @@ def load_language_model(
     Raises:
         ModelError: there are no weights, or they do not fit the configuration (missing names or other shapes).
     """
-    return load_pretrained(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+    return call_from_pretrained(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
 
 
-def load_pretrained(
+def call_from_pretrained(
     auto_class: Any,
     path: str | Path,
     config: PreTrainedConfig,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     trust_remote_code: bool = False,
-    may_miss: str | None = None,
 ) -> Any:
     """Call `auto_class.from_pretrained`, and turn any failure into a `ModelError`."""
     source = checked_source(path)
     check_weights(source)
     options = {"trust_remote_code": True} if trust_remote_code else {}
+    tables: list[str] = []
     try:
-        with _no_progress_bar():
+        with without_progress_bar(), _load_reports_in(tables):
             model, report = auto_class.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **options
             )
     except Exception as error:  # transformers may raise anything for a broken file
-        raise ModelError(f"the weights of {source} cannot be loaded: {type(error).__name__}: {error}") from error
-    missing = sorted(name for name in report["missing_keys"] if may_miss is None or not name.startswith(may_miss))
+        raise ModelError(
+            "\n".join([f"the weights of {source} cannot be loaded: {type(error).__name__}: {error}", *tables])
+        ) from error
+    missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
             f"the weights of {source} do not fill the model {type(model).__name__}: {len(missing)} missing, the first "
@@ -174,6 +210,12 @@ def decoder_layer_classes(model: nn.Module, configured: Any = None) -> set[str]:
     return names
 
 
+def layer_of(name: str) -> str:
+    """The part of a parameter's name that all parameters of its layer share; its whole name outside of layers."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found.group() if found else name
+
+
 def to_checkpoint_names(
     model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -187,11 +229,7 @@ def to_checkpoint_names(
         return
     from transformers.core_model_loading import revert_weight_conversion
 
-    def layer(item: tuple[str, torch.Tensor]) -> str:
-        found = re.match(r".*?\.\d+\.", item[0])
-        return found.group() if found else item[0]
-
-    for _, group in itertools.groupby(tensors, key=layer):
+    for _, group in itertools.groupby(tensors, key=lambda item: layer_of(item[0])):
         yield from revert_weight_conversion(model, dict(group)).items()
 
 
@@ -211,7 +249,10 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _apply_override(config: PreTrainedConfig, override: Mapping[str, Any], where: str) -> None:
-    for name, value in override.items():
+    for name, value in sorted(override.items(), key=lambda item: item[0] in ROPE_NAMES):  # checked against the others
+        if name in ROPE_NAMES and hasattr(config, "rope_parameters"):
+            _override_rope(config, name, value, f"{where}.{name}")
+            continue
         if not hasattr(config, name):
             raise ModelError(f"{where}.{name}: a {type(config).__name__} has no such field")
         current = getattr(config, name)
@@ -221,6 +262,51 @@ def _apply_override(config: PreTrainedConfig, override: Mapping[str, Any], where
             setattr(config, name, {**current, **value})
         else:
             setattr(config, name, value)
+
+
+def _override_rope(config: Any, name: str, value: Any, where: str) -> None:
+    """Merge rotary positions into those of the model, under their present or an older name.
+
+    transformers takes an unknown entry for none, and finds a missing one when the model is built.
+    """
+    if name == "rope_theta":
+        value = {"rope_theta": value}
+    if value is None:  # without scaling
+        value = {"rope_type": "default"}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{where}={value} must be a mapping, such as {{rope_type: yarn, factor: 4.0}}")
+    current = dict(config.rope_parameters or {})
+    kinds = [kind for kind, entries in current.items() if isinstance(entries, Mapping)]
+    if kinds and not set(value) <= set(kinds):
+        raise ModelError(
+            f"{where} has {', '.join(map(str, value))}, and this model has rotary positions for each kind of layer: "
+            f"name one of {', '.join(kinds)}"
+        )
+    if kinds:
+        merged = {**current, **{kind: _merged_rope(current[kind], entries) for kind, entries in value.items()}}
+    else:
+        merged = _merged_rope(current, value)
+    config.rope_parameters = merged
+    known = {*RopeParameters.__annotations__, *(getattr(config, "ignore_keys_at_rope_validation", None) or ())}
+    for before, entries in [(current[kind], merged[kind]) for kind in kinds] or [(current, merged)]:
+        kind = entries.get("rope_type", "default")
+        if kind not in (*ROPE_INIT_FUNCTIONS, "default", getattr(config, "default_rope_type", "default")):
+            raise ModelError(f"{where}: rope_type={kind} is unknown; it can be {', '.join(ROPE_INIT_FUNCTIONS)}")
+        unknown = sorted(entries.keys() - known - before.keys())
+        if unknown:
+            raise ModelError(f"{where}: {', '.join(unknown)} is unknown; there are {', '.join(sorted(known))}")
+    try:
+        config.validate_rope()
+    except (KeyError, ValueError, TypeError) as error:
+        raise ModelError(f"{where}: {error.args[0] if error.args else error}") from error
+
+
+def _merged_rope(current: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    entries = {"rope_type" if name == "type" else name: value for name, value in entries.items()}
+    if entries.get("rope_type", current.get("rope_type")) == current.get("rope_type"):
+        return {**current, **entries}
+    # Another type has other entries; those that every type has stay.
+    return {**{name: current[name] for name in _OF_EVERY_ROPE if name in current}, **entries}
 
 
 @contextlib.contextmanager
@@ -234,7 +320,25 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def _load_reports_in(tables: list[str]) -> Iterator[None]:
+    """Collect the tables that transformers logs about weights that do not fit, which errors refer to."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        if is_report:
+            tables.append(record.getMessage())
+        return not is_report
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+@contextlib.contextmanager
+def without_progress_bar() -> Iterator[None]:
     """Hide the progress bar of every rank's model load."""
     from transformers.utils import logging as hf_logging
 
@@ -257,5 +361,7 @@ def save_language_model(
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         twin.config.dtype = dtypes.pop()
-    with _no_progress_bar():
+    with without_progress_bar():
         twin.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        use_umask(file)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import UserError
+from hybridrl.utils.files import use_umask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,6 +113,8 @@ def build_tiny_model(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        use_umask(file)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig
 
-from hybridrl.models.loading import load_pretrained
+from hybridrl.models.loading import call_from_pretrained
+from hybridrl.models.stored import StoredWeights, open_pretrained
+from hybridrl.utils.files import use_umask
 
 HEAD_NAME = "score"
 
@@ -37,14 +39,8 @@ class ValueModel(nn.Module):
         self.config = config
         self.base_model_prefix: str = getattr(backbone, "base_model_prefix", None) or "model"
         setattr(self, self.base_model_prefix, backbone)
-        weight = next(backbone.parameters())
-        self.score = ValueHead(
-            config.get_text_config().hidden_size, 1, bias=True, device=weight.device, dtype=torch.float32
-        )
-        if weight.device.type != "meta":
-            # Values start at exactly 0, so that the first advantages contain no arbitrary noise.
-            nn.init.zeros_(self.score.weight)
-            nn.init.zeros_(self.score.bias)
+        width, where = config.get_text_config().hidden_size, next(backbone.parameters()).device
+        self.score = ValueHead(width, 1, bias=True, device=where, dtype=torch.float32)
 
     @property
     def backbone(self) -> nn.Module:
@@ -88,11 +84,31 @@ def load_value_model(
     Raises:
         ModelError: there are no weights, or they do not fit the configuration.
     """
-    backbone = load_pretrained(AutoModel, path, config, dtype, trust_remote_code)
-    model = ValueModel(backbone, config)
-    head = _read_head(Path(path).expanduser())
+    backbone = call_from_pretrained(AutoModel, path, config, dtype, trust_remote_code)
+    return _with_head(ValueModel(backbone, config), path)
+
+
+def open_value_model(
+    path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool = False
+) -> StoredWeights:
+    """Open what `load_value_model` loads, without reading the weights of the backbone.
+
+    Raises:
+        ModelError: there are no weights, or they do not fit the configuration.
+    """
+    stored = open_pretrained(AutoModel, path, config, dtype, trust_remote_code)
+    model = _with_head(ValueModel(stored.module, config), path)
+    return stored.within(model, f"{model.base_model_prefix}.")
+
+
+def _with_head(model: ValueModel, path: str | Path) -> ValueModel:
+    """Give the model the head of the weights at `path`, or one of zeros."""
+    # Values start at exactly 0, so that the first advantages contain no arbitrary noise.
+    head = {"weight": torch.zeros(model.score.weight.shape), "bias": torch.zeros(1)}
+    head |= _read_head(Path(path).expanduser())
     for name, tensor in head.items():
-        getattr(model.score, name).data.copy_(tensor.reshape(getattr(model.score, name).shape))
+        value = tensor.float().reshape(getattr(model.score, name).shape)
+        setattr(model.score, name, nn.Parameter(value))
     return model
 
 
@@ -131,8 +147,6 @@ def save_value_model(state: Mapping[str, torch.Tensor], config: PreTrainedConfig
     if len(dtypes) == 1:
         saved.dtype = dtypes.pop()
     saved.save_pretrained(folder)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in state.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    path = folder / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, metadata={"format": "pt"})
+    use_umask(path)

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from hybridrl.notify import write_out
+
 # Metric, label, format: a step's line shows those that the step has, in this order.
 IMPORTANT = (
     ("critic/score/mean", "score", ".3f"),
@@ -17,7 +19,9 @@ IMPORTANT = (
     ("train/loss", "loss", ".4f"),
     ("actor/pg_loss", "pg_loss", "+.4f"),
     ("critic/vf_loss", "vf_loss", ".4f"),
-    ("actor/ppo_kl", "kl", ".1e"),
+    ("actor/ppo_kl", "ppo_kl", ".1e"),
+    ("actor/kl_loss", "kl_loss", ".1e"),
+    ("actor/reward_kl_penalty", "kl_penalty", ".1e"),
     ("actor/entropy", "entropy", ".3f"),
     ("actor/grad_norm", "grad", ".2f"),
     ("train/grad_norm", "grad", ".2f"),
@@ -125,12 +129,13 @@ class ConsoleLogger:
 
     def _print(self, text: str, style: str) -> None:
         if self._progress is not None:
-            self._progress.console.print(Text(text, style=style))
+            console = self._progress.console
+            write_out(lambda: console.print(Text(text, style=style)))
         else:
-            print(text, file=self._stream or sys.stdout, flush=True)
+            write_out(lambda: print(text, file=self._stream or sys.stdout, flush=True))
 
     def finish(self, failed: bool) -> None:
         """Leave the bar as it is."""
         if self._progress is not None:
-            self._progress.stop()
+            write_out(self._progress.stop)
             self._progress = None

@@ -65,7 +65,9 @@ def dumped_steps(folder: str | Path) -> list[int]:
 
 
 def cut_dumps_after(folder: str | Path, step: int) -> None:
-    """Remove the files of later steps."""
+    """Remove the files of later steps, and what a killed run left of a file that it was writing."""
     for later in dumped_steps(folder):
         if later > step:
             (Path(folder) / f"{later}.jsonl").unlink()
+    for unfinished in Path(folder).glob(".*.jsonl.*.tmp"):
+        unfinished.unlink()

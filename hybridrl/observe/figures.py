@@ -47,6 +47,7 @@ _STYLE: Any = {
 }
 _PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 _MARKED_UP_TO, _SMOOTH_FROM = 12, 25
+_POINTS = 2000  # of a line, whose values the page can show
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,10 @@ def panels(history: RunHistory) -> list[Panel]:
             found.append(Panel(panel.title, lines, panel.kind))
         elif lines:
             found.append(Panel(panel.title, lines[:1], panel.kind))
+    parts = [name for name in history.curves if name.startswith("reward/") and name.endswith("/mean")]
+    lines = tuple((name, name.removeprefix("reward/").removesuffix("/mean")) for name in parts[: len(_COLOURS)])
+    if {name for _, name in lines} - {"acc", "score"}:  # which the first panel shows
+        found.insert(min(1, len(found)), Panel("What the reward function returned (mean)", lines))
     names = history.validation()[: len(_COLOURS)]
     if names:
         lines = tuple((name, name.removeprefix("val-core/")) for name in names)
@@ -182,14 +187,48 @@ def _draw_stack(axes: Any, history: RunHistory, panel: Panel) -> None:
     axes.set_ylim(0, min(totals.max(), 2.0 * np.median(totals)) * (1.1 + 0.1 * rows_of_legend) or 1.0)
 
 
-def panel_svg(history: RunHistory, panel: Panel) -> str:
-    """Draw one chart as SVG, in base64 for a data URI."""
+@dataclass(frozen=True)
+class Chart:
+    """A drawn panel, and what a page needs to show values under the mouse.
+
+    Attributes:
+        title: the panel's.
+        svg: the picture, in base64 for a data URI.
+        box: left, top, width and height of the plot, as fractions of the picture.
+        x_range: the steps at its left and right edge.
+        lines: `{"label", "steps", "values"}` of each line; long ones are thinned out.
+    """
+
+    title: str
+    svg: str
+    box: tuple[float, float, float, float]
+    x_range: tuple[float, float]
+    lines: list[dict[str, Any]]
+
+
+def panel_chart(history: RunHistory, panel: Panel) -> Chart:
+    """Draw one chart as SVG."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.2, 2.9), layout="constrained")
-        _draw(figure.subplots(), history, panel)
+        axes = figure.subplots()
+        _draw(axes, history, panel)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+        place = axes.get_position()  # final once the figure is drawn
+    lines = []
+    for name, label in panel.lines:
+        curve = history.curve(name)
+        if curve is not None:
+            kept = np.unique(np.linspace(0, len(curve) - 1, min(len(curve), _POINTS)).round().astype(int))
+            values = [float(f"{value:.6g}") for value in curve.values[kept]]
+            lines.append({"label": label, "steps": curve.steps[kept].tolist(), "values": values})
+    return Chart(
+        panel.title,
+        base64.b64encode(buffer.getvalue()).decode("ascii"),
+        tuple(round(float(side), 5) for side in (place.x0, 1 - place.y1, place.width, place.height)),  # type: ignore[arg-type]
+        (float(axes.get_xlim()[0]), float(axes.get_xlim()[1])),
+        lines,
+    )
 
 
 def write_png(history: RunHistory, path: Path, chosen: Sequence[Panel] | None = None) -> None:

@@ -1,7 +1,9 @@
 """Reads a run's folder for the report: curves by metric, settings, samples."""
 
+import copy
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import yaml
 
 from hybridrl.errors import UserError
 from hybridrl.observe import jsonl
-from hybridrl.observe.dump import dumped_steps
-from hybridrl.observe.run_folder import CONFIG, VERSIONS
+from hybridrl.observe.events import read_events
+from hybridrl.observe.run_folder import CHANGES, CONFIG, VERSIONS, read_changes
 from hybridrl.observe.tracking import METRICS
 
 # Metrics with a better direction, by the prefix of their names.
@@ -39,14 +41,29 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The contents of a run's folder."""
+    """The contents of a run's folder.
+
+    Attributes:
+        config: the settings of the last start.
+        changes: what changed when the run was resumed, see `read_changes`.
+    """
 
     folder: Path
     curves: dict[str, Curve]
     last_step: int
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
-    versions_text: str = ""
+    versions: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+
+    def steps(self) -> list[dict[str, float]]:
+        """The finite metrics of each step, in order."""
+        found: dict[int, dict[str, float]] = {}
+        for name, curve in self.curves.items():
+            for step, value in zip(curve.finite.steps.tolist(), curve.finite.values.tolist(), strict=True):
+                found.setdefault(step, {})[name] = value
+        return [found[step] for step in sorted(found)]
 
     @property
     def title(self) -> str:
@@ -120,8 +137,40 @@ def load_history(folder: str | Path) -> RunHistory:
     for name, by_step in points.items():
         steps = sorted(by_step)
         curves[name] = Curve(np.asarray(steps), np.asarray([by_step[step] for step in steps], dtype=np.float64))
-    config_text = _text(folder / CONFIG)
-    return RunHistory(folder, curves, last, _config(config_text, folder), config_text, _text(folder / VERSIONS))
+    config_text, changes = _text(folder / CONFIG), read_changes(folder)
+    shown = f"# {CHANGES}: settings that changed when the run was resumed\n{_text(folder / CHANGES)}\n{config_text}"
+    return RunHistory(
+        folder,
+        curves,
+        last,
+        _latest(_config(config_text, folder), changes),
+        shown if changes else config_text,
+        _versions(folder / VERSIONS),
+        read_events(folder),
+        changes,
+    )
+
+
+def _latest(first: dict[str, Any], changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of the first start with those that changed since. A change of code is no setting."""
+    config = copy.deepcopy(first)
+    for entry in changes:
+        for key, change in entry["changes"].items():
+            *groups, name = key.split(".")
+            group: Any = config
+            for part in groups:
+                group = group.get(part) if isinstance(group, dict) else None
+            if isinstance(group, dict):
+                group[name] = change["now"]
+    return config
+
+
+def _versions(path: Path) -> dict[str, Any]:
+    try:
+        versions = json.loads(_text(path) or "{}")
+    except ValueError as exc:
+        raise UserError(f"{path} is no valid JSON ({exc}): restore it or remove it") from exc
+    return versions if isinstance(versions, dict) else {}
 
 
 def _text(path: Path) -> str:
@@ -134,22 +183,6 @@ def _config(text: str, folder: Path) -> dict[str, Any]:
     except yaml.YAMLError as exc:
         raise UserError(f"{folder / CONFIG} is no valid YAML ({exc}): restore it or remove it") from exc
     return config if isinstance(config, dict) else {}
-
-
-def first_and_last_samples(history: RunHistory, kind: str, count: int) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return the first rows of the first and the last dump of `rollouts` or `validation`: `[(step, rows), ...]`.
-
-    Dumps are in the run's folder or in the folder that the settings name.
-    """
-    key = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
-    trainer = history.config.get("trainer")
-    elsewhere = trainer.get(key) if isinstance(trainer, Mapping) else None
-    for place in (history.folder / kind, Path(elsewhere) if elsewhere else None):
-        steps = dumped_steps(place) if place is not None else []
-        if place is not None and steps:
-            chosen = dict.fromkeys((steps[0], steps[-1]))
-            return [(step, jsonl.read(place / f"{step}.jsonl")[:count]) for step in chosen]
-    return []
 
 
 def show_number(value: float) -> str:

@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 
 from hybridrl.errors import UserError
-from hybridrl.utils.files import replacing
+from hybridrl.utils.files import explaining_full_disk, replacing
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
     """Convert `value` to JSON data: NumPy and torch values to numbers and lists, unknown objects to their text."""
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return writable(value)
     if isinstance(value, (np.generic, np.ndarray)):
         return plain(value.tolist())
     if isinstance(value, int):
@@ -32,12 +34,17 @@ def plain(value: Any) -> Any:
             return float(value)
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
+        return {writable(str(key)): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(entry) for entry in value]
     if hasattr(value, "detach") and hasattr(value, "tolist"):
         return plain(value.detach().tolist())
-    return str(value)
+    return writable(str(value))
+
+
+def writable(text: str) -> str:
+    """Return text that every file can hold: lone surrogates, which UTF-8 does not have, become escapes (`\\udc80`)."""
+    return str(text).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def encode(record: Mapping[str, Any]) -> str:
@@ -60,20 +67,40 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_end(self.path)
+        _drop_incomplete_end(self.path)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open during the whole run)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record. The line has left the process when this returns."""
-        self._file.write(encode(record) + "\n")
-        self._file.flush()
+        """Append one record. The line is on the disk when this returns.
+
+        Raises:
+            UserError: the file was removed or replaced, so that the line would be lost.
+            DiskFullError: there is no space left.
+        """
+        self._check_in_place()
+        with explaining_full_disk(self.path):
+            self._file.write(encode(record) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _check_in_place(self) -> None:
+        ours = os.fstat(self._file.fileno())
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino):
+            raise UserError(
+                f"{self.path} was {'removed' if found is None else 'replaced'} while the run writes it: what the run "
+                "still writes would be lost. Leave the run's folder in place while it runs, and start the run again"
+            )
 
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
 
 
-def _drop_torn_end(path: Path) -> None:
+def _drop_incomplete_end(path: Path) -> None:
     if not path.exists():
         return
     with open(path, "rb+") as file:

@@ -114,7 +114,13 @@ def _lengths(batch: "DataProto") -> tuple[Tensor, Tensor]:
     return mask.sum(-1).float() - response, response
 
 
-def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[str, float]:
+def compute_data_metrics(
+    batch: "DataProto",
+    use_critic: bool = True,
+    *,
+    max_prompt_length: int | None = None,
+    max_response_length: int | None = None,
+) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
     A sequence's score is `token_level_scores.sum(-1)`, and its reward is `token_level_rewards.sum(-1)` (the score minus
@@ -129,6 +135,8 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
             `token_level_scores`, `token_level_rewards`, `advantages`, `returns`, `values` (all `[B,T]`) and the
             non-tensors `__num_turns__` and `tool_call_counts` (one number per sequence) are summarised.
         use_critic: whether `values` come from a critic; otherwise they are ignored.
+        max_prompt_length, max_response_length: the limits that `clip_ratio` counts. None is the width of the batch,
+            which is the limit only if batches are padded to it (as in verl).
 
     Returns:
         `critic/{score,rewards,advantages,returns,values}/{mean,max,min}`, `critic/vf_explained_var`,
@@ -155,11 +163,13 @@ def compute_data_metrics(batch: "DataProto", use_critic: bool = True) -> dict[st
         metrics["critic/vf_explained_var"] = _explained_variance(tokens["values"], tokens["returns"])
 
     width = fields["responses"].shape[-1]
-    metrics |= _length_summary("response_length", response_length, width)
+    limit = max_response_length or width
+    metrics |= _length_summary("response_length", response_length, limit)
     kept = response_length if all_answered else response_length[answered]
-    metrics |= _length_summary("response_length_non_aborted", kept, width)
+    metrics |= _length_summary("response_length_non_aborted", kept, limit)
     metrics["response/aborted_ratio"] = 0.0 if all_answered else 1.0 - answered.float().mean().item()
-    metrics |= _length_summary("prompt_length", prompt_length, fields["attention_mask"].shape[1] - width)
+    limit = max_prompt_length or fields["attention_mask"].shape[1] - width
+    metrics |= _length_summary("prompt_length", prompt_length, limit)
 
     for name, key in (("num_turns", "__num_turns__"), ("tool_call_counts", "tool_call_counts")):
         if key in batch.non_tensor_batch:

@@ -5,10 +5,12 @@
 
 import argparse
 import io
+import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group
@@ -16,23 +18,26 @@ from rich.panel import Panel as Box
 from rich.table import Table
 from rich.text import Text
 
+from hybridrl.config.differences import differences
 from hybridrl.errors import UserError
+from hybridrl.notify import write_out
 from hybridrl.observe import textplot
-from hybridrl.observe.history import (
-    RunHistory,
-    best,
-    first_and_last_samples,
-    load_history,
-    show_number,
-    show_seconds,
-)
+from hybridrl.observe.advisor import Advice, advise
+from hybridrl.observe.events import END, RESUME, START, Session, sessions
+from hybridrl.observe.history import RunHistory, best, load_history, show_number, show_seconds
+from hybridrl.observe.samples import samples
+from hybridrl.observe.timeline import Picture, picture, read_timeline
+from hybridrl.observe.tracking import METRICS
 from hybridrl.utils.files import replacing
 
+if TYPE_CHECKING:
+    from hybridrl.observe.figures import Chart
+
 REPORT, PICTURE = "report.html", "report.png"
-_SAMPLES = 4
 _MAX_TEXT = 4000
 
 _TEMPLATE = "report.html.jinja"
+_KINDS = (("Validation samples", "validation"), ("Training samples", "rollouts"))
 
 
 def write_report(folder: str | Path) -> Path:
@@ -53,36 +58,119 @@ def write_report(folder: str | Path) -> Path:
     chosen = figures.panels(history)
     with replacing(history.folder / PICTURE) as temporary:
         figures.write_png(history, temporary, chosen)
-    charts = [(panel.title, figures.panel_svg(history, panel)) for panel in chosen]
+    charts = [figures.panel_chart(history, panel) for panel in chosen]
     path = history.folder / REPORT
     with replacing(path) as temporary:
         temporary.write_text(_page(history, charts), encoding="utf-8")
     return path
 
 
-def _page(history: RunHistory, charts: Sequence[tuple[str, str]]) -> str:
+def _page(history: RunHistory, charts: Sequence["Chart"]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(Path(__file__).with_name(_TEMPLATE).read_text(encoding="utf-8"))
-    samples = {
-        title: first_and_last_samples(history, kind, _SAMPLES)
-        for title, kind in (("Validation samples", "validation"), ("Training samples", "rollouts"))
-    }
-    texts = {"Settings (config.yaml)": history.config_text, "Versions (versions.json)": history.versions_text}
+    starts = sessions(history.events)
     return template.render(
         title=history.title,
         folder=history.folder.resolve(),
+        facts=_facts(history, starts),
         tiles=_tiles(history),
         charts=charts,
-        samples=samples,
+        lines=json.dumps(
+            [{"box": chart.box, "x": chart.x_range, "lines": chart.lines} for chart in charts], separators=(",", ":")
+        ).replace("<", "\\u003c"),
+        starts=[_start(history, start, last=start is starts[-1]) for start in starts],
+        notices=[event for event in history.events if event["kind"] not in (START, RESUME, END)],
+        advice=_advice(history),
+        pictures=_pictures(history),
+        settings=differences(history.config),
+        earlier=_earlier(history),
+        shown=_setting,
+        samples={heading: found for heading, kind in _KINDS if (found := samples(history, kind))},
         metrics=[_metric(history, name) for name in sorted(history.curves)],
-        texts=texts,
+        texts={"All settings (config.yaml)": history.config_text, "Versions (versions.json)": _versions(history)},
         clip=_clip,
         score=_score,
     )
+
+
+def _advice(history: RunHistory) -> Advice | None:
+    return advise(history.steps(), read_timeline(history.folder), history.config)
+
+
+def _pictures(history: RunHistory) -> list[Picture]:
+    """The timelines of the last step and of the slowest one after the first."""
+    timeline = {step: spans for step, spans in read_timeline(history.folder).items() if spans}
+    if not timeline:
+        return []
+    seconds = {step: sum(one.seconds for one in spans if one.name == "step") for step, spans in timeline.items()}
+    later = [step for step in seconds if step > min(seconds)] or list(seconds)
+    slowest = max(later, key=lambda step: seconds[step])
+    return [picture(step, timeline[step]) for step in dict.fromkeys((slowest, max(timeline)))]
+
+
+def _facts(history: RunHistory, starts: Sequence[Session]) -> list[tuple[str, str]]:
+    """Return what made the run: command, machine, versions, dates."""
+    versions = history.versions
+    command = starts[-1].start.get("command") if starts else versions.get("command")
+    device = versions.get("device") or {}
+    names = ", ".join(dict.fromkeys(device.get("names") or ()))
+    machine = [versions.get("host"), f"{device.get('count', '')} x {names}" if names else None]
+    machine += [f"{versions['cpus']} CPU cores" if "cpus" in versions else None, versions.get("platform")]
+    code = [f"hybridrl {versions['hybridrl']}" if "hybridrl" in versions else None]
+    code += [f"commit {versions['git_commit'][:12]}" if versions.get("git_commit") else None]
+    code += [f"Python {versions['python']}" if "python" in versions else None]
+    rows = {
+        "Command": shlex.join(map(str, command)) if isinstance(command, list) else "",
+        "Started": starts[0].start["time"] if starts else str(versions.get("started", "")),
+        "Wall time": show_seconds(sum(_seconds(history, start, start is starts[-1]) for start in starts))
+        if starts
+        else "",
+        "Machine": ", ".join(str(part) for part in machine if part),
+        "Code": ", ".join(str(part) for part in code if part),
+    }
+    return [(name, value) for name, value in rows.items() if value]
+
+
+def _seconds(history: RunHistory, start: Session, last: bool) -> float:
+    """Return the wall time of one start. One that goes on, or was killed, is counted to the last metrics."""
+    return start.seconds((history.folder / METRICS).stat().st_mtime if last else None)
+
+
+def _start(history: RunHistory, start: Session, last: bool) -> dict[str, Any]:
+    """Return a row of the table of starts."""
+    if start.end is not None:
+        ended = start.end["text"]
+    else:
+        ended = "in progress, or killed" if last else "killed"
+    return {
+        "time": start.start["time"],
+        "host": start.start.get("host", ""),
+        "command": shlex.join(map(str, start.start.get("command", []))),
+        "steps": f"{start.first_step} → {history.last_step if last else start.last_step}",
+        "ended": ended,
+        "seconds": show_seconds(_seconds(history, start, last)),
+    }
+
+
+def _setting(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if value is None or not isinstance(value, str) else value
+
+
+def _earlier(history: RunHistory) -> list[tuple[str, str, int]]:
+    """Return each setting that was changed during the run, with its value before and the last step that it held for."""
+    return [
+        (key, _setting(change["was"]), entry["after_step"])
+        for entry in history.changes
+        for key, change in entry["changes"].items()
+    ]
+
+
+def _versions(history: RunHistory) -> str:
+    return json.dumps(history.versions, indent=1, ensure_ascii=False) if history.versions else ""
 
 
 def _tiles(history: RunHistory) -> list[tuple[str, str]]:
@@ -152,6 +240,9 @@ def summarize(folder: str | Path, *, width: int = 88, ascii_only: bool = False, 
             at = f"{show_number(top[0])} (step {top[1]})" if top else "-"
             table.add_row(name, show_number(curve.values[0]), show_number(curve.values[-1]), at)
     parts: list[Any] = [table, *_curve_texts(history, width, ascii_only)]
+    advice = _advice(history)
+    if advice is not None:
+        parts.append(Text(f"speed: {advice}", overflow="fold"))
     report = history.folder / REPORT
     if report.exists():
         parts.append(Text(f"report: {report}", overflow="fold"))
@@ -191,12 +282,13 @@ def print_summary(folder: str | Path) -> None:
     """Print `summarize` in the form that this terminal supports."""
     stream = sys.stdout
     unicode = (getattr(stream, "encoding", None) or "ascii").lower().replace("-", "").startswith("utf")
-    print(summarize(folder, ascii_only=not unicode, color=stream.isatty()), end="", flush=True)
+    text = summarize(folder, ascii_only=not unicode, color=stream.isatty())
+    write_out(lambda: print(text, end="", flush=True))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0, or 2 with one message if the folder is at fault."""
-    parser = argparse.ArgumentParser(prog="python -m hybridrl.observe.report", description="Write a run's report.")
+def main(arguments: Sequence[str] | None = None, command: str = "python -m hybridrl.observe.report") -> int:
+    """Run the command line, called `command` in its help. Return 0, or 2 with one message if the folder is bad."""
+    parser = argparse.ArgumentParser(prog=command, description="Write a run's report.")
     parser.add_argument("folder", type=Path, help="the run's folder (trainer.default_local_dir)")
     options = parser.parse_args(arguments)
     try:

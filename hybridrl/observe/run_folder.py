@@ -14,13 +14,15 @@ from typing import Any
 
 import yaml
 
-from hybridrl import __version__
 from hybridrl.config import as_dict as config_as_dict
 from hybridrl.config.schema.node import ConfigNode
+from hybridrl.errors import UserError
 from hybridrl.observe.jsonl import plain
 from hybridrl.utils.files import write_text
+from hybridrl.version import __version__
 
 CONFIG = "config.yaml"
+CHANGES = "config_changes.yaml"
 VERSIONS = "versions.json"
 
 
@@ -39,15 +41,38 @@ def as_dict(config: Any) -> dict[str, Any]:
     return plain(config)
 
 
-def write_run_info(folder: str | Path, config: Any) -> None:
+def write_run_info(folder: str | Path, config: Any, *, resumed: bool = False) -> None:
     """Write `config.yaml` (resolved settings) and `versions.json` (see `versions`) into the run's folder.
 
-    Files of an earlier start of the same run are replaced, because they describe the current start.
+    A resumed run keeps the `config.yaml` of its first start; `config_changes.yaml` next to it has what changed since
+    (`hybridrl.trainer.settings_change`). `versions.json` always describes the current start.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True, width=120))
+    if not (resumed and (folder / CONFIG).exists()):
+        (folder / CHANGES).unlink(missing_ok=True)
+        write_text(folder / CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True, width=120))
     write_text(folder / VERSIONS, json.dumps(versions(), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_changes(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the entries of `config_changes.yaml`, oldest first: `after_step`, `time` and `changes` by key.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = Path(folder) / CHANGES
+    if not path.is_file():
+        return []
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8")) or []
+        for entry in entries:
+            int(entry["after_step"])
+            for change in entry["changes"].values():
+                change["was"], change["now"]
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}): restore it or remove it") from error
+    return list(entries)
 
 
 def versions() -> dict[str, Any]:

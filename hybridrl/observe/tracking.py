@@ -21,7 +21,7 @@ from hybridrl.utils.files import write_text
 
 METRICS = "metrics.jsonl"
 MEMORY = "tracking.json"
-_TRACKING = "pip install 'hybridrl[tracking]'"
+_TRACKING = "bash scripts/install.sh auto tracking"
 _MAX_FAILURES = 3
 
 # Name -> (class, package to import, how to get it).

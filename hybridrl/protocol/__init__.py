@@ -14,6 +14,7 @@ from hybridrl.protocol.data import DataProto, DataProtoConfig, DataProtoItem
 from hybridrl.protocol.functions import (
     all_gather_data_proto,
     collate_fn,
+    concat_tensordict,
     fold_batch_dim,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
@@ -30,6 +31,7 @@ __all__ = [
     "DataProtoItem",
     "all_gather_data_proto",
     "collate_fn",
+    "concat_tensordict",
     "fold_batch_dim",
     "object_array",
     "pad_dataproto_to_divisor",

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from hybridrl.errors import BatchError
 from hybridrl.protocol.rows import fields_of, object_array
 
 
@@ -23,13 +24,13 @@ def tensordict_of(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict
         if not isinstance(value, (torch.Tensor, TensorDictBase)):
             raise TypeError(f"field '{key}' must be a tensor, found {type(value).__name__}; lists go to non_tensors")
         if value.ndim < num_batch_dims:
-            raise ValueError(f"field '{key}' has {value.ndim} dimensions, fewer than num_batch_dims={num_batch_dims}")
+            raise BatchError(f"field '{key}' has {value.ndim} dimensions, fewer than num_batch_dims={num_batch_dims}")
         # Not value.shape: a nested tensor of strided layout has none.
         size = tuple(value.size(dim) for dim in range(num_batch_dims))
         if not first:
             batch_size, first = size, key
         elif size != batch_size:
-            raise ValueError(f"field '{key}' has batch size {size}, but field '{first}' has {batch_size}")
+            raise BatchError(f"field '{key}' has batch size {size}, but field '{first}' has {batch_size}")
     return TensorDict(dict(tensors), batch_size=batch_size)
 
 

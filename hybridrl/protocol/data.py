@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from hybridrl.errors import BatchError
 from hybridrl.protocol import convert, merge, rows, storage, transport
 
 
@@ -70,6 +71,9 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # None stands for no fields, as in verl.
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     # ---- making one -------------------------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ class DataProto:
         if num_batch_dims < 1:
             raise ValueError(f"num_batch_dims must be at least 1, found {num_batch_dims}")
         if non_tensors and num_batch_dims != 1:
-            raise ValueError(f"non-tensors have one batch dimension, found num_batch_dims={num_batch_dims}")
+            raise BatchError(f"non-tensors have one batch dimension, found num_batch_dims={num_batch_dims}")
         batch = convert.tensordict_of(tensors, num_batch_dims) if tensors else None
         arrays = {}
         for key, value in (non_tensors or {}).items():
@@ -260,7 +264,7 @@ class DataProto:
             raise ValueError(f"chunks must be at least 1, found {chunks}")
         size, longer = divmod(length, chunks)
         if longer and not uneven:
-            raise ValueError(
+            raise BatchError(
                 f"a batch of {length} rows does not divide into {chunks} equal chunks; pad it with "
                 "pad_dataproto_to_divisor, or make it with auto_padding=True"
             )
@@ -337,8 +341,8 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut the second dimension of the fields `split_keys` into `n_split` parts, each of which becomes a row.
 
-        A field `[B, C, ...]` becomes `[B * n_split, C / n_split, ...]`. The rows of all other fields are repeated
-        `n_split` times each.
+        A field `[B, C, ...]`, or lists of C objects each, becomes `[B * n_split, C / n_split, ...]`. The rows of all
+        other fields are repeated `n_split` times each.
 
         Raises:
             KeyError: the batch lacks a key.
@@ -348,7 +352,7 @@ class DataProto:
         self._require(wanted, self._names(), "field")
         repeated = self.repeat(n_split)
         for key in wanted:
-            value, target = self._part(key)[key], repeated._part(key)
+            value, target = rows.as_matrix(self._part(key)[key]), repeated._part(key)
             if value.ndim < 2 or value.shape[1] % n_split:
                 shape = tuple(value.shape)
                 raise ValueError(f"the second dimension of field '{key}' {shape} does not divide into {n_split} parts")
@@ -455,7 +459,7 @@ class DataProto:
             merge.check_tensor_union(self.batch, other.batch)
         has_rows = [d for d in (self, other) if d.batch is not None or d.non_tensor_batch]
         if len(has_rows) == 2 and len(self) != len(other):
-            raise ValueError(f"union: a batch of {len(self)} rows and one of {len(other)} cannot be joined by field")
+            raise BatchError(f"union: a batch of {len(self)} rows and one of {len(other)} cannot be joined by field")
         for part in ("non_tensor_batch", "meta_info"):
             merge.refuse_differing(part, merge.differing_keys(getattr(self, part), getattr(other, part)))
         if other.batch is not None:

@@ -1,14 +1,16 @@
 """Functions on batches: padding to a divisor, folding the batch dimension, collating rows, gathering over ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from hybridrl.errors import BatchError
 from hybridrl.protocol.data import DataProto, DataProtoItem
-from hybridrl.protocol.rows import fields_of, object_array
+from hybridrl.protocol.rows import cat_fields, fields_of, object_array
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -53,6 +55,35 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
         batch = TensorDict({key: _stack([item[key] for item in items]) for key in items[0]}, batch_size=[len(x)])
     arrays = {key: object_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
     return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=dict(x[0].meta_info))
+
+
+def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
+    """Join TensorDicts with the same fields along their rows. A value of the batch as a whole is the first one's.
+
+    Raises:
+        BatchError: the parts have different fields; the message names them.
+        ValueError: a field differs in dtype, width or layout; the message names it.
+    """
+    parts = [fields_of(part) for part in data]
+    for number, part in enumerate(parts):
+        if part.keys() != parts[0].keys():
+            raise BatchError(
+                f"concat_tensordict: part {number} has the fields {sorted(part)}, and part 0 has {sorted(parts[0])}; "
+                f"{sorted(part.keys() ^ parts[0].keys())} must be in all parts or in none"
+            )
+    memo: dict[Any, Any] = {}
+    rows = [sum(map(len, data))] if data[0].batch_size else []
+    result = TensorDict({}, batch_size=[*rows, *data[0].batch_size[1:]], device=data[0].device)
+    for key, value in parts[0].items():
+        if isinstance(value, NonTensorStack):
+            entries: Any = [entry for part in parts for entry in part[key].unbind(0)]
+            joined: Any = NonTensorStack(*entries)
+        elif isinstance(value, NonTensorData):
+            joined = NonTensorData(value.data)
+        else:
+            joined = cat_fields(key, [part[key] for part in parts], memo)
+        result.set(key, joined)
+    return result
 
 
 def _stack(values: list[Any]) -> Any:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tensordict import TensorDict
+
 from hybridrl.protocol.data import DataProto
+from hybridrl.protocol.functions import concat_tensordict
 
 if TYPE_CHECKING:
     import ray
@@ -20,7 +23,7 @@ class _Chunk:
     index: int
     chunks: int
 
-    def __call__(self, data: DataProto) -> DataProto:
+    def __call__(self, data: Any) -> Any:
         return data.chunk(self.chunks)[self.index]
 
 
@@ -60,13 +63,19 @@ class DataProtoFuture:
         Args:
             timeout: seconds to wait at most; None waits forever.
 
+        Returns:
+            A DataProto; a TensorDict if the workers returned these.
+
         Raises:
             ray.exceptions.GetTimeoutError: the parts did not arrive in time.
-            TypeError: a part is not a DataProto.
+            TypeError: a part is neither.
         """
         import ray
 
         parts = ray.get(self.futures, timeout=timeout)
+        if self.collect_fn is DataProto.concat and all(isinstance(part, TensorDict) for part in parts):
+            whole: Any = concat_tensordict(parts)
+            return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
         for position, part in enumerate(parts):
             if self.collect_fn is DataProto.concat and not isinstance(part, DataProto):
                 raise TypeError(

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from hybridrl.errors import BatchError
 from hybridrl.protocol.rows import fields_of, jagged_parts
 
 METRICS = "metrics"
@@ -79,7 +80,7 @@ def refuse_differing(part: str, keys: list[str]) -> None:
     """Raise ValueError when `keys` (what `differing_keys` found in the named part) is not empty."""
     if keys:
         names = ", ".join(f"'{key}'" for key in keys)
-        raise ValueError(
+        raise BatchError(
             f"union: both sides have {names} in {part} with different values; "
             "pop or rename the key on one side, or give both the same value"
         )
@@ -88,7 +89,7 @@ def refuse_differing(part: str, keys: list[str]) -> None:
 def check_tensor_union(first: TensorDictBase, second: TensorDictBase) -> None:
     """Raise ValueError when the two have different batch sizes or different values under one key."""
     if first.batch_size != second.batch_size:
-        raise ValueError(
+        raise BatchError(
             f"union: batches of {tuple(first.batch_size)} and {tuple(second.batch_size)} rows cannot be joined by field"
         )
     refuse_differing("batch", differing_keys(fields_of(first), fields_of(second)))
@@ -138,8 +139,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             elif key not in merged:
                 merged[key] = value
             elif not same(merged[key], value):
-                raise ValueError(
-                    f"concat: conflicting values for meta_info key '{key}': {merged[key]!r} before part {position}, "
+                raise BatchError(
+                    f"Conflicting values for meta_info key '{key}': {merged[key]!r} before part {position}, "
                     f"{value!r} in it; drop the key from the parts or put what differs under meta_info['{METRICS}']"
                 )
     if metrics:

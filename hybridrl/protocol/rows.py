@@ -34,6 +34,15 @@ def as_array(values: Any) -> np.ndarray:
     return values if isinstance(values, np.ndarray) else object_array(values)
 
 
+def as_matrix(values: Any) -> Any:
+    """Return an array of lists with equal lengths as an array `[B, C]`, and anything else as it is."""
+    if not isinstance(values, np.ndarray) or values.dtype != object or values.ndim != 1:
+        return values
+    if not len(values) or any(not isinstance(row, (list, tuple)) or len(row) != len(values[0]) for row in values):
+        return values
+    return object_array([entry for row in values for entry in row]).reshape(len(values), len(values[0]))
+
+
 def fields_of(batch: TensorDictBase | None) -> dict[str, Any]:
     """Return the fields of a TensorDict by name, as they are stored; an empty dict for None."""
     return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}

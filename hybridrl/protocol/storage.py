@@ -22,6 +22,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridrl.errors import UserError
 from hybridrl.protocol.rows import fields_of, jagged_parts, object_array
+from hybridrl.utils.files import use_umask
 
 FORMAT = "hybridrl.dataproto.1"
 JSON = "__json__"
@@ -192,15 +193,16 @@ def save(path: str | os.PathLike[str], batch: TensorDictBase | None, non_tensors
     writer.tensors[JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(prefix=target.name + ".", suffix=".writing", dir=target.parent)
+    handle, temporary = tempfile.mkstemp(prefix=target.name + ".", suffix=".writing", dir=target.parent)
     os.close(handle)
     try:
-        save_file(writer.tensors, beside, metadata={"format": FORMAT})
-        with open(beside, "rb") as written:
+        save_file(writer.tensors, temporary, metadata={"format": FORMAT})
+        use_umask(Path(temporary))
+        with open(temporary, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(beside, target)
+        os.replace(temporary, target)
     except BaseException as error:
-        os.unlink(beside)
+        os.unlink(temporary)
         if isinstance(error, SafetensorError):  # how safetensors reports errors of the operating system
             raise StorageError(f"{path}: the batch could not be written: {error}") from error
         raise

@@ -108,7 +108,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 def _foreign(position: int) -> Any:
     """Placeholder in the stream for an object that the outer pickler carries; it is replaced on reading."""
-    raise pickle.UnpicklingError(f"object {position} of a batch was read without the objects that travelled beside it")
+    raise pickle.UnpicklingError(f"object {position} of a batch was read without the objects that were sent with it")
 
 
 class _Pickler(pickle.Pickler):

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from hybridrl.reward.factory import check_dataset, check_reward, create_reward_manager
     from hybridrl.reward.function import RewardFunction
     from hybridrl.reward.manager import RewardManager, get_reward_manager_cls, register, register_reward_manager
+    from hybridrl.reward.objects import reward_settings
     from hybridrl.reward.processes.pool import RewardPool
     from hybridrl.reward.score import default_compute_score
+    from hybridrl.reward.signature import Sample
 
 _HOMES = {
     "RewardFunction": "function",
     "RewardManager": "manager",
     "RewardPool": "processes.pool",
+    "Sample": "signature",
     "check_dataset": "factory",
     "check_reward": "factory",
     "create_reward_manager": "factory",
@@ -29,6 +32,7 @@ _HOMES = {
     "get_reward_manager_cls": "manager",
     "register": "manager",
     "register_reward_manager": "manager",
+    "reward_settings": "objects",
 }
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "RewardFunction",
     "RewardManager",
     "RewardPool",
+    "Sample",
     "check_dataset",
     "check_reward",
     "create_reward_manager",
@@ -43,6 +48,7 @@ __all__ = [
     "get_reward_manager_cls",
     "register",
     "register_reward_manager",
+    "reward_settings",
 ]
 
 

@@ -1,40 +1,82 @@
 """Columns made of what a reward function returns besides the scores, for training, validation and evaluation."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.notify import notify
-from hybridrl.reward.processes.pool import Outcome
+from hybridrl.reward.processes.outcome import Outcome
 
 
 def extra_of(outcome: Outcome) -> dict[str, Any]:
-    """A sample's extra information: the function's dict, or `acc`, the score itself, where it returned a number."""
-    return dict(outcome.extra) if outcome.extra is not None else {"acc": outcome.score}
+    """A sample's extra information: the function's dict, or `acc`, the score itself, where it returned a number.
 
-
-def extra_columns(
-    extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], reported: set[str]
-) -> dict[str, list[Any]]:
-    """Name -> one value per sample, None where a sample's dict lacks it.
-
-    A sample that exceeded the time limit returned nothing; its `score` and `acc` are 0.
-
-    Args:
-        extras: one per sample, see `extra_of`.
-        outcomes: one per sample.
-        reported: names that some samples lack are added to it; names that it does not hold yet are warned of.
+    Empty for a sample that exceeded the time limit or failed, because the function returned nothing.
     """
-    names = dict.fromkeys(name for extra in extras for name in extra)
-    for extra, outcome in zip(extras, outcomes, strict=True):
-        if outcome.timed_out:
-            extra.update({name: 0.0 for name in ("score", "acc") if name in names})
-    for name in names:
-        lacking = sum(name not in extra for extra in extras)
-        if lacking and name not in reported:
-            reported.add(name)
-            notify(
-                f"the reward function returned {name!r} for {len(extras) - lacking} of {len(extras)} responses only; "
-                "the others have None there",
-                "warning",
-            )
-    return {name: [extra.get(name) for extra in extras] for name in names}
+    if outcome.extra is not None:
+        return dict(outcome.extra)
+    return {} if outcome.error is not None or outcome.timed_out else {"acc": outcome.score}
+
+
+class ExtraColumns:
+    """Makes columns of extra information, batch after batch.
+
+    A number that a function returned is its accuracy (`acc`) only if it tells right from wrong: after the first one
+    that is neither 0 nor 1, numbers are called `score`.
+    """
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()  # names that some samples lacked
+        self._is_accuracy = True
+        self._returns_dicts = False
+
+    def __call__(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+        """Name -> one value per sample, None where a sample's dict lacks it.
+
+        A sample that exceeded the time limit or failed returned nothing; its `score` and `acc` are 0. With several
+        functions, a sample for which one of them returned nothing keeps what the others returned.
+
+        Args:
+            extras: one per sample, see `extra_of`.
+            outcomes: one per sample.
+        """
+        extras = self._named(extras, outcomes)
+        names = dict.fromkeys(name for extra in extras for name in extra)
+        self._returns_dicts |= any(outcome.extra is not None for outcome in outcomes)
+        if outcomes and not names and not self._returns_dicts:  # no sample of a function of numbers has a score
+            names["acc" if self._is_accuracy else "score"] = None
+        failed = [outcome.extra is None and (outcome.timed_out or outcome.error is not None) for outcome in outcomes]
+        for extra, bad in zip(extras, failed, strict=True):
+            if bad:
+                extra.update({name: 0.0 for name in ("score", "acc") if name in names})
+        for name in names:
+            lacking = sum(name not in extra and not bad for extra, bad in zip(extras, failed, strict=True))
+            if lacking and name not in self._reported:
+                self._reported.add(name)
+                notify(
+                    f"the reward function returned {name!r} for {len(extras) - lacking} of {len(extras)} responses "
+                    "only; the others have None there",
+                    "warning",
+                )
+        return {name: [extra.get(name) for extra in extras] for name in names}
+
+    def _named(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+        numbers = [one.extra is None and one.error is None and not one.timed_out for one in outcomes]
+        if any(is_number and one.score not in (0, 1) for is_number, one in zip(numbers, outcomes, strict=True)):
+            self._is_accuracy = False
+        if self._is_accuracy:
+            return [dict(extra) for extra in extras]
+        return [
+            {"score" if is_number and name == "acc" else name: value for name, value in extra.items()}
+            for extra, is_number in zip(extras, numbers, strict=True)
+        ]
+
+
+def part_means(columns: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Return `reward/NAME/mean` of every column of numbers; None (a part that does not apply) is left out."""
+    means = {}
+    for name, column in columns.items():
+        values = [value for value in column if value is not None]
+        if values and all(isinstance(value, (bool, int, float)) and math.isfinite(value) for value in values):
+            means[f"reward/{name}/mean"] = math.fsum(values) / len(values)
+    return means

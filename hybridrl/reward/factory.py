@@ -2,31 +2,67 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hybridrl.config.own_settings import read_own
+from hybridrl.config.schema.reward import RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
-from hybridrl.reward.function import PATH_KEY, RewardFunction
+from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.processes.pool import RewardPool
-from hybridrl.utils.user_code import load_class
+from hybridrl.reward.signature import Form, ground_truth_of, missing_column
+from hybridrl.reward.weighted import Pool, WeightedPools
+from hybridrl.utils.user_code import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PPOTrainerConfig
+    from hybridrl.protocol import DataProto
     from hybridrl.reward.manager import RewardManager
 
+#: methods of verl's managers that nothing here calls
+_METHODS_OF_VERL = ("run_single", "init_class")
 
-def reward_function(config: PPOTrainerConfig, manager: type[RewardManager] | None = None) -> RewardFunction:
-    """The reward function that the configuration names."""
-    custom = config.reward.custom_reward_function
-    if custom.path is None and custom.name is not None:
+
+def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int | None = None) -> Pool:
+    """Return the pool, or the pools, for the functions that the configuration names; not started yet.
+
+    Args:
+        reward: the settings.
+        form: how to call a function whose parameter names do not show it.
+        num_workers: processes per function; None: as the settings say.
+
+    Raises:
+        RewardError: the settings contradict each other.
+    """
+    custom, parts = reward.custom_reward_function, dict(reward.functions)
+    count = num_workers or reward.num_workers
+    tolerant = getattr(reward, "on_error", "stop") != "stop"  # evaluation has no such setting: it stops
+    if not parts:
+        if custom.path is None and custom.name is not None:
+            raise RewardError(
+                f"{KEY}.name={custom.name} is set but {KEY}.path is not. Set it to the file that holds {custom.name}."
+            )
+        function = RewardFunction(custom.path, custom.name, dict(custom.reward_kwargs or {}), form)
+        return RewardPool(function, count, reward.timeout_s, tolerant)
+    if custom.path is not None:
         raise RewardError(
-            f"reward.custom_reward_function.name={custom.name} is set but {PATH_KEY} is not. Set it to the file that "
-            f"holds {custom.name}."
+            f"{KEY}.path={custom.path} and reward.functions are both set; make it an entry of the latter."
         )
-    return RewardFunction(
-        custom.path, custom.name, dict(custom.reward_kwargs or {}), manager.form if manager else "sample"
-    )
+    pools, weights = {}, {}
+    for name, values in parts.items():
+        key = f"reward.functions.{name}"
+        part, faults = read_own(RewardPartConfig, values, f"{key}.", reward)
+        if faults:
+            raise RewardError("; ".join(faults))
+        function = RewardFunction(part.path, part.name, dict(part.reward_kwargs), form, key, name)
+        pools[name] = RewardPool(function, count, reward.timeout_s, tolerant)
+        weights[name] = part.weight
+    return WeightedPools(pools, weights, tolerant)
 
 
 def check_reward(config: PPOTrainerConfig) -> None:
@@ -37,10 +73,10 @@ def check_reward(config: PPOTrainerConfig) -> None:
     Raises:
         RewardError: no such file, function or manager, an import that fails, parameters that do not fit.
     """
-    function = reward_function(config, manager_class(config))
-    if function.path is None:
+    pool = create_pool(config.reward, manager_class(config).form, num_workers=1)
+    if isinstance(pool, RewardPool) and pool.built_in:
         return
-    with RewardPool(function, num_workers=1, timeout_s=config.reward.timeout_s) as pool:
+    with pool:
         pool.start(wait_for_one=True)
 
 
@@ -55,53 +91,172 @@ def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
     Raises:
         RewardError: an unknown data source, or a row without ground truth.
     """
-    from hybridrl.reward.manager import missing_ground_truth
-    from hybridrl.reward.score import check_data_source
+    from hybridrl.reward.score import check_data_source, reference_text
 
-    if config.reward.custom_reward_function.path is not None or not hasattr(dataset, "column"):
+    if not create_pool(config.reward).built_in or not hasattr(dataset, "column"):
         return
     table = dataset.table
     key = config.data.reward_fn_key
     sources = dataset.column(key) if key in table.columns else [None] * len(dataset)
-    references = dataset.column("reward_model") if "reward_model" in table.columns else [None] * len(dataset)
     known: set[str] = set()
-    for item, (source, reference) in enumerate(zip(sources, references, strict=True)):
+    for item, (source, truth) in enumerate(zip(sources, ground_truths(dataset), strict=True)):
         try:
             if source not in known:
                 check_data_source(source, key)
                 known.add(source)
-            if not isinstance(reference, dict) or reference.get("ground_truth") is None:
-                raise RewardError(missing_ground_truth(source))
+            reference_text(truth, source)
         except RewardError as error:
             raise RewardError(f"{dataset.locate(item)}: {error}") from None
 
 
+def ground_truths(dataset: Any) -> list[Any]:
+    """Return the ground truth of every item, None where it has none.
+
+    Args:
+        dataset: with `table` and `column(name)`, as `hybridrl.data.RLHFDataset`.
+    """
+    names = [name for name in ("reward_model", "ground_truth") if name in dataset.table.columns]
+    columns = [dataset.column(name) for name in names]
+    return [
+        ground_truth_of({name: column[item] for name, column in zip(names, columns, strict=True)})
+        for item in range(len(dataset))
+    ]
+
+
+def check_columns(pool: Pool, columns: Sequence[str], has_ground_truth: bool) -> None:
+    """Refuse functions with parameters that neither the settings nor the data provide.
+
+    Args:
+        pool: runs the functions; their processes are started if need be.
+        columns: of the data.
+        has_ground_truth: whether any row has a ground truth, in `reward_model` or a column of that name.
+
+    Raises:
+        RewardError: names the function, the parameter and the columns.
+    """
+    known = {*columns, *(["ground_truth"] if has_ground_truth else [])}
+    for label, how in pool.calls:
+        for name in how.columns:
+            if name not in known:
+                raise RewardError(f"{label}: {missing_column(name, columns)}.")
+
+
 def create_reward_manager(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
-    """The manager that the configuration names, with a pool for its function (not started yet).
+    """The manager that the configuration names, with pools for its functions (not started yet).
 
     Raises:
         RewardError: no such manager, or its settings do not fit.
     """
     cls = manager_class(config)
-    pool = RewardPool(reward_function(config, cls), config.reward.num_workers, config.reward.timeout_s)
-    return cls(config, tokenizer, pool)
+    return cls(config, tokenizer, create_pool(config.reward, cls.form))
 
 
 def manager_class(config: PPOTrainerConfig) -> type[RewardManager]:
     """The class of `reward.reward_manager`: registered, or from the user's file.
 
     Raises:
-        RewardError: there is no such class.
+        RewardError: there is no such class, or it cannot be used as a manager here.
     """
-    from hybridrl.reward.manager import RewardManager, get_reward_manager_cls
+    from hybridrl.reward.manager import get_reward_manager_cls
 
     settings = config.reward.reward_manager
     if settings.source == "register":
-        return get_reward_manager_cls(settings.name)
+        return checked_manager(get_reward_manager_cls(settings.name), f"reward.reward_manager.name={settings.name}")
     path, name = settings.module.path, settings.module.name
     key = "reward.reward_manager.module"
     if not path or not name:
         raise RewardError(
             f"reward.reward_manager.source=importlib needs {key}.path and {key}.name; found path={path}, name={name}."
         )
-    return load_class(path, name, f"{key}.path", f"{key}.name", RewardManager, RewardError)
+    found = load_object(path, name, f"{key}.path", f"{key}.name", RewardError)
+    return checked_manager(found, f"{key}.name={name}")
+
+
+def checked_manager(found: Any, origin: str) -> type[RewardManager]:
+    """Return a class that can be used as a manager.
+
+    Args:
+        found: what the setting names.
+        origin: that setting, for messages.
+
+    Raises:
+        RewardError: it is no class of this kind, it is called otherwise, or it has methods that nothing here calls, as
+            managers written for verl do.
+    """
+    from hybridrl.reward.manager import RewardManager
+
+    name = getattr(found, "__qualname__", repr(found))
+    if not inspect.isclass(found) or not issubclass(found, RewardManager):
+        raise RewardError(
+            f"{origin}: {name} does not derive from hybridrl.reward.RewardManager. Derive it from that class; "
+            "what a manager written for verl computes in __call__ or run_single belongs into adjust (one sample's "
+            "score) or score_batch (all of them), see docs/reward.md"
+        )
+    for method in _METHODS_OF_VERL:
+        if hasattr(found, method):
+            raise RewardError(
+                f"{origin}: {name} defines {method}, which verl calls and hybridrl does not. Override adjust, "
+                "score_batch or __call__ (docs/reward.md), or score in a reward function"
+            )
+    signature = inspect.signature(found)
+    if {"num_examine", "compute_score"} & set(signature.parameters) or not _binds(
+        signature, "config", "tokens", "pool"
+    ):
+        raise RewardError(
+            f"{origin}: the constructor of {name} takes {signature}, and is called with (config, tokenizer, pool)"
+        )
+    signature = inspect.signature(found.__call__)
+    if not _binds(signature, "self", "batch", return_dict=True):
+        raise RewardError(
+            f"{origin}: __call__ of {name} takes {signature}, and is called with (batch, return_dict=True)"
+        )
+    return found
+
+
+def _binds(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def ask(manager: Callable[..., Any], batch: DataProto) -> dict[str, Any]:
+    """Have a manager score a batch; returns what `RewardManager.__call__` describes.
+
+    A manager with a `__call__` of its own may leave out `reward_extra_info`, `metrics` and `failed`.
+
+    Raises:
+        RewardError: it returns something else.
+    """
+    result = manager(batch, return_dict=True)
+    name = getattr(manager, "__name__", type(manager).__name__)
+    rewards = result.get("reward_tensor") if isinstance(result, Mapping) else None
+    if rewards is None:
+        found = (
+            f"a dict with {', '.join(map(str, result)) or 'nothing'}" if isinstance(result, Mapping) else type(result)
+        )
+        raise RewardError(
+            f"the reward manager {name} returned {found} for return_dict=True; it must return a dict with "
+            "'reward_tensor' [B, T], and may add 'reward_extra_info', 'metrics' and 'failed' (docs/reward.md)"
+        )
+    shape = batch.batch["responses"].shape
+    is_tensor = isinstance(rewards, torch.Tensor)
+    if not is_tensor or rewards.shape != shape:
+        raise RewardError(
+            f"the reward manager {name} returned rewards of "
+            f"{f'shape {list(rewards.shape)}' if is_tensor else f'type {type(rewards).__name__}'} for responses "
+            f"{list(shape)}; it must return a tensor of their shape"
+        )
+    failed = result.get("failed")
+    if failed is not None and len(failed) not in (0, len(batch)):
+        raise RewardError(
+            f"the reward manager {name} returned {len(failed)} values of 'failed' for {len(batch)} responses"
+        )
+    extra = dict(result.get("reward_extra_info") or {})
+    for column, values in extra.items():
+        if len(values) != len(batch):
+            raise RewardError(
+                f"the reward manager {name} returned {len(values)} values of {column!r} for {len(batch)} responses"
+            )
+    return {"metrics": {}, **result, "reward_extra_info": extra}

@@ -1,30 +1,19 @@
-"""A reward function: loaded from a file, called by its signature, its result checked.
+"""A reward function: which one it is, how a process loads it, and how it is called.
 
 Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.reward.signature import SAMPLE_NAMES, Call, Form, Sample, understand
 from hybridrl.utils.user_code import defined_in, load_module
 
-Form = Literal["sample", "batch"]
-
-PATH_KEY = "reward.custom_reward_function.path"
-NAME_KEY = "reward.custom_reward_function.name"
-KWARGS_KEY = "reward.custom_reward_function.reward_kwargs"
-
-_SAMPLE_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-_BATCH_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-_SHORT_BATCH_NAMES = ("responses", "ground_truths")
-_EXPECTED = (
-    "Write it as compute_score(data_source, solution_str, ground_truth, extra_info) for one sample, or as "
-    "compute_reward(responses, ground_truths) for a whole batch"
-)
+KEY = "reward.custom_reward_function"
+OBJECT_SUFFIX = ".pkl"
 
 
 @dataclass(frozen=True)
@@ -32,79 +21,61 @@ class RewardFunction:
     """Which function scores: everything that a process needs to load it.
 
     Attributes:
-        path: the user's Python file (or `pkg://package.module`); None: the built-in scorers.
+        path: the user's Python file (or `pkg://package.module`), or a `.pkl` file that holds a function
+            (`hybridrl.reward.reward_settings`); None: the built-in scorers.
         name: the function in it; None: `compute_score`, else `compute_reward`, else the only public function.
         kwargs: further arguments.
         form: how to call a function whose parameter names do not show it: for one sample or for a batch.
+        key: the group of settings that names it, for messages.
+        part: its name among several functions; None if it is the only one.
     """
 
     path: str | None = None
     name: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     form: Form = "sample"
+    key: str = KEY
+    part: str | None = None
 
     @property
     def label(self) -> str:
         """How messages refer to it."""
-        return f"{self.name or 'the reward function'} in {self.path}" if self.path else "the built-in scorers"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response to score."""
-
-    data_source: Any
-    solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-
-
-class BadScore(Exception):
-    """A function returned something that is not a score; the message completes "the function ..."."""
+        named = f"{self.name or self.part or 'the reward function'} in {self.path}" if self.path else None
+        return named or "the built-in scorers"
 
 
 class LoadedFunction:
     """A function that can be called.
 
     Attributes:
-        form: `sample` or `batch`.
+        how: how it is called.
         is_async: a call returns an awaitable.
         label: its name and file, for messages.
     """
 
-    def __init__(
-        self, call: Callable[..., Any], form: Form, is_async: bool, label: str, names: tuple[str, ...], by_name: bool
-    ):
+    def __init__(self, call: Callable[..., Any], how: Call, label: str, kwargs: Mapping[str, Any]) -> None:
         self._call = call
-        self.form = form
-        self.is_async = is_async
+        self._kwargs = dict(kwargs)
+        self.how = how
         self.label = label
-        self._names = names
-        self._by_name = by_name
-        self.kwargs: dict[str, Any] = {}
+        called = getattr(call, "__call__", None)  # noqa: B004 (the attribute itself is inspected, not its presence)
+        self.is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(called)
+
+    @property
+    def form(self) -> Form:
+        """`sample` or `batch`."""
+        return self.how.form
 
     def __call__(self, sample: Sample) -> Any:
         """Call for one sample; the raw result, or an awaitable of it."""
-        values = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
-        return self._with(dict(zip(_SAMPLE_NAMES, values, strict=True)))
+        return self.batch([sample])
 
     def batch(self, samples: Sequence[Sample]) -> Any:
         """Call for all samples at once; the raw result, or an awaitable of it."""
-        solutions, truths = [s.solution_str for s in samples], [s.ground_truth for s in samples]
-        return self._with(
-            {
-                "data_sources": [s.data_source for s in samples],
-                "solution_strs": solutions,
-                "responses": solutions,
-                "ground_truths": truths,
-                "extra_infos": [s.extra_info for s in samples],
-            }
-        )
-
-    def _with(self, values: dict[str, Any]) -> Any:
-        if self._by_name:
-            return self._call(**{name: values[name] for name in self._names}, **self.kwargs)
-        return self._call(*(values[name] for name in self._names), **self.kwargs)
+        values = self.how.values(samples)
+        if self.how.by_name:
+            return self._call(**values | self._kwargs)
+        return self._call(*values.values(), **self._kwargs)
 
 
 def load(function: RewardFunction) -> LoadedFunction:
@@ -116,12 +87,19 @@ def load(function: RewardFunction) -> LoadedFunction:
     if function.path is None:
         from hybridrl.reward.score import default_compute_score
 
-        loaded = LoadedFunction(default_compute_score, "sample", False, function.label, _SAMPLE_NAMES, True)
-        loaded.kwargs = dict(function.kwargs)
-        return loaded
-    module = load_module(function.path, PATH_KEY, RewardError)
-    name, call = _choose(module, function)
-    return _understand(call, name, function)
+        return LoadedFunction(default_compute_score, Call("sample", SAMPLE_NAMES), function.label, function.kwargs)
+    if function.path.endswith(OBJECT_SUFFIX):
+        from hybridrl.reward.objects import load_object
+
+        call = load_object(function.path, f"{function.key}.path")
+        name = getattr(call, "__name__", type(call).__name__)
+    else:
+        name, call = _choose(load_module(function.path, f"{function.key}.path", RewardError), function)
+    source = f"{function.key}.path={function.path}"
+    how = understand(call, name, function.kwargs, function.form, source, f"{function.key}.reward_kwargs")
+    if function.part is None:  # a function that is alone has to score every sample
+        how = replace(how, may_abstain=False)
+    return LoadedFunction(call, how, f"{name} in {function.path}", function.kwargs)
 
 
 def _choose(module: Any, function: RewardFunction) -> tuple[str, Callable[..., Any]]:
@@ -131,161 +109,16 @@ def _choose(module: Any, function: RewardFunction) -> tuple[str, Callable[..., A
         call = getattr(module, function.name, None)
         if not callable(call) or inspect.isclass(call):
             raise RewardError(
-                f"{NAME_KEY}={function.name}: no such function in {function.path}. Functions found there: {listed}."
+                f"{function.key}.name={function.name}: no such function in {function.path}. Functions found there: "
+                f"{listed}."
             )
         return function.name, call
-    for name in ("compute_score", "compute_reward", *(public if len(public) == 1 else ())):
+    usual = ("compute_score", "compute_reward", *(public if len(public) == 1 else ()))
+    for name in (*([function.part] if function.part in public else ()), *usual):
         if callable(getattr(module, name, None)):
             return name, getattr(module, name)
+    called = f"{function.part}, compute_score" if function.part else "compute_score"
     raise RewardError(
-        f"{PATH_KEY}={function.path}: it is not clear which function scores, because none is called compute_score "
-        f"or compute_reward. Functions found there: {listed}. Set {NAME_KEY} to one of them."
-    )
-
-
-def _understand(call: Callable[..., Any], name: str, function: RewardFunction) -> LoadedFunction:
-    label = f"{name} in {function.path}"
-    try:
-        parameters = inspect.signature(call).parameters
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"{NAME_KEY}={name}: the parameters of {label} cannot be read ({error}). {_EXPECTED}."
-        ) from error
-    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004 (the attribute itself is inspected, not its presence)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    form: Form
-    if "responses" in named or "solution_strs" in named:
-        form, known = (
-            "batch",
-            _BATCH_NAMES if "solution_strs" in named else (*_SHORT_BATCH_NAMES, "data_sources", "extra_infos"),
-        )
-        chosen, by_name = (
-            tuple(n for n in known if n in named or (takes_any and n in _BATCH_NAMES and "solution_strs" in named)),
-            True,
-        )
-    elif "solution_str" in named or (takes_any and not _positional(parameters)):
-        form, chosen, by_name = "sample", tuple(n for n in _SAMPLE_NAMES if n in named or takes_any), True
-    else:
-        form, chosen, by_name = _by_position(parameters, name, function)
-    _check_call(call, label, chosen, by_name, function, named, takes_any)
-    loaded = LoadedFunction(call, form, is_async, label, chosen, by_name)
-    loaded.kwargs = dict(function.kwargs)
-    return loaded
-
-
-def _positional(parameters: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
-    """Parameters without a default that can be given by position."""
-    return [
-        p
-        for p in parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-
-
-def _by_position(
-    parameters: Mapping[str, inspect.Parameter], name: str, function: RewardFunction
-) -> tuple[Form, tuple[str, ...], bool]:
-    """A function with other parameter names: their number and the manager decide how to call it."""
-    count = len([p for p in _positional(parameters) if p.name not in function.kwargs])
-    if name == "compute_reward" and count == 2:
-        return "batch", _SHORT_BATCH_NAMES, False
-    if count in (3, 4):
-        names = _BATCH_NAMES if function.form == "batch" else _SAMPLE_NAMES
-        return function.form, names[:count], False
-    given = ", ".join(parameters) or "nothing"
-    raise RewardError(f"{PATH_KEY}={function.path}: {name} takes ({given}), which is not a known form. {_EXPECTED}.")
-
-
-def _check_call(
-    call: Callable[..., Any],
-    label: str,
-    chosen: tuple[str, ...],
-    by_name: bool,
-    function: RewardFunction,
-    named: list[str],
-    takes_any: bool,
-) -> None:
-    unknown = [key for key in function.kwargs if key not in named and not takes_any]
-    if unknown:
-        raise RewardError(f"{KWARGS_KEY}: {label} has no parameter {unknown[0]!r}. Its parameters: {', '.join(named)}.")
-    try:
-        if by_name:
-            inspect.signature(call).bind(**dict.fromkeys(chosen), **function.kwargs)
-        else:
-            inspect.signature(call).bind(*chosen, **function.kwargs)
-    except TypeError as error:
-        raise RewardError(
-            f"{PATH_KEY}={function.path}: {label} cannot be called with ({', '.join((*chosen, *function.kwargs))}): "
-            f"{error}. {_EXPECTED}; pass further arguments with {KWARGS_KEY}."
-        ) from error
-
-
-def check_score(value: Any) -> tuple[float, dict[str, Any] | None]:
-    """A function's result as a score and, from a dict, everything in it.
-
-    Raises:
-        BadScore: not a number or a dict with a number `score`, or not finite.
-    """
-    if isinstance(value, Mapping):
-        if "score" not in value:
-            raise BadScore(f"returned a dict without 'score' (keys: {', '.join(map(str, value)) or 'none'})")
-        extra = {str(key): _plain(item, str(key)) for key, item in value.items()}
-        extra["score"] = _number(value["score"])
-        return extra["score"], extra
-    return _number(value), None
-
-
-def check_scores(values: Any, count: int) -> list[tuple[float, dict[str, Any] | None]]:
-    """The result of a batched function: one score per sample.
-
-    Raises:
-        BadScore: not a sequence, of another length, or a bad score in it (named by its position).
-    """
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise BadScore(f"returned {type(values).__name__} instead of a list of {count} scores")
-    if len(values) != count:
-        raise BadScore(f"returned {len(values)} scores for {count} responses")
-    scores = []
-    for number, value in enumerate(values):
-        try:
-            scores.append(check_score(value))
-        except BadScore as error:
-            raise BadScore(f"{error} for response {number} of {count}") from None
-    return scores
-
-
-def _number(value: Any) -> float:
-    if hasattr(value, "item") and not isinstance(value, (int, float)):
-        try:
-            value = value.item()  # a scalar of numpy or torch
-        except Exception as error:
-            raise BadScore(f"returned {type(value).__name__} that is not a single number ({error})") from None
-    if not isinstance(value, (bool, int, float)):
-        shown = repr(value)
-        raise BadScore(
-            f"returned {type(value).__name__} {shown[:60]}; a score must be a number, or a dict with a number 'score'"
-        )
-    number = float(value)
-    if not math.isfinite(number):
-        raise BadScore(f"returned {number}; a score must be finite")
-    return number
-
-
-def _plain(value: Any, key: str) -> Any:
-    """The value as numbers, text, lists and dicts, which can be written to a dump."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item, key) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item, key) for item in value]
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "item"):
-        return value.item()
-    raise BadScore(
-        f"returned {type(value).__name__} under {key!r}; besides 'score', a dict may hold numbers, text, lists and "
-        "dicts"
+        f"{function.key}.path={function.path}: it is not clear which function scores, because none is called {called} "
+        f"or compute_reward. Functions found there: {listed}. Set {function.key}.name to one of them."
     )

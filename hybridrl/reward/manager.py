@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 import torch
 
 from hybridrl.errors import RewardError
+from hybridrl.notify import notify
 from hybridrl.protocol.names import TRAJECTORY_REWARD
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
-from hybridrl.reward.columns import extra_columns, extra_of
-from hybridrl.reward.function import Form, Sample
-from hybridrl.reward.processes.pool import Outcome, RewardPool
+from hybridrl.reward.columns import ExtraColumns, extra_of
+from hybridrl.reward.processes.outcome import Outcome
+from hybridrl.reward.signature import Form, Sample, ground_truth_of
+from hybridrl.reward.weighted import Pool
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
     from hybridrl.protocol import DataProto
 
 RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # columns that a score's dict must not replace
+#: columns of a generated batch that are no columns of the data
+_NOT_OF_THE_DATA = (
+    *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
+    *("__num_turns__", "reward_scores", TRAJECTORY_REWARD),
+)
 #: the managers that were imported, by name
 REGISTRY: dict[str, type[RewardManager]] = REWARD_MANAGERS.objects
 
@@ -88,7 +95,7 @@ class RewardManager:
     Args:
         config: the run's configuration.
         tokenizer: turns responses into text.
-        pool: runs the reward function.
+        pool: runs the reward functions.
 
     Raises:
         RewardError: `reward.reward_kwargs` holds a key that this manager does not have.
@@ -97,12 +104,12 @@ class RewardManager:
     form: ClassVar[Form] = "sample"
     settings_class: ClassVar[type | None] = None
 
-    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> None:
+    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: Pool) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.pool = pool
         self.metrics: dict[str, float] = {}
-        self._reported: set[str] = set()
+        self._make_columns = ExtraColumns()
         self.settings = self._read_settings(dict(config.reward.reward_kwargs or {}))
 
     def _read_settings(self, values: dict[str, Any]) -> Any:
@@ -137,12 +144,15 @@ class RewardManager:
         Raises:
             RewardError: the function cannot be loaded, or a row has an unknown data source or no ground truth.
         """
-        from hybridrl.reward.factory import check_dataset
+        from hybridrl.reward.factory import check_columns, check_dataset, ground_truths
 
         self.pool.start(wait_for_one=True)
         for dataset in datasets:
             if dataset is not None:
                 check_dataset(self.config, dataset)
+                if hasattr(dataset, "table"):
+                    columns = list(getattr(dataset, "columns", dataset.table.columns))
+                    check_columns(self.pool, columns, any(truth is not None for truth in ground_truths(dataset)))
 
     def close(self) -> None:
         """End the pool's processes."""
@@ -168,13 +178,15 @@ class RewardManager:
 
         Returns:
             The reward tensor, float32 `[B, T]`: each score on its response's last generated token, 0 elsewhere. With
-            `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float}}`. The
-            extra information comes from the function's dicts (None where a sample's dict lacks a name), or is `acc`,
-            the score itself, where it returned numbers. Metrics: `reward/timeouts` and the seconds per sample,
-            `timing_s/reward_sample/mean` and `/max`.
+            `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float},
+            "failed": list of B}`; `failed` tells the rows that the function failed for (`reward.on_error`). The
+            extra information comes from the function's dicts (None where a sample's dict lacks a name), or is the
+            score itself, where it returned numbers: `acc`, or `score` if they are not all 0 or 1. Metrics:
+            `reward/timeouts`, `reward/errors` and the seconds per sample, `timing_s/reward_sample/mean` and `/max`.
 
         Raises:
-            RewardError: see `RewardPool.run`; the sample is named by data source, uid and prompt.
+            RewardError: see `RewardPool.run`; the sample is named by data source, uid and prompt. With
+                `reward.on_error` other than `stop`, only if more samples fail than `reward.max_error_rate` allows.
         """
         lengths = response_lengths(batch)
         samples = self.samples(batch, lengths)
@@ -232,18 +244,39 @@ class RewardManager:
         outcomes = [one.outcome for one in scored]
         asked = [one for one, reward in zip(outcomes, given_rewards(batch), strict=True) if reward is None]
         self.metrics = _metrics(asked)
+        failed = [one.error is not None for one in outcomes]
+        self._report_failures([one.error for one in asked])
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
         info = self._columns([dict(one.extra) for one in scored], outcomes)
-        return {"reward_tensor": tensor, "reward_extra_info": info, "metrics": self.metrics}
+        return {"reward_tensor": tensor, "reward_extra_info": info, "metrics": self.metrics, "failed": failed}
+
+    def _report_failures(self, errors: list[str | None]) -> None:
+        """Report samples that the reward function failed for (`reward.on_error`), or end the run.
+
+        Raises:
+            RewardError: they are a larger share than `reward.max_error_rate`.
+        """
+        failures, reward = [error for error in errors if error is not None], self.config.reward
+        if not failures:
+            return
+        what = f"the reward function failed for {len(failures)} of {len(errors)} samples"
+        if len(failures) > reward.max_error_rate * len(errors):
+            raise RewardError(f"{what}, more than reward.max_error_rate={reward.max_error_rate:g}. {failures[0]}")
+        then = (
+            "they score 0"
+            if reward.on_error == "zero"
+            else "training leaves them out (of greedy baselines, all samples of the prompt); in validation they score 0"
+        )
+        notify(f"{what}; {then} (reward.on_error={reward.on_error}). The first: {failures[0]}", "warning")
 
     def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
         score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
         return Scored(score, extra, outcome)
 
     def _check(self, samples: list[Sample]) -> None:
-        if self.pool.function.path is None:
+        if self.pool.built_in:
             check_built_in(samples, self.config.data.reward_fn_key)
 
     def samples(self, batch: DataProto, lengths: torch.Tensor) -> list[Sample]:
@@ -254,14 +287,22 @@ class RewardManager:
             skip_special_tokens=True,
         )
         columns = batch.non_tensor_batch
-        key = self.config.data.reward_fn_key
-        nothing = [None] * len(texts)
-        sources, references = columns.get(key, nothing), columns.get("reward_model", nothing)
-        infos = columns.get("extra_info", nothing)
+        named = {name: column for name, column in columns.items() if name not in _NOT_OF_THE_DATA}
         samples = []
-        for text, source, reference, info in zip(texts, sources, references, infos, strict=True):
-            truth = reference.get("ground_truth") if isinstance(reference, Mapping) else None
-            samples.append(Sample(source, text, truth, dict(info) if info else {}))
+        for number, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
+            row = {name: column[number] for name, column in columns.items()}
+            info = row.get("extra_info")
+            samples.append(
+                Sample(
+                    data_source=row.get(self.config.data.reward_fn_key),
+                    solution_str=text,
+                    ground_truth=ground_truth_of(row),
+                    extra_info=(dict(info) if isinstance(info, Mapping) else {}) | _of_rollout(row),
+                    prompt=_prompt_of(row, isinstance(row.get(self.config.data.prompt_key), str)),
+                    token_ids=responses[number, :length].tolist(),
+                    columns={name: row[name] for name in named},
+                )
+            )
         return samples
 
     def score_batch(self, samples: list[Sample], name: Callable[[int], str]) -> list[Outcome]:
@@ -273,10 +314,10 @@ class RewardManager:
         return score, extra
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
-        found = extra_columns(extras, outcomes, self._reported)
+        found = self._make_columns(extras, outcomes)
         for name in {*RESERVED, self.config.data.reward_fn_key} & found.keys():
             raise RewardError(
-                f"the reward function ({self.pool.function.label}) returned a dict with the key {name!r}, which is "
+                f"the reward function ({self.pool.label}) returned a dict with the key {name!r}, which is "
                 "already a column of the batch. Rename the key."
             )
         return found
@@ -305,7 +346,7 @@ class DAPORewardManager(RewardManager):
     extra information.
     """
 
-    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: RewardPool) -> None:
+    def __init__(self, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, pool: Pool) -> None:
         super().__init__(config, tokenizer, pool)
         buffer = self.settings.overlong_buffer_cfg
         self.max_length = self.settings.max_resp_len or config.data.max_response_length
@@ -369,24 +410,14 @@ def check_built_in(samples: list[Sample], key: str) -> None:
     """Refuse samples that the built-in scorers cannot score.
 
     Raises:
-        RewardError: an unknown data source or no ground truth.
+        RewardError: an unknown data source, or a ground truth that no answer could equal.
     """
-    from hybridrl.reward.score import check_data_source
+    from hybridrl.reward.score import check_data_source, reference_text
 
     for source in {sample.data_source if isinstance(sample.data_source, str) else None for sample in samples}:
         check_data_source(source, key)
     for sample in samples:
-        if sample.ground_truth is None:
-            raise RewardError(missing_ground_truth(sample.data_source))
-
-
-def missing_ground_truth(data_source: Any) -> str:
-    """The message for a row that has no reference answer."""
-    return (
-        f"no ground truth for data source {data_source!r}: the column 'reward_model' must hold "
-        '{"style": "rule", "ground_truth": ANSWER}. Add it, or score with a custom function that needs none '
-        "(reward.custom_reward_function.path)."
-    )
+        reference_text(sample.ground_truth, sample.data_source)
 
 
 def describe(batch: DataProto, sample: Sample, number: int) -> str:
@@ -401,6 +432,22 @@ def describe(batch: DataProto, sample: Sample, number: int) -> str:
     if prompt:
         parts.append(f"prompt {prompt[:80]!r}{'...' if len(prompt) > 80 else ''}")
     return f"sample {number} ({', '.join(parts)})"
+
+
+def _prompt_of(row: Mapping[str, Any], is_text: bool) -> Any:
+    """A prompt in the form that the data have it in: messages or text."""
+    messages = row.get("raw_prompt")
+    return messages[-1].get("content") if is_text and messages else messages
+
+
+def _of_rollout(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What verl adds to `extra_info`: the number of turns, and the rewards that tools or users gave during them."""
+    turns, scores = row.get("__num_turns__"), row.get("reward_scores")
+    if turns is None and "session_id" not in row:
+        turns = 2  # verl counts the prompt and the response
+    if scores is None:
+        scores = {"user_turn_rewards": list(row["turn_rewards"])} if row.get("turn_rewards") else {}
+    return {"num_turns": turns, "rollout_reward_scores": scores}
 
 
 def _then(outcome: Future[Outcome], function: Callable[[Outcome], Scored]) -> Future[Scored]:
@@ -424,6 +471,7 @@ def _metrics(outcomes: list[Outcome]) -> dict[str, float]:
     seconds = [outcome.seconds for outcome in outcomes] or [0.0]
     return {
         "reward/timeouts": float(sum(outcome.timed_out for outcome in outcomes)),
+        "reward/errors": float(sum(outcome.error is not None for outcome in outcomes)),
         "timing_s/reward_sample/mean": sum(seconds) / len(seconds),
         "timing_s/reward_sample/max": max(seconds),
     }

@@ -15,13 +15,13 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
 from hybridrl.registry import INFERENCE_ENGINES, InferenceFacts, import_external_lib
 from hybridrl.rollout.request import Completion, Request
-from hybridrl.weight_sync.messages import Bucket
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 T = TypeVar("T")
 
 
 class EngineBrokenError(RuntimeError):
-    """The engine's processes have ended, or do not do what they are told: the replica has to be started again."""
+    """The engine's processes have ended or do not respond: the replica has to be restarted."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,21 @@ class InferenceEngine(ABC):
     async def begin_update(self) -> None:
         """Get ready for new weights; nothing is generated until `end_update`."""
 
+    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
+        """What each of the engine's processes needs of the policy's tensors. Called between the two around it.
+
+        Returns:
+            None where the engine takes whole tensors only, which are then streamed.
+        """
+        return None
+
     @abstractmethod
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """Take in a part of the weights. When this returns the sender may overwrite the bucket."""
+    async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
+        """Take in a part of the weights. When this returns the sender may overwrite the bucket.
+
+        Args:
+            bucket: whole tensors, or, where `requirements` has answered, what each process needs of them.
+        """
 
     @abstractmethod
     async def end_update(self) -> None:
@@ -166,6 +178,7 @@ class InferenceEngines:
         serves: bool = True,
         auto: int = 0,
         install: str = "",
+        reserves_of_total: bool = False,
         settings: type | str | None = None,
     ) -> Callable[[type[T]], type[T]]:
         """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
@@ -182,6 +195,7 @@ class InferenceEngines:
                 serves=serves,
                 auto=auto,
                 install=install,
+                reserves_of_total=reserves_of_total,
                 settings=settings,
             )
             INFERENCE_ENGINES.add(name, engine, facts)

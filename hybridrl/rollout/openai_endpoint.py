@@ -38,7 +38,7 @@ class Reply:
 
 
 @InferenceEngines.register(
-    "openai", packages=("openai",), takes_weights=False, serves=False, install="pip install 'hybridrl[openai]'"
+    "openai", packages=("openai",), takes_weights=False, serves=False, install="bash scripts/install.sh auto openai"
 )
 class Endpoint:
     """A client with an event loop in its own thread; at most `max_concurrency` requests are in flight.
@@ -55,7 +55,7 @@ class Endpoint:
         if importlib.util.find_spec("openai") is None:
             raise RolloutError(
                 "actor_rollout_ref.rollout.name=openai needs the package openai, which is not installed: "
-                "pip install 'hybridrl[openai]'"
+                "bash scripts/install.sh auto openai"
             )
         import openai
 

@@ -21,7 +21,8 @@ class Request:
         prompt_ids: the prompt's tokens, without padding.
         sampling: with this request's `max_new_tokens`. A response that reaches the engine's length ends with "length".
         session: requests of one session share a prefix and go to the same replica.
-        priority: requests that wait are served in this order, the lowest first.
+        priority: requests that wait for a replica are served in this order, the lowest first. Those that wait inside an
+            engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
     """
 
     id: str

@@ -60,11 +60,15 @@ class Rollout(ABC):
             Metrics of the transfer.
         """
 
-    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027  (in place there is nothing to do)
-        """Training begins: return the device memory of generation to it (with "weights" the weights are lost).
+    def weights_will_change(self) -> None:  # noqa: B027
+        """Take no weights from the policy until the next `update_weights`, because training is about to change them.
 
-        Until the next `update_weights` no replica that restarts gets weights, because training changes them.
+        Returns when a transfer or a turn that has begun is complete. `Learner` calls it before each change.
         """
+
+    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Training begins: return the device memory of generation to it (with "weights" the weights are lost)."""
+        self.weights_will_change()
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027
         """Take that memory back."""
@@ -129,8 +133,8 @@ class InPlaceRollout(Rollout):
         self._open_or_hold()
         return {}
 
-    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Training begins: no turn of the client is served until `update_weights`."""
+    def weights_will_change(self) -> None:
+        """Serve no turn of the client until `update_weights`."""
         self._trains = True
         self._open_or_hold()
 
@@ -214,14 +218,23 @@ class ReplicatedRollout(Rollout):
             return {}
         sent = max(part.bytes for part in report)
         seconds = max(part.seconds for part in report)
-        return {
+        found = {
             "rollout/update_weights_s": seconds,
             "rollout/update_weights_gb_per_s": sent / 1e9 / max(seconds, 1e-9),
             "rollout/update_weights_buckets": float(max(part.buckets for part in report)),
         }
+        received = max(part.received for part in report)
+        if received >= 0:
+            found["rollout/update_weights_received_gb"] = received / 1e9
+        if report[0].saved is not None:
+            found["rollout/update_weights_saved_gb"] = sum(part.saved for part in report) / 1e9
+        return found
+
+    def weights_will_change(self) -> None:
+        self.pool.weights_will_change()
 
     def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        self.pool.weights_will_change()
+        super().release(tags)
         if self._config.free_cache_engine:
             self.pool.release(tags)
 

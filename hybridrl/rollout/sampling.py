@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import UserError
+
+_WHOLE = 2.0**52  # the precision of a float64
+_BLOCK = 1024  # tokens
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,34 @@ def draw(logits: torch.Tensor, params: SamplingParams, uniform: torch.Tensor) ->
         return tokens, best
     scores = truncate(logits / params.temperature, params.top_k, params.top_p)
     log_probs = torch.log_softmax(scores, dim=-1)
-    cumulative = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
-    # `right=True` finds the first token whose cumulative mass exceeds the target: never one of zero probability.
-    target = (uniform.to(cumulative.device) * cumulative[:, -1]).unsqueeze(-1)
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+    tokens = _inverted(log_probs.exp(), uniform)
     return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
+
+
+def _inverted(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token [B, 1] at which the cumulative probability exceeds `uniform` [B].
+
+    Cumulative sums run over blocks of the vocabulary, and then over the tokens of one block. They are of integers, so
+    they are those over all tokens.
+    """
+    rows, width = probs.shape
+    masses = _as_integers(pad(probs, [0, -width % _BLOCK])).view(rows, -1, _BLOCK)
+    blocks = masses.sum(dim=-1).cumsum(dim=-1)
+    # `right=True` finds the first whose cumulative mass exceeds the target: never one of zero probability.
+    target = (uniform.to(blocks.device) * blocks[:, -1]).long().unsqueeze(-1)
+    block = torch.searchsorted(blocks, target, right=True).clamp_(max=blocks.shape[-1] - 1)
+    within = masses[torch.arange(rows, device=block.device), block.squeeze(-1)]
+    before = blocks.gather(-1, block) - within.sum(dim=-1, keepdim=True)
+    token = block * _BLOCK + torch.searchsorted(within.cumsum(dim=-1), target - before, right=True)
+    return token.clamp_(max=width - 1)
+
+
+def _as_integers(probs: torch.Tensor) -> torch.Tensor:
+    """Probabilities as multiples of 1 / `_WHOLE`, which a float32 holds exactly.
+
+    Sums of integers are exact in any order. With deterministic algorithms, PyTorch refuses others on a GPU.
+    """
+    return (probs * _WHOLE).round_().long()
 
 
 def truncate(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
@@ -120,7 +147,7 @@ def truncate(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     if top_p < 1:
         ordered, order = scores.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs
+        before = _as_integers(probs).cumsum(dim=-1).double() / _WHOLE - probs
         dropped = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, before >= top_p)
         scores = scores.masked_fill(dropped, float("-inf"))
     return scores

@@ -1,8 +1,9 @@
 """Which engine `actor_rollout_ref.rollout.name` stands for, and whether it can work, before anything starts."""
 
 from hybridrl.config import ActorRolloutRefConfig, RolloutConfig
+from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.engine.capabilities import GeneratesInPlace, require
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.engine.train_engine import Engine, TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
 from hybridrl.notify import notify
@@ -19,10 +20,12 @@ ENGINE_KEYS = (
     "expert_parallel_size",
     "nnodes",
     "gpu_memory_utilization",
+    "sleep_level",
     "load_format",
     "enforce_eager",
     "cudagraph_capture_sizes",
     "engine_kwargs",
+    "checkpoint_engine",
 )
 
 
@@ -32,8 +35,9 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     Args:
         use_gpu: whether the policy lives on GPUs; None: whether this machine has one.
 
-    With a GPU, auto is vLLM, else SGLang, where one is installed and takes the settings. Without a GPU it is `hf`:
-    small models, the only ones a CPU trains, generate faster in place than through an engine.
+    With a GPU, auto is vLLM, else SGLang, where one is installed and takes the settings. Without a GPU it is `hf`, if
+    the training engine can generate: small models, the only ones a CPU trains, generate faster in place than through
+    an inference engine.
 
     Raises:
         RolloutError, UserError: it is not installed, or a setting cannot work with it.
@@ -44,7 +48,8 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     on_gpu = device.is_gpu() if use_gpu is None else use_gpu
     name = rollout.name
     if name == "auto":
-        name = _fastest(config) if on_gpu else InferenceEngines.in_place(name)
+        in_place = issubclass(_training_engine(config), GeneratesInPlace)
+        name = InferenceEngines.in_place(name) if in_place and not on_gpu else _fastest(config, on_gpu)
     _check_lengths(config)
     facts = InferenceEngines.facts(name)
     if facts.in_place:
@@ -74,11 +79,11 @@ def is_served(rollout: RolloutConfig) -> bool:
     return rollout.server.enable or rollout.prometheus.enable
 
 
-def _fastest(config: ActorRolloutRefConfig) -> str:
+def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
     for name in InferenceEngines.automatic():
         if not InferenceEngines.missing_packages(name):
             try:
-                InferenceEngines.get(name).check(config.rollout, config.model, on_gpu=True)
+                InferenceEngines.get(name).check(config.rollout, config.model, on_gpu)
             except RolloutError as error:
                 notify(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}")
                 continue
@@ -87,7 +92,7 @@ def _fastest(config: ActorRolloutRefConfig) -> str:
 
 
 def _check_lengths(config: ActorRolloutRefConfig) -> None:
-    """Lengths that the model was not made for: engines refuse them minutes later, in place nobody would notice."""
+    """Refuse lengths that the model was not made for. Engines refuse them minutes later, `hf` never."""
     text = config_of(config.model).get_text_config()
     limit, rollout = getattr(text, "max_position_embeddings", None), config.rollout
     wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
@@ -103,22 +108,25 @@ def _check_lengths(config: ActorRolloutRefConfig) -> None:
 
 def _check_engine(config: ActorRolloutRefConfig) -> None:
     """The training engine must be able to generate."""
-    strategy = config.actor.strategy
     require(
-        TrainEngines.get("language_model", strategy),
+        _training_engine(config),
         GeneratesInPlace,
         key=f"actor_rollout_ref.rollout.name={config.rollout.name}",
         instead=f"set actor_rollout_ref.rollout.name to {' or '.join(InferenceEngines.automatic())}, or change "
-        f"actor.strategy={strategy}",
+        f"actor.strategy={config.actor.strategy}",
     )
 
 
+def _training_engine(config: ActorRolloutRefConfig) -> type[Engine]:
+    return TrainEngines.get("language_model", config.actor.strategy)
+
+
 def _check_dtype(config: ActorRolloutRefConfig) -> None:
-    training, rollout = config.actor.fsdp_config.dtype, config.rollout
+    training, rollout = engine_settings(config.actor).dtype, config.rollout
     if rollout.dtype not in ("auto", training):
         raise RolloutError(
             f"actor_rollout_ref.rollout.dtype={rollout.dtype}: generation with the training weights in place computes "
-            f"in actor_rollout_ref.actor.fsdp_config.dtype={training}; leave it at auto, or set that"
+            f"in actor_rollout_ref.actor.{engine_group(config.actor)}.dtype={training}; leave it at auto, or set that"
         )
 
 

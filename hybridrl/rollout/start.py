@@ -1,7 +1,6 @@
 """Starts the rollout of a policy: which engine, where its replicas run, and how they get the policy's weights."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,9 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridrl.config import ActorRolloutRefConfig
+from hybridrl.hybrid_engine.model_tensors import model_tensors
+from hybridrl.hybrid_engine.plan import engine_order
+from hybridrl.hybrid_engine.topology import GenerationLayout
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
@@ -18,10 +20,11 @@ from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, Repli
 from hybridrl.rollout.rollout import ReplicatedRollout
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from hybridrl.single_controller.ray.host import assigned_gpus
 from hybridrl.utils.cores import available_cores
 
 if TYPE_CHECKING:
-    from hybridrl.rollout.server import Access, OpenAIServer
+    from hybridrl.rollout.server import Access, ServerProcess
 
 _KEY = "actor_rollout_ref.rollout"
 _FIND_GPU_S = 120.0
@@ -38,9 +41,9 @@ def start_rollout(
     policy: RayWorkerGroup | None,
     own_pool: RayResourcePool | None = None,
     *,
-    start_timeout_s: float = 600.0,
     threads: int | None = None,
     log_folder: Path | None = None,
+    before_start: Callable[[str], None] | None = None,
 ) -> Rollout:
     """Start the rollout for `policy`; it has no weights before `update_weights`.
 
@@ -50,9 +53,9 @@ def start_rollout(
         config: `actor_rollout_ref`.
         policy: the workers that train, or at least hold the weights; None: engines read the checkpoint, in `own_pool`.
         own_pool: devices for the replicas alone; None: they take turns with the policy on its devices.
-        start_timeout_s: how long an engine may take to start.
         threads: compute threads of each engine process on a CPU; None divides a node's cores.
         log_folder: where replicas' output goes; None leaves it to Ray.
+        before_start: called with the engine's name before its replicas start.
 
     Raises:
         RolloutError: the engine is not available, or does not start.
@@ -62,56 +65,69 @@ def start_rollout(
     if InferenceEngines.facts(name).in_place:
         return InPlaceRollout(policy, config.rollout)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
-    placements = replica_placements(pool, devices_per_replica(config), shared=own_pool is None)
+    shared = own_pool is None
+    order = _order(config, policy, pool) if shared and policy is not None else None
+    placements = replica_placements(pool, devices_per_replica(config), shared, order)
 
-    settings = _settings(config, name, placements, start_timeout_s, threads, log_folder)
+    if before_start is not None:
+        before_start(name)
+    settings = _settings(config, name, placements, threads, log_folder)
     if policy is None:
         settings.spec = replace(settings.spec, load_weights=True)
     replicas = ReplicaPool(settings, placements, None if policy is None else policy.send_weights)
     rollout = ReplicatedRollout(replicas)
     try:
-        server = _make_server(config, rollout) if is_served(config.rollout) else None  # fails now if the port is taken
+        # fails now if the port is taken
+        server = _start_server(config, rollout, log_folder) if is_served(config.rollout) else None
         replicas.start()
         if server is not None:
-            _serve(config, rollout, *server, log_folder)
+            _announce(config, rollout, *server, log_folder)
     except BaseException:
         rollout.close()
         raise
     return rollout
 
 
-def _make_server(config: ActorRolloutRefConfig, rollout: ReplicatedRollout) -> tuple["OpenAIServer", "Access"]:
-    """A server over all replicas that has its port and does not answer yet."""
+def _start_server(
+    config: ActorRolloutRefConfig, rollout: ReplicatedRollout, log_folder: Path | None
+) -> tuple["ServerProcess", "Access"]:
+    """A server over all replicas that has its port, and starts while they do."""
     from hybridrl.rollout.server import make_server
 
     seeded = InferenceEngines.get(rollout.pool.settings.engine_name).heeds_seeds(config.rollout)
-    server, access = make_server(config.rollout, config.model, rollout.client(), heeds_seeds=seeded)
-    rollout.on_close.append(server.stop_thread)
+    log_file = None if log_folder is None else log_folder / "openai_server.log"
+    server, access = make_server(config.rollout, config.model, rollout.client(), heeds_seeds=seeded, log_file=log_file)
+    rollout.on_close.append(server.stop)
+    if log_folder is not None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+    server.start()
     return server, access
 
 
-def _serve(
+def _announce(
     config: ActorRolloutRefConfig,
     rollout: ReplicatedRollout,
-    server: "OpenAIServer",
+    server: "ServerProcess",
     access: "Access",
     log_folder: Path | None,
 ) -> None:
-    """Serve in a thread of this process, and write address and key into the run's folder."""
+    """Write address and key into the run's folder once clients are served."""
     from hybridrl.rollout.server import write_scrape_config
 
-    server.start_thread()
-    replicas = rollout.pool.serve(access.token) if config.rollout.server.enable else []
-    where = "" if log_folder is None else f"; address and key in {access.write(log_folder.parent, replicas)}"
+    server.wait_ready()
+    where = ""
+    if log_folder is not None:
+        folder = log_folder.parent
+        where = f"; address and key in {access.write(folder)}"
+        rollout.on_close.append(lambda: access.remove(folder))
     notify(f"{access.model} is served at {access.url}{where}")
-    write_scrape_config(config.rollout.prometheus, [server.address])
+    write_scrape_config(config.rollout.prometheus, [server.listener.address])
 
 
 def _settings(
     config: ActorRolloutRefConfig,
     name: str,
     placements: Sequence[ReplicaPlacement],
-    start_timeout_s: float,
     threads: int | None,
     log_folder: Path | None,
 ) -> PoolSettings:
@@ -130,7 +146,7 @@ def _settings(
         engine_name=name,
         spec=spec,
         processes=processes,
-        start_timeout_s=start_timeout_s,
+        start_timeout_s=rollout.start_timeout_s,
         stuck_timeout_s=rollout.stuck_timeout_s,
         max_restarts=rollout.max_restarts,
         log_folder=log_folder,
@@ -153,11 +169,43 @@ def check_layout(size: int, slots_on_nodes: Sequence[int]) -> None:
     )
 
 
-def replica_placements(pool: RayResourcePool, size: int, shared: bool) -> list[ReplicaPlacement]:
-    """Placements of replicas of `size` devices in a pool, slot after slot.
+def _order(config: ActorRolloutRefConfig, policy: RayWorkerGroup, pool: RayResourcePool) -> list[int] | None:
+    """The training ranks in the order of the engines' processes, so that these need least of other ranks' shards.
+
+    None: rank after rank.
+    """
+    rollout = config.rollout
+    if rollout.checkpoint_engine.method == "streamed" or devices_per_replica(config) == 1:
+        return None
+    if not hasattr(policy, "training_layout"):  # a worker class of the user's own
+        return None
+    training = policy.training_layout()[0]
+    nodes = _nodes_of(pool.slots())
+    if training is None or training.devices != len(nodes) or len(nodes) % devices_per_replica(config):
+        return None
+    try:
+        generation = GenerationLayout(
+            tp=rollout.tensor_model_parallel_size,
+            pp=rollout.pipeline_model_parallel_size,
+            dp=rollout.data_parallel_size,
+            ep=rollout.expert_parallel_size,
+            replicas=len(nodes) // devices_per_replica(config),
+        )
+        specs, layers = model_tensors(config_of(config.model), config.model.trust_remote_code)
+        return engine_order(specs, training, generation, layers, nodes)
+    except Exception as error:  # the model's own code may raise anything; the transfer itself needs no order
+        notify(f"engines are placed rank after rank, not next to the shards that they need most of: {error!r}")
+        return None
+
+
+def replica_placements(
+    pool: RayResourcePool, size: int, shared: bool, order: Sequence[int] | None = None
+) -> list[ReplicaPlacement]:
+    """Placements of replicas of `size` devices in a pool.
 
     Args:
         shared: the slots belong to training ranks, in the same order.
+        order: the slots in the order in which replicas take them; None: slot after slot.
 
     Raises:
         RolloutError: the slots cannot be divided, or a replica would span nodes.
@@ -168,7 +216,7 @@ def replica_placements(pool: RayResourcePool, size: int, shared: bool) -> list[R
     gpus = _gpus_of(slots) if pool.use_gpu else [""] * len(slots)
     placements = []
     for first in range(0, len(slots), size):
-        ranks = range(first, first + size)
+        ranks = range(first, first + size) if order is None else order[first : first + size]
         group, bundle = slots[ranks[0]]
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank] for rank in ranks) if pool.use_gpu else ""}
         devices = tuple(range(size)) if pool.use_gpu else ()
@@ -196,7 +244,7 @@ def _gpus_of(slots: Sequence[tuple[Any, int]]) -> list[str]:
 
     @ray.remote(num_cpus=0, num_gpus=0.01)
     def visible() -> str:
-        return os.environ["CUDA_VISIBLE_DEVICES"]
+        return assigned_gpus()
 
     asked = [
         visible.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

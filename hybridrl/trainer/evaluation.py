@@ -12,15 +12,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table as Grid
 
-from hybridrl.config import EvaluationConfig
+from hybridrl.config import EvaluationConfig, validate
+from hybridrl.config.data_names import local_files
 from hybridrl.data import DataError
-from hybridrl.data.files import Table, read_table
+from hybridrl.data.files import read_table
+from hybridrl.data.table import REWARD_MODEL, Table
 from hybridrl.observe.validation_metrics import validation_metrics
-from hybridrl.reward import RewardError, RewardFunction, RewardPool
-from hybridrl.reward.columns import extra_columns, extra_of
-from hybridrl.reward.function import Sample
-from hybridrl.reward.processes.pool import Outcome
-from hybridrl.reward.score import check_data_source
+from hybridrl.reward import RewardError
+from hybridrl.reward.columns import ExtraColumns, extra_of
+from hybridrl.reward.factory import check_columns, create_pool
+from hybridrl.reward.processes.outcome import Outcome
+from hybridrl.reward.score import check_data_source, reference_text
+from hybridrl.reward.signature import Sample, ground_truth_of
+from hybridrl.reward.weighted import Pool
 from hybridrl.utils.files import write_text
 
 _NAMED = 5  # how many faulty rows a message names
@@ -51,19 +55,22 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         and for each data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
 
     Raises:
+        ConfigError: `validate` finds faults in the configuration.
         DataError: rows cannot be scored; the error names them.
         RewardError: the reward function cannot be loaded or fails.
     """
-    data, custom = config.data, config.reward.custom_reward_function
-    function = RewardFunction(custom.path, custom.name, dict(custom.reward_kwargs))
-    answers = read_answers(config, read_table(data.path, "data.path"), built_in=function.path is None)
-    with RewardPool(function, config.reward.num_workers, config.reward.timeout_s) as pool:
+    validate(config)
+    data = config.data
+    table = read_table(data.path, "data.path")
+    with create_pool(config.reward) as pool:
+        answers = read_answers(config, table, built_in=pool.built_in)
+        check_columns(pool, table.columns, any(sample.ground_truth is not None for sample in answers.samples))
         outcomes = list(_scored(pool, answers))
     metrics = summarise(answers, outcomes)
-    path = Path(data.output_path).expanduser() if data.output_path else default_output(data.path[0])
+    path = Path(data.output_path).expanduser() if data.output_path else default_output(local_files(data.path[0])[0])
     report = {
         "files": list(data.path),
-        "reward_function": function.label,
+        "reward_function": pool.label,
         "rows": len(set(answers.rows)),
         "responses": len(answers.samples),
         "timeouts": sum(outcome.timed_out for outcome in outcomes),
@@ -93,25 +100,38 @@ def read_answers(config: EvaluationConfig, table: Table, built_in: bool) -> Answ
     data = config.data
     count = len(table) if data.max_samples < 0 else min(data.max_samples, len(table))
     table.require(data.response_key, "data.response_key")
-    for name, key in ((data.data_source_key, "data_source_key"), (data.reward_model_key, "reward_model_key")):
+    references = data.reward_model_key
+    if data.ground_truth_key is not None:
+        table, references = table.with_ground_truth(data.ground_truth_key), REWARD_MODEL
+    for name, key in ((data.data_source_key, "data_source_key"), (references, "reward_model_key")):
         if built_in:
             table.require(name, f"data.{key}")
-    wanted = (data.response_key, data.data_source_key, data.reward_model_key, data.extra_info_key)
-    columns = [table.column(name) if name in table.columns else [None] * len(table) for name in wanted]
+    wanted = (data.response_key, data.data_source_key, references, data.extra_info_key)
     answers, faults = Answers(), []
     known: set[str] = set()
-    values = zip(*(column[:count] for column in columns), strict=True)
-    for row, (responses, source, reference, info) in enumerate(values):
-        texts = [responses] if isinstance(responses, str) else responses
-        truth = reference.get("ground_truth") if isinstance(reference, Mapping) else None
+    for row in range(count):
+        values = table[row]
+        responses, source, reference, info = (values.get(name) for name in wanted)
+        texts: Any = [responses] if isinstance(responses, str) else responses
+        truth = ground_truth_of({**values, REWARD_MODEL: reference})
+        about = {name: value for name, value in values.items() if name != data.response_key}
         fault = _fault_in_responses(texts, data.response_key)
         if fault is None and built_in:
-            fault = _fault_in_reference(source, truth, data.data_source_key, data.reward_model_key, known)
+            fault = _fault_in_reference(source, truth, data.data_source_key, references, known)
         if fault is not None:
             faults.append(f"{table.locate(row)}: {fault}")
             continue
         for number, text in enumerate(texts):
-            answers.samples.append(Sample(source, text, truth, dict(info) if isinstance(info, Mapping) else {}))
+            answers.samples.append(
+                Sample(
+                    source,
+                    text,
+                    truth,
+                    dict(info) if isinstance(info, Mapping) else {},
+                    prompt=values.get(data.prompt_key),
+                    columns=about,
+                )
+            )
             answers.rows.append(row)
             answers.places.append(f"{table.locate(row)}, response {number} of {len(texts)}")
     if faults:
@@ -136,13 +156,19 @@ def _fault_in_reference(source: Any, truth: Any, source_key: str, truth_key: str
         except RewardError as error:
             return str(error)
         known.add(source)
-    return None if truth is not None else f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}"
+    if truth is None:
+        return f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}"
+    try:
+        reference_text(truth, source)
+    except RewardError as error:
+        return str(error)
+    return None
 
 
-def _scored(pool: RewardPool, answers: Answers) -> Iterator[Outcome]:
+def _scored(pool: Pool, answers: Answers) -> Iterator[Outcome]:
     """Yield outcomes in order. A function that takes a batch is called once, with all samples."""
     samples, places = answers.samples, answers.places
-    if pool.form == "batch":
+    if any(how.form == "batch" for _, how in pool.calls):
         yield from pool.run(samples, places.__getitem__)
         return
     console = Console()
@@ -155,7 +181,7 @@ def _scored(pool: RewardPool, answers: Answers) -> Iterator[Outcome]:
 def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Compute the metrics of all responses; see `run_evaluation`."""
     sources = [_source(sample) for sample in answers.samples]
-    extra = extra_columns([extra_of(outcome) for outcome in outcomes], outcomes, set())
+    extra = ExtraColumns()([extra_of(outcome) for outcome in outcomes], outcomes)
     scores = [outcome.score for outcome in outcomes]
     metrics = validation_metrics(sources, [str(row) for row in answers.rows], extra | {"reward": scores})
     by_row: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -29,7 +29,7 @@ class FailedBatches:
         try:
             yield
         except WorkerError as error:
-            error.add_note(self._keep(batch, step))
+            error.add_note(self.keep(batch, step))
             raise
 
     def keep_if_skipped(self, batch: DataProto, step: int, metrics: Mapping[str, Iterable[Metric]]) -> None:
@@ -42,9 +42,9 @@ class FailedBatches:
             float(metric.value) > 0 for name in metrics if name.endswith("/skipped_steps") for metric in metrics[name]
         ):
             what = f"step {step}: loss or gradient is not finite; the update was skipped (trainer.on_nonfinite=skip)"
-            notify(f"{what}; {self._keep(batch, step)}", "warning")
+            notify(f"{what}; {self.keep(batch, step)}", "warning")
 
-    def _keep(self, batch: DataProto, step: int) -> str:
+    def keep(self, batch: DataProto, step: int) -> str:
         """Write the batch and return a sentence for a message that says where it is, or why it was not written."""
         path = self.folder / f"failed_batch_step_{step}"
         if len(list(self.folder.glob("failed_batch_step_*"))) >= KEPT_BATCHES and not path.exists():

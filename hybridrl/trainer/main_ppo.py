@@ -1,23 +1,11 @@
-"""`python -m hybridrl.trainer.main_ppo KEY=VALUE ...`: PPO, GRPO and their relatives from the command line."""
+"""`python -m hybridrl.trainer.main_ppo KEY=VALUE ...`: PPO, GRPO and their relatives."""
 
-from typing import TYPE_CHECKING
-
-from hybridrl.config import cli
-
-if TYPE_CHECKING:
-    from hybridrl.config import PPOTrainerConfig
-
-
-def run(config: "PPOTrainerConfig") -> None:
-    """Prepare everything that can fail cheaply while the worker processes start, then train."""
-    from hybridrl.trainer.ppo.run_ppo import run_ppo  # imports torch, which `--help` and `--cfg` do not need
-
-    run_ppo(config)
+from hybridrl.programs import start
 
 
 def main() -> None:
     """The command line."""
-    cli("ppo_trainer", run)
+    start("ppo", "python -m hybridrl.trainer.main_ppo")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Measures the wall time per phase of a step, and adds advice when a phase runs out of memory."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from time import perf_counter
+from time import perf_counter, time
 
-_OUT_OF_MEMORY = re.compile(r"out.of.memory|OutOfMemory|MemoryError|Cannot allocate memory", re.IGNORECASE)
+from hybridrl.errors import is_out_of_memory
+from hybridrl.utils.spans import CONTROLLER, Span, kept
 
 
 class PhaseTimer:
@@ -26,12 +26,24 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the block's wall time to `seconds[name]`; an out-of-memory error says what to change."""
-        start = perf_counter()
+        start, started = perf_counter(), time()
         try:
             yield
         except Exception as error:
-            if name in self.advice and _OUT_OF_MEMORY.search(str(error)):
+            if name in self.advice and is_out_of_memory(error):
                 error.add_note(f"The phase {name!r} ran out of memory: {self.advice[name]}.")
             raise
         finally:
-            self.seconds[name] += perf_counter() - start
+            seconds = perf_counter() - start
+            self.seconds[name] += seconds
+            _spans.append(Span(name, CONTROLLER, started, seconds))
+
+
+_spans = kept()
+
+
+def take_spans() -> list[Span]:
+    """Return the phases of this process, of all timers, since the previous call."""
+    taken = list(_spans)
+    _spans.clear()
+    return taken

@@ -1,14 +1,22 @@
 """Starts worker processes in parallel with everything else that has to be done before the first step."""
 
+import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
+from hybridrl.config import CheckpointConfig, ModelConfig, OptimConfig, RayConfig
+from hybridrl.config.strategies import engine_group, engine_settings
+from hybridrl.errors import ModelError, UserError
+from hybridrl.notify import notify
+from hybridrl.registry import TRAIN_ENGINES
 from hybridrl.single_controller.ray import ResourcePoolManager, init_ray, shutdown_ray
+from hybridrl.utils.files import check_writable
 
 Groups = TypeVar("Groups")
 
@@ -20,9 +28,40 @@ USES_GPU = {
 }  # trainer.device -> use_gpu of the resource pools; None uses a GPU if there is one
 
 
+def check_engine(
+    where: str,
+    part: Any,
+    model: ModelConfig,
+    ranks: int,
+    optim: OptimConfig | None,
+    checkpoint: CheckpointConfig | None = None,
+) -> None:
+    """Refuse weights and settings that the training engine of a role cannot work with; see `Engine.check`.
+
+    Args:
+        where: the role's place in the configuration.
+        part: its settings, with `strategy`.
+        ranks: number of its processes.
+        optim: None for a role that does not learn.
+        checkpoint: how its checkpoints are saved; None: it has none.
+    """
+    settings, group = engine_settings(part, model.external_lib), engine_group(part)
+    engine = TRAIN_ENGINES.get(part.strategy)
+    if checkpoint is not None and checkpoint.async_save:
+        key = "checkpoint.async_save=True" if where == "engine" else f"{where}.checkpoint.async_save=True"
+        engine.check_async_save(key)
+    engine.check_first_weights(model, settings)
+    if getattr(part, "use_torch_compile", False) and not hasattr(settings, "use_torch_compile"):
+        notify(f"{where}.use_torch_compile=True has no effect with strategy={part.strategy}")
+    try:
+        engine.check(model, settings, ranks, None if settings.forward_only else optim)
+    except ModelError as error:
+        raise ModelError(f"{where}{'.' * bool(group)}{group}: {error}") from error
+
+
 @contextmanager
 def workers_starting(
-    ray_options: Mapping[str, Any], manager: ResourcePoolManager, device: str, spawn: Callable[[], Groups]
+    ray_settings: RayConfig, manager: ResourcePoolManager, device: str, spawn: Callable[[], Groups]
 ) -> Iterator[Callable[[], Groups]]:
     """Start Ray and the worker processes in a thread. The block gets a function that waits for them.
 
@@ -30,15 +69,25 @@ def workers_starting(
     processes end with the block, whatever happens in it, and so does Ray if it was started here.
 
     Args:
-        ray_options: `ray_kwargs.ray_init`.
+        ray_settings: `ray_kwargs`.
         manager: the pools that the workers run in.
         device: `trainer.device`.
         spawn: starts the worker groups in the manager's pools, once Ray runs.
     """
+    timeline = ray_settings.timeline_json_file
+    if timeline:
+        _check_timeline(Path(timeline))
+    # Two threads that import it for the first time at once may see a part of it: so Python ends a deadlock of imports.
+    import transformers  # noqa: F401
+
     given_up = threading.Event()
+    count = sum(map(sum, manager.resource_pool_spec.values()))
+    notify(f"starting {count} worker {'process' if count == 1 else 'processes'}")
 
     def start() -> Groups | None:
-        init_ray(dict(ray_options), manager.resource_pool_spec, use_gpu=USES_GPU[device])
+        # Ray's processes and the workers inherit this: they live on while a run whose terminal has closed saves.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        init_ray(dict(ray_settings.ray_init), manager.resource_pool_spec, use_gpu=USES_GPU[device])
         return None if given_up.is_set() else spawn()
 
     # The thread must outlive Ray: the kernel ends Ray's processes when the thread that started them ends.
@@ -49,7 +98,26 @@ def workers_starting(
         finally:
             given_up.set()
             wait([starting])  # Ray cannot be shut down in the middle of its start
+            if timeline and ray.is_initialized():
+                _write_timeline(timeline)
             shutdown_ray()
             if ray.is_initialized():  # by the program that called: it gets its devices back
                 for pool in manager.resource_pool_dict.values():
                     pool.release()
+
+
+def _check_timeline(path: Path) -> None:
+    try:
+        check_writable(path.absolute().parent)
+    except OSError as error:
+        raise UserError(
+            f"ray_kwargs.timeline_json_file={path}: its folder cannot be written ({error.strerror or error}): name a "
+            "file in another folder"
+        ) from error
+
+
+def _write_timeline(path: str) -> None:
+    try:
+        ray.timeline(filename=path)
+    except Exception as error:  # Ray may have died, which the run's own error tells
+        notify(f"ray_kwargs.timeline_json_file={path} could not be written: {error}", "warning")

@@ -6,13 +6,62 @@ flash attention on a GPU that supports them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import inspect
 import os
+import pickle
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from hybridrl.errors import UserError
+from hybridrl.notify import notify
+
 GIB = 1024**3
+#: the oldest driver that each major version of CUDA runs with
+_LEAST_DRIVER = {12: 525, 13: 580}
+# Linux: writing 5 to the first resets the peak of resident memory in the second; the third has the present value
+_RESET_PEAK_FILE, _RESET_PEAK = Path("/proc/self/clear_refs"), "5"
+_STATUS_FILE, _STATM_FILE = Path("/proc/self/status"), Path("/proc/self/statm")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+#: variables with the settings of PyTorch's allocator; the first that is set counts
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments"
+#: TFLOPs per second of dense matrix products in bfloat16, by a part of the device's name; the first that fits counts
+_PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "A100": 311.9,
+    "A800": 311.9,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L20": 119.5,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+_OPEN_S = 120.0
+# positions among the arguments that `reduce_tensor` returns for a CUDA tensor
+_STORAGE_DEVICE, _COUNTER_FILE, _COUNTER_OFFSET = 6, 11, 12
 
 
 @functools.cache
@@ -26,6 +75,37 @@ def is_gpu() -> bool:
     return get_device_name() == "cuda"
 
 
+def require_gpu() -> None:
+    """Refuse to go on without a usable GPU.
+
+    Raises:
+        UserError: PyTorch finds no GPU that it can use; the error names its version of CUDA and the driver's version.
+    """
+    if torch.cuda.is_available():
+        return
+    cuda, driver = torch.version.cuda, driver_version()
+    found = f"torch {torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "a build without CUDA")
+    found += f", and {f'NVIDIA driver {driver}' if driver else 'no NVIDIA driver'}"
+    remedy = "bash scripts/install.sh cuda"
+    if cuda:
+        major = int(cuda.split(".")[0])
+        least = _LEAST_DRIVER.get(major)
+        remedy = f"install driver {least} or newer" if least else "install a newer driver"
+        remedy += f", or a torch for an older CUDA than {major}"
+    raise UserError(
+        f"no GPU can be used here: found {found}. Change that ({remedy}), or compute on the CPU with trainer.device=cpu"
+    )
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, or None where none is loaded."""
+    try:
+        found = re.search(r"\s(\d+\.[\d.]+)\s", _DRIVER_FILE.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found.group(1) if found else None
+
+
 def device_count() -> int:
     """Return the number of accelerators visible to this process; 0 on a CPU-only machine."""
     return torch.cuda.device_count() if is_gpu() else 0
@@ -34,6 +114,16 @@ def device_count() -> int:
 def device_names() -> list[str]:
     """Return the product names of the visible accelerators, in order; empty on a CPU-only machine."""
     return [torch.cuda.get_device_name(index) for index in range(device_count())]
+
+
+def current_name() -> str:
+    """Return the product name of the device that this process computes on; `"cpu"` on a CPU."""
+    return torch.cuda.get_device_name() if is_gpu() else "cpu"
+
+
+def peak_tflops(name: str) -> float | None:
+    """Return the TFLOPs per second that a device of this name can do in bfloat16; None if that is not known here."""
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if re.search(rf"{part}(?!\d)", name)), None)
 
 
 def current_device() -> torch.device:
@@ -76,6 +166,57 @@ def supports_flash_attention() -> bool:
     return bool(is_flash_attn_2_available()) and torch.cuda.get_device_capability()[0] >= 8
 
 
+@functools.cache
+def supports_varlen_attention() -> bool:
+    """Return whether `varlen_attention` can run: on a GPU of compute capability 8.0 or newer, in half precision."""
+    return is_gpu() and torch.cuda.get_device_capability()[0] >= 8
+
+
+@functools.cache
+def _varlen_groups_heads() -> bool:
+    """Whether PyTorch's kernel takes fewer heads of keys than of queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    key_boundaries: torch.Tensor | None = None,
+    longest_keys: int | None = None,
+) -> torch.Tensor:
+    """Causal attention within each sequence of a packed row, by the flash attention that is part of PyTorch.
+
+    Args:
+        query: `[L, H, D]`, where D is a multiple of 8; key and value are `[L, G, D]`, where G divides H.
+        boundaries: int32, where each sequence begins, and L.
+        longest: length of the longest sequence.
+        scale: factor of the scores.
+        window: how many tokens one attends to, itself included; 0 for all before it.
+        key_boundaries: where the keys of each sequence begin, if there are more keys than queries; the last query sees
+            the last key.
+        longest_keys: the most keys of a sequence, with `key_boundaries`.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
+    if query.shape[1] != key.shape[1]:
+        if _varlen_groups_heads():
+            options["enable_gqa"] = True
+        else:  # PyTorch before 2.13
+            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    of_keys = boundaries if key_boundaries is None else key_boundaries
+    out = varlen_attn(query, key, value, boundaries, of_keys, longest, longest_keys or longest, **options)
+    assert isinstance(out, torch.Tensor)  # without the sums of the scores, which were not asked for
+    return out
+
+
 def synchronize() -> None:
     """Wait until the device has finished its queued work."""
     if is_gpu():
@@ -89,6 +230,43 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def host_memory(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return `size` elements of main memory, page-locked where there is a GPU.
+
+    PyTorch's own page-locked memory would be rounded up to a power of two.
+    """
+    memory = torch.empty(size, dtype=dtype)
+    if is_gpu() and size:
+        runtime, place = torch.cuda.cudart(), memory.data_ptr()
+        if int(runtime.cudaHostRegister(place, memory.nbytes, 0)) == 0:
+            weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
+        else:
+            with contextlib.suppress(RuntimeError):  # CUDA reports that failure once more, from the next kernel
+                torch.zeros(1, device=current_device())
+            notify(
+                f"{memory.nbytes / GIB:.1f} GiB of main memory could not be page-locked, so copies between it and the "
+                "GPU are slow; raise the limit of locked memory (ulimit -l, docker run --ulimit memlock=-1)",
+                "warning",
+            )
+    return memory
+
+
+@contextlib.contextmanager
+def transfers() -> Iterator[None]:
+    """Copies between main memory and the device in this context run on a stream of their own; all are done at its end.
+
+    They follow the work that is queued on the device already.
+    """
+    if not is_gpu():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def manual_seed(seed: int) -> None:
     """Seed PyTorch's generators of the CPU and of every visible accelerator."""
     torch.manual_seed(seed)
@@ -96,9 +274,42 @@ def manual_seed(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+def reset_peak_memory() -> None:
+    """Let the maxima of `memory_stats` begin anew with what is in use now.
+
+    On a CPU only Linux can do it; elsewhere they stay those of the whole process.
+    """
+    if is_gpu():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):
+        _RESET_PEAK_FILE.write_text(_RESET_PEAK, encoding="ascii")
+
+
+def resident_memory() -> float:
+    """Return the resident memory of this process in GiB; on systems without `/proc` its maximum so far."""
+    try:
+        return int(_STATM_FILE.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+    except OSError:
+        return _peak_resident_bytes() / GIB
+
+
+def _peak_resident_bytes() -> int:
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS_FILE.read_text(encoding="ascii"))
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found.group(1)) * 1024
+    import resource
+    import sys
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def memory_stats() -> dict[str, float]:
-    """Return device memory in GiB: `max_memory_allocated_gb` and `max_memory_reserved_gb` so far, and the current
-    `free_gb` and `total_gb`.
+    """Return device memory in GiB: `max_memory_allocated_gb` and `max_memory_reserved_gb` so far (see
+    `reset_peak_memory`), and the current `free_gb` and `total_gb`.
 
     On a CPU the two maxima are the process's peak resident memory, and the other two values are those of the machine.
     """
@@ -111,10 +322,7 @@ def memory_stats() -> dict[str, float]:
             "free_gb": free / GIB,
             "total_gb": total / GIB,
         }
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = _peak_resident_bytes()
     page, names = os.sysconf("SC_PAGE_SIZE"), os.sysconf_names
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in names else total
@@ -124,6 +332,38 @@ def memory_stats() -> dict[str, float]:
         "free_gb": free / GIB,
         "total_gb": total / GIB,
     }
+
+
+def record_memory(entries: int) -> None:
+    """Remember the stacks of the last `entries` allocations on this GPU, for `write_memory`; 0 stops it.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    require_gpu()
+    torch.cuda.memory._record_memory_history("all" if entries else None, max_entries=entries or 1)
+
+
+def write_memory(path: Path) -> None:
+    """Write a snapshot of this GPU's memory, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+def start_capture(name: str) -> None:
+    """Begin what `nsys profile --capture-range=cudaProfilerApi` records, as a range of this name.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    require_gpu()
+    torch.cuda.profiler.start()
+    torch.cuda.nvtx.range_push(name)
+
+
+def end_capture() -> None:
+    """End what `start_capture` began."""
+    torch.cuda.nvtx.range_pop()
+    torch.cuda.profiler.stop()
 
 
 def get_rng_states() -> list[torch.Tensor]:
@@ -140,3 +380,105 @@ def set_rng_states(states: list[torch.Tensor]) -> None:
 def uuid_of(device: torch.device) -> str:
     """Return an id of this device that is the same in every process, whatever its index there; `"cpu"` on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this environment that configure PyTorch's allocator, with expandable segments turned off.
+
+    Each value keeps its other settings and ends with `expandable_segments:False`, also where it did not name them.
+    Variables that are not set or empty are left out.
+    """
+    changed = {}
+    for name in _ALLOCATOR_VARIABLES:
+        parts = [part for part in environment.get(name, "").split(",") if part]
+        kept = [part for part in parts if part.partition(":")[0].strip() != _EXPANDABLE]
+        if parts:
+            changed[name] = ",".join([*kept, f"{_EXPANDABLE}:False"])
+    return changed
+
+
+@contextlib.contextmanager
+def ordinary_segments() -> Iterator[None]:
+    """Within the context, no memory is allocated from expandable segments.
+
+    A process shares such a segment by a file descriptor, and containers usually forbid the receiver to take it.
+    """
+    changed = without_expandable_segments(os.environ)
+    name = next(iter(changed), None)  # PyTorch reads the first variable that is set
+    if name is None or not is_gpu():
+        yield
+        return
+    # PyTorch resets every setting that the string does not name, so all of them are passed.
+    torch._C._accelerator_setAllocatorSettings(changed[name])
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(os.environ[name])
+
+
+class SharedMemory:
+    """A tensor on a GPU that one other process may open, on the same GPU.
+
+    Its memory stays allocated until that process has opened and closed it, whatever happens to the tensor here.
+
+    Attributes:
+        handle: what the other process passes to `open_shared`.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        rebuild, arguments = reduce_tensor(tensor)
+        self.handle = pickle.dumps((rebuild, arguments))
+        self._device = tensor.device
+        self._counter = arguments[_COUNTER_FILE], arguments[_COUNTER_OFFSET]
+
+    def reclaim(self) -> None:
+        """Do not keep the memory for the other process: it has ended without closing the tensor."""
+        torch.UntypedStorage._release_ipc_counter(*self._counter, device=self._device.index)
+
+
+def open_shared(handle: bytes, here: torch.device) -> torch.Tensor:
+    """Open another process's `SharedMemory` on this device. It is closed when the tensor is freed."""
+    rebuild, arguments = pickle.loads(handle)
+    arguments = list(arguments)
+    arguments[_STORAGE_DEVICE] = here.index  # the sender may number this device differently
+    tensor: torch.Tensor = rebuild(*arguments)
+    return tensor
+
+
+@functools.cache
+def why_not_shared() -> str | None:
+    """Why other processes cannot open this GPU's memory (CUDA IPC); None if they can, which a child process tries.
+
+    Sandboxes such as gVisor, Windows' subsystem for Linux and some virtual GPUs do not support it.
+    """
+    try:
+        with ordinary_segments():
+            shared = SharedMemory(torch.ones(1, device=current_device()))
+    except RuntimeError as error:
+        return f"it cannot be exported: {error}"
+    reason = opened_by_child(shared.handle, torch.cuda.current_device())
+    if reason is not None:
+        shared.reclaim()
+    return reason
+
+
+def opened_by_child(handle: bytes, index: int, limit: float = _OPEN_S) -> str | None:
+    """Open a `SharedMemory` of GPU number `index` in a new process; return why that failed, or None."""
+    code = (
+        "import sys, torch; from hybridrl.utils import device; "
+        f"device.open_shared(sys.stdin.buffer.read(), torch.device('cuda', {index})).sum().item()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], input=handle, capture_output=True, timeout=limit, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if ended.returncode == 0:
+        return None
+    lines = ended.stderr.decode(errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    return f"a process that opened it ended with status {ended.returncode}: {last}"

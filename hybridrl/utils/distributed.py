@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from hybridrl.utils import device
+
+T = TypeVar("T")
+# Longer than any collective may take: rank 0 may download a model, or write one to a slow file system.
+_FILE_WORK = timedelta(hours=6)
+_file_works = itertools.count()
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def is_distributed() -> bool:
@@ -27,6 +35,20 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Return the number of processes in the world; 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
+
+
+def use_interface_of(address: str) -> None:
+    """Have gloo use the network interface with this address of the node, unless the user has chosen one.
+
+    By itself gloo uses the address that the node's name resolves to. On some machines that is 127.0.1.1, or the address
+    of a management network, and processes on other nodes cannot connect.
+    """
+    if os.environ.get(_GLOO_INTERFACE):
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            os.environ[_GLOO_INTERFACE] = name
+            return
 
 
 def init_process_group(
@@ -53,12 +75,20 @@ def init_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
+            # NCCL connects here then, instead of in the first collective, which may be in the middle of a step.
+            device_id=device.current_device() if device.is_gpu() else None,
         )
     except Exception as error:
         raise RuntimeError(
             f"rank {rank} of {world_size} could not join the process group at {address} within "
             f"{timeout_seconds:.0f} s: {error}"
         ) from error
+
+
+def collective_timeout() -> timedelta:
+    """Return how long a collective of the default process group may wait, for further groups."""
+    timeout: timedelta = dist.group.WORLD._get_backend(device.current_device()).options._timeout  # type: ignore[union-attr]
+    return timeout
 
 
 def destroy_process_group() -> None:
@@ -71,6 +101,24 @@ def barrier() -> None:
     """Wait for every rank. This uses main memory, so it does not wait for work queued on a GPU."""
     if get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))
+
+
+def on_rank_0(work: Callable[[], T]) -> T | None:
+    """Call `work` on rank 0 while the others wait for it, and return its result there; None on the others.
+
+    Reading and writing files may take longer than a collective may, so this is none. All ranks call it in the same
+    order.
+    """
+    if get_world_size() == 1:
+        return work()
+    store, done = dist.distributed_c10d._get_default_store(), f"hybridrl/file_work/{next(_file_works)}"
+    if get_rank() != 0:
+        store.wait([done], _FILE_WORK)
+        return None
+    try:
+        return work()
+    finally:
+        store.set(done, "")
 
 
 def all_reduce_max(value: int, group: dist.ProcessGroup | None = None) -> int:
@@ -98,6 +146,15 @@ def all_gather_object(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's object."""
+    if get_world_size() == 1:
+        return value
+    sent = [value if get_rank() == 0 else None]
+    dist.broadcast_object_list(sent, src=0)
+    return sent[0]
 
 
 @contextlib.contextmanager
@@ -156,6 +213,18 @@ class StandaloneGroup:
             options._timeout = self._timeout
             with _blocking_wait():
                 self._group = dist.ProcessGroupNCCL(store, self._rank, self._world_size, options)
+
+    def send(self, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Send each tensor to its rank, and wait until this is done."""
+        for work in [self._group.send([part], rank, 0) for part, rank in parts]:
+            work.wait()
+        device.synchronize()
+
+    def receive(self, parts: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Overwrite each tensor with that which its rank sends, and wait until this is done."""
+        for work in [self._group.recv([part], rank, 0) for part, rank in parts]:
+            work.wait()
+        device.synchronize()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` with that of `root`, and wait until this is done."""

@@ -5,7 +5,8 @@ A path is one of
 - `path/to/file.py`: a Python file. Its folder is put on `sys.path`, so that it can import the files next to it.
 - `package.module` or `pkg://package.module`: a module that can be imported.
 
-If an object is needed, `:name` may follow either form. Processes that score rewards import this module, so it must stay
+If an object is needed, `:name` may follow either form. Where no verl is installed, code that imports verl gets the
+modules of `hybridrl.verl_compat`. Processes that score rewards import this module, so it must stay
 light.
 """
 
@@ -21,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridrl.errors import UserError
+from hybridrl.verl_compat import alias
 
 
 def load_module(path: str, key: str, error: type[UserError] = UserError) -> ModuleType:
@@ -36,6 +38,7 @@ def load_module(path: str, key: str, error: type[UserError] = UserError) -> Modu
     """
     name = path.removeprefix("pkg://")
     file = Path(path).expanduser().absolute()
+    alias.allow()
     is_file = name == path and (file.suffix == ".py" or file.is_file() or "/" in path)
     if is_file and not file.is_file():
         raise error(f"{key}={path}: no such file (looked for {file}).")

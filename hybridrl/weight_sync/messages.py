@@ -1,9 +1,17 @@
 """Messages between sender and receiver of weights. They are small enough for any channel; the weights go elsewhere."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LaneKind = Literal["shared_memory", "cuda_ipc", "broadcast"]
+import torch
+
+from hybridrl.hybrid_engine.schedule import Message
+from hybridrl.hybrid_engine.shards import Box, Boxes
+from hybridrl.weight_sync.delta import Change
+
+LaneKind = Literal["shared_memory", "cuda_ipc", "broadcast", "point_to_point"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +47,56 @@ class Bucket:
     lane: LaneKind
     where: Any
     entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors that training exports.
+
+    Attributes:
+        shapes: of each whole tensor, by its Hugging Face name, in the order in which they are sent.
+        dtypes: of each, as it is sent.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What one process of an engine needs of a checkpoint.
+
+    Attributes:
+        boxes: of each tensor, in the order of the checkpoint.
+        uses: how often the engine's loader copies each box.
+        whole: tensors that its loader does not just copy, with the reason; the process needs all of them.
+    """
+
+    boxes: Mapping[str, Boxes]
+    uses: Counter[tuple[str, Box]]
+    whole: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBucket:
+    """A round of a planned transfer that is ready to be received, for all processes of an engine.
+
+    Attributes:
+        lane: the transport of the bytes.
+        where: what a receiver needs to find the bytes. For shared memory, the segment's name of each process. For CUDA
+            IPC, how to open the buffer on each device, by the device's UUID. For point to point, (host, port, world
+            size, members) of the group and the rank of the engine's first process.
+        size: bytes of the bucket.
+        names: the tensors that it brings.
+        messages: of each process: what its bucket holds.
+        digests: of each process: the digest of each piece by its tensor and box; empty if they are not checked.
+        changes: of each process: how the pieces of each message travel, by the message's source; empty if in full.
+    """
+
+    lane: LaneKind
+    where: Any
+    size: int
+    names: tuple[str, ...]
+    messages: tuple[tuple[Message, ...], ...]
+    digests: tuple[Mapping[tuple[str, Box], int], ...] = ()
+    changes: tuple[Mapping[int, tuple[Change, ...]], ...] = ()

@@ -1,17 +1,19 @@
 """The receiving side of a weight update, inside each process of a generation engine."""
 
 import mmap
-import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from hybridrl.hybrid_engine.record import LoadRecorder, LoadReplay
+from hybridrl.hybrid_engine.shards import Box, Boxes
 from hybridrl.utils import device as devices
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.messages import Bucket
+from hybridrl.weight_sync.delta import ReceivedPieces, arriving
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, LaneKind, Requirement, ShardBucket
 
-#: position of the device index among the arguments that `reduce_tensor` returns for a CUDA tensor
-_STORAGE_DEVICE = 6
+#: an engine's own loader: takes names and tensors of a checkpoint
+Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
 class WeightReceiver:
@@ -32,7 +34,8 @@ class WeightReceiver:
         self._buffers: dict[str | bytes, torch.Tensor] = {}
         #: the bytes of the bucket that was opened last
         self.last: torch.Tensor | None = None
-        self._group: tuple[tuple[str, int, int, str], StandaloneGroup] | None = None
+        self._groups: dict[LaneKind, tuple[tuple[str, int, int, str], StandaloneGroup]] = {}
+        self._pieces = ReceivedPieces()
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of each parameter.
@@ -57,6 +60,29 @@ class WeightReceiver:
             part = data[entry.offset : entry.offset + entry.size]
             yield entry.name, part.view(getattr(torch, entry.dtype)).view(entry.shape)
 
+    def bucket_of(self, bucket: ShardBucket) -> torch.Tensor:
+        """Return the bytes of this process's bucket, valid until the sender is told that they were received."""
+        if bucket.lane == "shared_memory":
+            return self._from_shared_memory(bucket.where[self.rank], bucket.size)
+        if bucket.lane == "cuda_ipc":
+            return self._from_cuda_ipc(bucket.where, bucket.size)
+        data = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
+        group, messages = self._join(bucket.lane, *bucket.where), bucket.messages[self.rank]
+        if not bucket.changes:
+            group.receive([(data[part.begin : part.end], part.source) for part in messages])
+            return data
+        changes = bucket.changes[self.rank]
+        sizes = arriving(messages, changes)
+        parts = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        group.receive([(part, one.source) for part, one in zip(parts, messages, strict=True) if part.numel()])
+        for part, message in zip(parts, messages, strict=True):
+            self._pieces.complete(message, changes[message.source], part, data)
+        return data
+
+    def end_transfer(self) -> None:
+        """A planned transfer is complete."""
+        self._pieces.end()
+
     def close(self) -> None:
         """Release the sender's memory. A broadcast group is kept for the next update."""
         self.last = None
@@ -73,19 +99,115 @@ class WeightReceiver:
     def _from_cuda_ipc(self, where: dict[str, bytes], size: int) -> torch.Tensor:
         handle = where[devices.uuid_of(self.device)]
         if handle not in self._buffers:
-            rebuild, arguments = pickle.loads(handle)
-            arguments = list(arguments)
-            arguments[_STORAGE_DEVICE] = self.device.index  # the sender may number this device differently
-            self._buffers[handle] = rebuild(*arguments)
+            self._buffers[handle] = devices.open_shared(handle, self.device)
         return self._buffers[handle][:size]
 
     def _from_broadcast(self, where: tuple[tuple[str, int, int, str], int], size: int) -> torch.Tensor:
-        membership, first_rank = where
+        data = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._join("broadcast", *where).broadcast(data, root=0)
+        return data
+
+    def _join(self, lane: LaneKind, membership: tuple[str, int, int, str], first_rank: int) -> StandaloneGroup:
+        """Return the group of a lane; a group of other members is left."""
         host, port, world_size, _ = membership
-        if self._group is None or self._group[0] != membership:
+        if lane not in self._groups or self._groups[lane][0] != membership:
             group = StandaloneGroup(host, port, first_rank + self.rank, world_size, self.device)
             group.connect()
-            self._group = membership, group
-        data = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._group[1].broadcast(data, root=0)
-        return data
+            self._groups[lane] = membership, group
+        return self._groups[lane][1]
+
+
+class ShardReceiver:
+    """Loads the parts of tensors that this process needs, with the engine's own loader.
+
+    Args:
+        receiver: opens buckets.
+        load: the engine's loader.
+        settle: makes what was loaded the weights that generate; None: nothing is left to do after loading.
+        forget: drops what was loaded and is not settled; None: the loader keeps nothing.
+    """
+
+    def __init__(
+        self,
+        receiver: WeightReceiver,
+        load: Loader,
+        settle: Callable[[], None] | None = None,
+        forget: Callable[[], None] | None = None,
+    ) -> None:
+        self.receiver = receiver
+        self._load = load
+        self._settle = settle or (lambda: None)
+        self._forget = forget or (lambda: None)
+        self._checkpoint: Checkpoint | None = None
+        self._requirement: Requirement | None = None
+        self._replay: LoadReplay | None = None
+
+    def require(self, checkpoint: Checkpoint) -> Requirement:
+        """Return what this process needs of a checkpoint, found by running the loader without weights."""
+        recorder = LoadRecorder(None, checkpoint.shapes, checkpoint.dtypes)
+        try:
+            with recorder:
+                self._load(recorder.sources())
+                self._settle()
+        except Exception as error:  # the engine's own code, with tensors that it does not expect
+            reason = f"the engine's loader fails without weights: {error!r}"
+            self._forget()
+            try:
+                with recorder:  # where nothing could be dropped, layers still hold tensors without memory
+                    self._settle()
+            except Exception as again:
+                reason += f", and what it had loaded could not be dropped: {again!r}"
+            whole = dict.fromkeys(checkpoint.shapes, reason)
+        else:
+            whole = dict(recorder.unplanned)
+        recorded = recorder.required()
+        boxes: dict[str, Boxes] = {}
+        for name, shape in checkpoint.shapes.items():
+            if name in recorded and not shape:
+                whole[name] = "it has no dimensions"
+            if name in whole:
+                boxes[name] = (Box((0,) * max(len(shape), 1), shape or (1,)),)
+            elif name in recorded:
+                boxes[name] = recorded[name]
+        self._checkpoint, self._requirement = checkpoint, Requirement(boxes, recorder.uses, whole)
+        return self._requirement
+
+    def load(self, bucket: ShardBucket) -> None:
+        """Load a round of the transfer. When this returns, the sender may overwrite the bucket."""
+        replay = self._begun()
+        data = self.receiver.bucket_of(bucket)
+        parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for message in bucket.messages[self.receiver.rank]:
+            for piece in message.pieces:
+                parts.setdefault(piece.name, []).append((piece.box, piece.view(data)))
+        digests: dict[str, dict[Box, int]] = {}
+        if bucket.digests:
+            for (name, box), value in bucket.digests[self.receiver.rank].items():
+                digests.setdefault(name, {})[box] = value
+        for name, found in parts.items():
+            replay.arrive(name, found, digests.get(name))
+        with replay:
+            self._load((name, replay.tensor(name)) for name in bucket.names if name in parts)
+        replay.keep_the_rest()
+
+    def finish(self) -> list[str]:
+        """All rounds have arrived: settle what was loaded. Returns what went wrong (`LoadReplay.faults`)."""
+        if self._replay is None:
+            return []
+        replay, self._replay = self._replay, None
+        with replay:
+            self._settle()
+        self.receiver.end_transfer()
+        return replay.faults()
+
+    @property
+    def began(self) -> bool:
+        """Whether a planned transfer has begun and is not finished."""
+        return self._replay is not None
+
+    def _begun(self) -> LoadReplay:
+        if self._replay is None:
+            assert self._checkpoint is not None and self._requirement is not None, "weights came before the question"
+            checkpoint, needed = self._checkpoint, self._requirement
+            self._replay = LoadReplay(checkpoint.shapes, checkpoint.dtypes, needed.uses, needed.whole)
+        return self._replay

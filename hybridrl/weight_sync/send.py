@@ -1,4 +1,4 @@
-"""Sends the training weights to running generation engines, in buckets of parameters under their HF names.
+"""Streams the training weights to running generation engines, in buckets of whole parameters under their HF names.
 
 All training ranks iterate over the whole parameters together (this gathers them), and some ranks write the parameters
 into a bucket that engines read:
@@ -12,11 +12,12 @@ therefore holds at most two buckets and the parameter that is being gathered and
 bucket grows to the size of the largest one.
 """
 
+import functools
 import os
-import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import shared_memory
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from ray.exceptions import RayError, RayTaskError
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.messages import Bucket, Entry, LaneKind
+from hybridrl.weight_sync.messages import Bucket, Entry, LaneKind, ShardBucket
 
 _ALIGNMENT = 512  # bytes; more than any dtype or vector load requires
 _SLOTS = 2
@@ -57,11 +58,20 @@ class Target:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one rank sent. `bytes` counts each parameter once, and is 0 if the rank sent nothing itself."""
+    """What one rank sent.
+
+    Attributes:
+        bytes: of the weights. Streamed, each parameter counts once, and a rank that sends nothing itself has 0. By a
+            plan, the parts for the engine's process on the same device, or those sent to engines on other devices.
+        received: of these, the bytes that came from other training ranks. Streamed, they are not counted: -1.
+        saved: what a full transfer would have sent in addition; None where all is sent.
+    """
 
     bytes: int
     seconds: float
     buckets: int
+    received: int = -1
+    saved: int | None = None
 
 
 class Lane(ABC):
@@ -74,6 +84,7 @@ class Lane(ABC):
         self.capacity = 0
         self._slot = 0
         self._acks: list[list[Any]] = [[] for _ in range(_SLOTS)]
+        self._lost: list[Target] = []  # processes that ended meanwhile
 
     def reserve(self, size: int) -> torch.Tensor:
         """Return at least `size` bytes to write the next bucket into. Waits until no engine reads them any more."""
@@ -84,10 +95,18 @@ class Lane(ABC):
             self.capacity = size
         return self._buffer(self._slot)
 
-    def send(self, entries: Sequence[Entry]) -> None:
-        """Announce the written bucket to the engines."""
-        self._acks[self._slot] = self._announce(self._slot, tuple(entries))
+    def send(self, content: Any) -> None:
+        """Announce the written bucket to the engines.
+
+        Args:
+            content: what is in it; for `message`.
+        """
+        self._acks[self._slot] = self._announce(self._slot, content)
         self._slot = (self._slot + 1) % _SLOTS
+
+    def message(self, where: Any, content: tuple[Entry, ...], target: Target) -> Bucket | ShardBucket:
+        """Return what an engine is told of a bucket; `where` is what it needs to find the bytes."""
+        return Bucket(self.kind, where, content)
 
     def finish(self) -> None:
         """Wait until everything is loaded, and free the buckets."""
@@ -98,22 +117,23 @@ class Lane(ABC):
         """Wait until every slot is loaded, and have the engines release the slots."""
         for slot in range(_SLOTS):
             self._wait(slot)
-        if self.capacity and self.kind != "broadcast":
-            self._acks[0] = self._load(Bucket(self.kind, None, ()))
+        if self.capacity and self.kind in ("shared_memory", "cuda_ipc"):
+            self._acks[0] = [target.replica.load_bucket.remote(Bucket(self.kind, None, ())) for target in self.targets]
             self._wait(0)
 
     def _wait(self, slot: int) -> None:
         acks, self._acks[slot] = self._acks[slot], []
-        for ack in acks:
+        for target, ack in zip(self.targets, acks, strict=False):
             try:
                 ray.get(ack)
             except RayTaskError:
                 raise
             except RayError:  # the replica is gone; the process that started it notices too
-                continue
+                self._lost.append(target)
 
-    def _load(self, bucket: Bucket) -> list[Any]:
-        return [target.replica.load_bucket.remote(bucket) for target in self.targets]
+    def _load(self, where: Any, content: Any) -> list[Any]:
+        """Tell every engine where the bucket is; `content` is that of `send`."""
+        return [target.replica.load_bucket.remote(self.message(where, content, target)) for target in self.targets]
 
     @abstractmethod
     def _open(self, size: int) -> None:
@@ -124,12 +144,33 @@ class Lane(ABC):
         """Return the slot's bytes."""
 
     @abstractmethod
-    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
-        """Start the transfer of a slot. Return what to wait for before it may be overwritten."""
+    def _announce(self, slot: int, content: Any) -> list[Any]:
+        """Start the transfer of a slot. Return what to wait for before it may be overwritten, for each target."""
 
     @abstractmethod
     def close(self) -> None:
         """Free the slots."""
+
+
+def make_segments(size: int, writers: int = 1) -> list[shared_memory.SharedMemory]:
+    """Allocate the slots of a lane through shared memory.
+
+    Args:
+        size: bytes of a slot.
+        writers: processes of this node that allocate as much.
+
+    Raises:
+        MemoryError: /dev/shm is too small.
+    """
+    room = os.statvfs("/dev/shm")
+    free = room.f_bavail * room.f_frsize
+    if free < _SLOTS * size * writers:
+        raise MemoryError(
+            f"/dev/shm has {free / 2**20:.0f} MiB free, and two buckets of weights take "
+            f"{_SLOTS * size * writers / 2**20:.0f}: "
+            "lower actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or mount it larger"
+        )
+    return [shared_memory.SharedMemory(create=True, size=size) for _ in range(_SLOTS)]
 
 
 class SharedMemoryLane(Lane):
@@ -143,23 +184,14 @@ class SharedMemoryLane(Lane):
 
     def _open(self, size: int) -> None:
         self.close()
-        room = os.statvfs("/dev/shm")
-        free = room.f_bavail * room.f_frsize
-        if free < _SLOTS * size:
-            raise MemoryError(
-                f"/dev/shm has {free / 2**20:.0f} MiB free, and two buckets of weights take "
-                f"{_SLOTS * size / 2**20:.0f}: "
-                "lower actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or mount it larger"
-            )
-        self._segments = [shared_memory.SharedMemory(create=True, size=size) for _ in range(_SLOTS)]
+        self._segments = make_segments(size)
 
     def _buffer(self, slot: int) -> torch.Tensor:
         return torch.frombuffer(self._segments[slot].buf, dtype=torch.uint8)
 
-    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
+    def _announce(self, slot: int, content: Any) -> list[Any]:
         device.synchronize()
-        bucket = Bucket(self.kind, self._segments[slot].name, entries)
-        return self._load(bucket)
+        return self._load(self._segments[slot].name, content)
 
     def close(self) -> None:
         for segment in self._segments:
@@ -168,41 +200,87 @@ class SharedMemoryLane(Lane):
         self._segments = []
 
 
-class CudaIpcLane(Lane):
-    """Sends to engines on the trainer's own GPUs. All ranks take part; the first rank of each replica notifies it."""
+@contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Leave the context when every rank has done its part; if one failed, raise on all of them."""
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if distributed.all_reduce_max(int(failure is not None)):
+        raise failure or RuntimeError("another rank could not send its weights; its error says why")
+
+
+class RankLane(Lane):
+    """Sends from each training rank to the engine's process on the same device. All ranks take part.
+
+    The first rank of each replica notifies it. A rank without an engine among the targets allocates nothing: what is
+    written there is discarded.
+    """
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        rank = distributed.get_rank()
+        super().__init__([target for target in targets if target.ranks[0] == rank])
+        self.is_read = any(rank in target.ranks for target in targets)
+        self._where: list[dict[Any, Any]] = [{} for _ in range(_SLOTS)]
+
+    def _announce(self, slot: int, content: Any) -> list[Any]:
+        if not self._where[slot]:
+            # Not before it is used: memory of a GPU that nobody opens stays allocated.
+            own = self._export(slot) if self.is_read else None
+            self._where[slot] = dict(part for part in distributed.all_gather_object(own) if part is not None)
+        with _on_all_ranks():
+            device.synchronize()
+        return self._load(self._where[slot], content)
+
+    @abstractmethod
+    def _export(self, slot: int) -> tuple[Any, Any]:
+        """Return by what an engine's process knows this device, and how it opens the slot."""
+
+    def _wait(self, slot: int) -> None:
+        with _on_all_ranks():
+            super()._wait(slot)
+
+    def close(self) -> None:
+        self._where = [{} for _ in range(_SLOTS)]
+
+
+class CudaIpcLane(RankLane):
+    """Sends to engines on the trainer's own GPUs."""
 
     kind: LaneKind = "cuda_ipc"
 
     def __init__(self, targets: Sequence[Target]) -> None:
-        super().__init__([target for target in targets if target.ranks[0] == distributed.get_rank()])
+        super().__init__(targets)
         self._buffers: list[torch.Tensor] = []
-        self._handles: list[dict[str, bytes]] = []
+        self._exports: list[device.SharedMemory | None] = [None] * _SLOTS
 
     def _open(self, size: int) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
-
         self.close()
-        here = device.current_device()
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=here) for _ in range(_SLOTS)]
-        own = [pickle.dumps(reduce_tensor(buffer)) for buffer in self._buffers]
-        gathered = distributed.all_gather_object((device.uuid_of(here), own))
-        self._handles = [{uuid: handles[slot] for uuid, handles in gathered} for slot in range(_SLOTS)]
+        here = device.current_device() if self.is_read else torch.device("meta")
+        with _on_all_ranks(), device.ordinary_segments():
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=here) for _ in range(_SLOTS)]
 
     def _buffer(self, slot: int) -> torch.Tensor:
         return self._buffers[slot]
 
-    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
-        device.synchronize()
-        distributed.barrier()
-        bucket = Bucket(self.kind, self._handles[slot], entries)
-        return self._load(bucket)
+    def _export(self, slot: int) -> tuple[str, bytes]:
+        export = self._exports[slot] = device.SharedMemory(self._buffers[slot])
+        return device.uuid_of(device.current_device()), export.handle
 
-    def _wait(self, slot: int) -> None:
-        super()._wait(slot)
-        distributed.barrier()
+    def _drain(self) -> None:
+        super()._drain()
+        lost = {rank for target in self._lost for rank in target.ranks}
+        if self.capacity and distributed.get_rank() in set().union(*distributed.all_gather_object(lost)):
+            for export in self._exports:
+                if export is not None:
+                    export.reclaim()
 
     def close(self) -> None:
-        self._buffers, self._handles = [], []
+        super().close()
+        self._buffers = []
+        self._exports = [None] * _SLOTS
         device.empty_cache()
 
 
@@ -233,7 +311,7 @@ class BroadcastLane(Lane):
     def _buffer(self, slot: int) -> torch.Tensor:
         return self._buffers[slot]
 
-    def _announce(self, slot: int, entries: tuple[Entry, ...]) -> list[Any]:
+    def _announce(self, slot: int, content: tuple[Entry, ...]) -> list[Any]:
         if self._failed:
             return []
         assert self._kept is not None
@@ -241,11 +319,11 @@ class BroadcastLane(Lane):
         membership = (self._host, group.port, self._size, self._members)
         acks, first_rank = [], 1
         for target in self.targets:
-            acks.append(target.replica.load_bucket.remote(Bucket(self.kind, (membership, first_rank), entries)))
+            acks.append(target.replica.load_bucket.remote(self.message((membership, first_rank), content, target)))
             first_rank += target.processes
         try:
             group.connect()
-            group.broadcast(self._buffers[slot][: entries[-1].offset + entries[-1].size], root=0)
+            group.broadcast(self._buffers[slot][: content[-1].offset + content[-1].size], root=0)
         except RuntimeError as error:
             # An engine died. The others may lack this bucket and would wait for it forever, so all are restarted.
             notify(f"a broadcast of weights failed, its engines are restarted: {error}", "warning")
@@ -258,6 +336,22 @@ class BroadcastLane(Lane):
         self._buffers = []
 
 
+@functools.cache
+def why_no_ipc() -> str | None:
+    """Return why engines cannot open the memory of the trainer's GPUs, or None if they can.
+
+    All ranks call this together. The first call tries it, and tells if it fails.
+    """
+    reasons = [reason for reason in distributed.all_gather_object(device.why_not_shared()) if reason]
+    if reasons and distributed.get_rank() == 0:
+        notify(
+            "this machine does not let two processes share memory of a GPU (CUDA IPC), so weights reach the engines "
+            f"through main memory (/dev/shm), which is slower: {reasons[0]}",
+            "warning",
+        )
+    return reasons[0] if reasons else None
+
+
 def lanes_to(targets: Sequence[Target], node_id: str) -> list[Lane]:
     """Return the lanes that this rank writes to. All ranks call this together.
 
@@ -268,7 +362,7 @@ def lanes_to(targets: Sequence[Target], node_id: str) -> list[Lane]:
     lanes: list[Lane] = []
     shared = [target for target in targets if target.ranks]
     apart = [target for target in targets if not target.ranks]
-    if shared and device.is_gpu():
+    if shared and device.is_gpu() and why_no_ipc() is None:
         lanes.append(CudaIpcLane(shared))
     elif shared:
         nodes = distributed.all_gather_object(node_id)
@@ -336,6 +430,6 @@ class _Packer:
         self._buffers = []
         if self._entries:
             for lane in self.lanes:
-                lane.send(self._entries)
+                lane.send(tuple(self._entries))
             self.buckets += 1
         self._entries, self._offset = [], 0

@@ -4,12 +4,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import ray
+import torch
 
-from hybridrl.config import ActorRolloutRefConfig
-from hybridrl.engine.capabilities import GeneratesInPlace
+from hybridrl.config import ActorRolloutRefConfig, PPOTrainerConfig
+from hybridrl.config.strategies import engine_settings
+from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace
 from hybridrl.engine.train_engine import Engine
+from hybridrl.errors import RolloutError
+from hybridrl.hybrid_engine.topology import Layout
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
+from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
@@ -17,6 +22,8 @@ from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.device import memory_stats
 from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
+from hybridrl.weight_sync.send_shards import ShardSender
+from hybridrl.workers.forecast import Forecast, forecast_roles
 from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
@@ -44,6 +51,8 @@ class ActorRolloutRefWorker(ModelWorker):
         self.config = config
         self.role = role
         self.rollout: HFRollout | None = None
+        self._shard_sender: ShardSender | None = None
+        self._told_streamed = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
@@ -51,10 +60,11 @@ class ActorRolloutRefWorker(ModelWorker):
         config = self.config
         part = config.ref if self.role == "ref" else config.actor
         optim = config.actor.optim if self.role in ("actor", "actor_rollout") else None
-        self.build_engine(
-            "language_model", part.strategy, config.model, part.fsdp_config, optim, steps, updates_per_step
-        )
+        settings = engine_settings(part, config.model.external_lib)
+        self.build_engine("language_model", part.strategy, config.model, settings, optim, steps, updates_per_step)
         self.place_in_mesh("ref" if self.role == "ref" else "actor")
+        if self.role != "ref":
+            self.place_in_generation_mesh("rollout")  # each rank generates with whole weights, rows of its own
 
     @property
     def reference(self) -> Engine | None:
@@ -70,6 +80,7 @@ class ActorRolloutRefWorker(ModelWorker):
             return
         if self.reference is None:
             raise RuntimeError("KL form full needs a reference policy in the actor's own process; there is none")
+        assert isinstance(self.engine, ComparesVocabulary)  # checked at start-up, by check_kl_form
         self.engine.compare_with(self.reference)
         with self.reference.loaded(optimizer=False):
             yield
@@ -87,7 +98,7 @@ class ActorRolloutRefWorker(ModelWorker):
             tokenizer=tokenizer,
         )
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses generated with the training weights in place, with the sampler's log-probabilities.
 
@@ -99,21 +110,71 @@ class ActorRolloutRefWorker(ModelWorker):
             )
         if self.rollout is None:
             self.rollout = self._build_rollout()
-        with self.engine.loaded(optimizer=False):
+        with self.loaded("generate_sequences"):
             return self.rollout.generate(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, targets: Sequence[Target]) -> TransferReport:
-        """Send the current weights to inference engines that are waiting for them; see `hybridrl.weight_sync.send`."""
+        """Send the current weights to inference engines that are waiting for them.
+
+        See `hybridrl.weight_sync.send_shards` and, for what cannot be planned, `hybridrl.weight_sync.send`.
+        """
         rollout = self.config.rollout
         dtype = resolve_dtype(rollout.dtype, "rollout.dtype")
-        with self.engine.loaded(optimizer=False):
+        bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
+        with self.loaded("send_weights"):
+            if self._plans(targets, dtype, bucket_bytes):
+                assert isinstance(self.engine, ExportsShards) and self._shard_sender is not None
+                return self._shard_sender.send(self.engine.export_shards(dtype), targets)
             return stream(
                 self.engine.export_weights(dtype),
                 lanes_to(targets, ray.get_runtime_context().get_node_id()),
                 total_bytes=self.engine.weight_bytes(dtype),
-                bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+                bucket_bytes=bucket_bytes,
             )
+
+    def _plans(self, targets: Sequence[Target], dtype: torch.dtype, bucket_bytes: int) -> bool:
+        """Whether these engines get their weights by a plan (`rollout.checkpoint_engine.method`).
+
+        Raises:
+            RolloutError: it was asked for, and cannot be done.
+        """
+        method = self.config.rollout.checkpoint_engine.method
+        if method == "streamed":
+            return False
+        if not isinstance(self.engine, ExportsShards):
+            reason: str | None = f"{type(self.engine).__name__} exports whole tensors only"
+        else:
+            if self._shard_sender is None:
+                how = self.config.rollout.checkpoint_engine
+                self._shard_sender = ShardSender(
+                    dtype, bucket_bytes, self.engine.copy_of_model, how.check_weights, how.delta
+                )
+            reason = self._shard_sender.why_not(self.engine.export_shards(dtype), targets)
+        if reason is None:
+            return True
+        key = "actor_rollout_ref.rollout.checkpoint_engine.method"
+        if method == "planned":
+            raise RolloutError(f"{key}=planned cannot be done: {reason}; set auto or streamed")
+        for name in ("check_weights", "delta"):
+            if getattr(self.config.rollout.checkpoint_engine, name):
+                raise RolloutError(
+                    f"actor_rollout_ref.rollout.checkpoint_engine.{name}=true needs weights that are sent by a plan: "
+                    f"{reason}; set it to false"
+                )
+        if not self._told_streamed and self.rank == 0:
+            self._told_streamed = True
+            notify(f"weights are streamed to the engines as whole tensors ({key}=auto): {reason}")
+        return False
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def training_layout(self) -> Layout | None:
+        """How the policy lies on the ranks, if weights can be sent by a plan."""
+        return self.engine.training_layout if isinstance(self.engine, ExportsShards) else None
+
+    def forecast_roles(self, config: PPOTrainerConfig, ranks: dict[str, int]) -> dict[str, Forecast | None]:
+        """What the models of the run will take of a device like this one; see `hybridrl.workers.forecast`."""
+        return forecast_roles(config, ranks)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def device_memory(self) -> dict[str, float]:
@@ -134,7 +195,7 @@ class ActorRolloutRefWorker(ModelWorker):
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_max_token_len_per_gpu,
         )
-        with self.engine.loaded(optimizer=False), self._with_reference(compares):
+        with self.loaded("compute_log_prob"), self._with_reference(compares):
             wanted = (*self._statistics(), *(["ref_kl"] if compares else []))
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=wanted)
         return as_output(outputs, log_probs="old_log_probs", entropy="entropys")
@@ -151,7 +212,7 @@ class ActorRolloutRefWorker(ModelWorker):
         micro = micro_batching(
             ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
         )
-        with self.engine.loaded(optimizer=False):
+        with self.loaded("compute_ref_log_prob"):
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs",))
         return as_output(outputs, log_probs="ref_log_prob")
 
@@ -167,7 +228,7 @@ class ActorRolloutRefWorker(ModelWorker):
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
         # Without a pass for old log-probabilities, the entropy of the run is measured here.
-        no_pass = "old_log_probs" not in batch.batch.keys() or loss.mode == "bypass_mode"
+        no_pass = "old_log_probs" not in batch.batch.keys() or loss.samplers_old
         needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or no_pass
         compares = actor.use_kl_loss and actor.kl_loss_type == FULL_KL
         with self._with_reference(compares):

@@ -1,6 +1,7 @@
 """The critic's worker: values of the states before each response token, and their regression to the returns."""
 
 from hybridrl.config import CriticConfig
+from hybridrl.config.strategies import engine_settings
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.workers.losses import value_loss_fn
@@ -25,9 +26,8 @@ class CriticWorker(ModelWorker):
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
         """Build and shard the value model; see `ModelWorker.build_engine`."""
         config = self.config
-        self.build_engine(
-            "value_model", config.strategy, config.model, config.fsdp, config.optim, steps, updates_per_step
-        )
+        settings = engine_settings(config, config.model.external_lib)
+        self.build_engine("value_model", config.strategy, config.model, settings, config.optim, steps, updates_per_step)
         self.place_in_mesh("critic")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"), blocking=False)
@@ -37,7 +37,7 @@ class CriticWorker(ModelWorker):
         micro = micro_batching(
             config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
         )
-        with self.engine.loaded(optimizer=False):
+        with self.loaded("compute_values"):
             outputs = self.engine.infer(batch, micro, temperature=1.0, outputs=("values",))
         return as_output(outputs)
 

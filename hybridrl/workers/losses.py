@@ -21,13 +21,32 @@ from hybridrl.algorithms import (
     kl_penalty,
 )
 from hybridrl.algorithms.config_access import ConfigView
-from hybridrl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from hybridrl.config import ActorConfig, CriticConfig, PPOTrainerConfig, RolloutCorrectionConfig
+from hybridrl.engine.capabilities import ComparesVocabulary, require
 from hybridrl.protocol import DataProto
-from hybridrl.registry import POLICY_LOSSES
+from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
 from hybridrl.utils.metrics import Metric
 
 FULL_KL = "full"  # the KL form that the engine computes, from the logits of both policies
 PREPARED = "prepared"  # field with what a loss found out about the whole mini-batch before its update
+
+
+def check_kl_form(config: PPOTrainerConfig) -> None:
+    """Refuse the KL over the vocabulary with training engines that cannot compute it.
+
+    Raises:
+        ModelError: naming the key that asks for it.
+    """
+    policy, algorithm = config.actor_rollout_ref, config.algorithm
+    asking = {
+        "algorithm.kl_penalty": algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL,
+        "actor_rollout_ref.actor.kl_loss_type": policy.actor.use_kl_loss and policy.actor.kl_loss_type == FULL_KL,
+    }
+    for key, asks in asking.items():
+        for where, part in (("actor", policy.actor), ("ref", policy.ref)):
+            if asks:
+                why = f"{key}={FULL_KL} with actor_rollout_ref.{where}.strategy={part.strategy}"
+                require(TRAIN_ENGINES.get(part.strategy), ComparesVocabulary, why, f"set {key}=low_var_kl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +107,11 @@ class PolicyLoss:
     def needs(self) -> tuple[str, ...]:
         """Further fields that the loss is called with."""
         return tuple(name for name in POLICY_LOSSES.facts(self.mode).needs if name != "old_log_probs")
+
+    @property
+    def samplers_old(self) -> bool:
+        """Whether its old log-probabilities are the sampler's."""
+        return POLICY_LOSSES.facts(self.mode).samplers_old
 
     @property
     def prepare(self) -> Callable[..., torch.Tensor] | None:

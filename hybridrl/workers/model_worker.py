@@ -1,22 +1,29 @@
 """What all workers with a model share: process group, dispatch mesh, updates, checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import ray
 import torch
 
-from hybridrl.config import FSDPConfig, ModelConfig, OptimConfig
+from hybridrl.config import EngineConfig, ModelConfig, OptimConfig
+from hybridrl.engine.capabilities import CopiesState
 from hybridrl.engine.train_engine import Engine, MicroBatching, TrainEngines
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout, paper_slot
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, Worker, register
-from hybridrl.utils.distributed import init_process_group
+from hybridrl.utils import device
+from hybridrl.utils.background import BackgroundCall
+from hybridrl.utils.distributed import init_process_group, use_interface_of
 from hybridrl.utils.metrics import Metric, merge_metrics
 from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import CountedLossFn, LossCounts
+from hybridrl.workers.profiling import Profile, ProfileRequest
 from hybridrl.workers.update_plan import UpdatePlan
 
 COLLECTIVE_TIMEOUT_S = 600.0  # verl's nccl_timeout
@@ -31,10 +38,16 @@ class ModelWorker(Worker):
 
     engine: Engine
     metric_prefix: ClassVar[str]
+    _reserved: torch.Tensor | None = None
+    _writing: BackgroundCall | None = None
+    _profile: Profile | None = None
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__()
+        self._peaks: dict[str, float] = {}
+        device.set_device(self.local_rank)
         address, port = self.get_master_addr_port()
+        use_interface_of(ray.util.get_node_ip_address())
         init_process_group(self.rank, self.world_size, address, int(port), timeout_seconds=timeout_s)
 
     def build_engine(
@@ -42,7 +55,7 @@ class ModelWorker(Worker):
         model_type: str,
         strategy: str,
         model: ModelConfig,
-        engine: FSDPConfig,
+        engine: EngineConfig,
         optim: OptimConfig | None,
         steps: int | None,
         updates_per_step: int,
@@ -50,6 +63,7 @@ class ModelWorker(Worker):
         """Build, load and shard this rank's model.
 
         Args:
+            engine: the settings that the engine of `strategy` reads; see `engine_settings`.
             steps: training steps of the run, the length of the learning-rate schedule where
                 `optim.total_training_steps` sets none.
             updates_per_step: optimizer steps per training step. The settings of the schedule count training steps, the
@@ -67,10 +81,84 @@ class ModelWorker(Worker):
         self.engine = TrainEngines.create(model_type, strategy, model=model, engine=engine, optim=optim)
         self.engine.initialize()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reserve_memory(self, reserve: bool) -> int:
+        """Hold the device memory that the first update will need, or release it; return its size in bytes.
+
+        It is held while an inference engine starts, so that the engine leaves it free.
+        """
+        size = self.engine.first_step_bytes() if reserve and device.is_gpu() else 0
+        self._reserved = torch.empty(size, dtype=torch.uint8, device=device.current_device()) if size else None
+        device.empty_cache()
+        return size
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, request: ProfileRequest) -> None:
+        """Record what this process does until `stop_profile`, if this rank is one of the request's."""
+        if request.ranks is None or self.rank in request.ranks:
+            self._profile = Profile.start(request, self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> str | None:
+        """Write what was recorded, and return the file; None for a rank that recorded nothing."""
+        recorded, self._profile = self._profile, None
+        return None if recorded is None else recorded.finish()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_name(self) -> str:
+        """Product name of this rank's device; see `hybridrl.utils.device.current_name`."""
+        return device.current_name()
+
+    @contextmanager
+    def loaded(self, method: str, optimizer: bool = False) -> Iterator[None]:
+        """`Engine.loaded`, with the peak of the device's memory recorded for `pop_memory_peaks`.
+
+        Args:
+            method: the worker's method.
+            optimizer: whether weights are updated.
+        """
+        device.reset_peak_memory()
+        try:
+            with self.engine.loaded(optimizer=optimizer):
+                yield
+        finally:
+            peak = device.memory_stats()["max_memory_allocated_gb"]
+            self._peaks[method] = max(peak, self._peaks.get(method, 0.0))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pop_memory_peaks(self) -> dict[str, float]:
+        """Return the peak of memory in GiB during each method since the last call; updates count as `update`."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
     def place_in_mesh(self, mesh_name: str) -> None:
-        """Register which shard of a batch this rank gets in calls that are dispatched over `mesh_name`."""
+        """Register this rank's place in the meshes of the engine's geometry.
+
+        Calls over `mesh_name` split rows over the shards (3D_PROTO in HybridFlow's paper); the groups of
+        `pipeline_mesh(mesh_name)` are the stages of the pipeline (3D_PP_ONLY).
+        """
         geometry = self.engine.geometry
         self._register_dispatch_collect_info(mesh_name, dp_rank=geometry.dp_rank, is_collect=geometry.collects)
+        first_of_stage = geometry.tp_rank == geometry.cp_rank == geometry.dp_rank == 0
+        self._register_dispatch_collect_info(
+            pipeline_mesh(mesh_name), dp_rank=geometry.pp_rank, is_collect=first_of_stage
+        )
+
+    def place_in_generation_mesh(self, mesh_name: str, tp: int = 1, pp: int = 1) -> None:
+        """Register this rank's place in a mesh whose groups generate together (3D_ALL_MICRO_DP in the paper).
+
+        The ranks that train one copy of the model form several generation groups, of `tp * pp` ranks each, which get
+        rows of their own. The first rank of each group collects.
+
+        Raises:
+            ConfigError: `tp` or `pp` does not divide that of training.
+        """
+        at = self.engine.geometry
+        training = MegatronLayout(tp=at.tp_size, cp=at.cp_size, dp=at.dp_size, pp=at.pp_size)
+        generation = GenerationLayout(tp=tp, pp=pp, replicas=training.devices // (tp * pp))
+        device = ((at.pp_rank * at.dp_size + at.dp_rank) * at.cp_size + at.cp_rank) * at.tp_size + at.tp_rank
+        group, place = divmod(paper_slot(training, generation, device), generation.per_replica)
+        self._register_dispatch_collect_info(mesh_name, dp_rank=group, is_collect=place == 0)
 
     def update(
         self,
@@ -98,7 +186,7 @@ class ModelWorker(Worker):
         plan.check(rows=len(batch), dp_size=self.engine.geometry.dp_size)
         results: list[dict[str, Metric]] = []
         start = 0
-        with self.engine.loaded(optimizer=True):
+        with self.loaded("update", optimizer=True):
             for planned in plan.mini_batches:
                 mini_batch = batch[start : start + planned.rows]
                 start += planned.rows
@@ -116,17 +204,42 @@ class ModelWorker(Worker):
                 results.append(
                     {self._named(name): _per_update(metric, plan.updates) for name, metric in metrics.items()}
                 )
-        return DataProto(meta_info={"metrics": merge_metrics(results)})
+        return DataProto(meta_info={"metrics": merge_metrics([*results, _memory_metrics()])})
 
     def _named(self, name: str) -> str:
         """The engine's own metrics (`grad_norm`, `lr`, ...) under the name of the role."""
         return name if "/" in name else f"{self.metric_prefix}/{name}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
-        """Write this rank's part of `contents` ("model", "optimizer", "extra", "hf_model") into `folder`."""
-        with self.engine.loaded(optimizer="optimizer" in contents):
+    def save_checkpoint(self, folder: str, contents: Sequence[str], in_background: bool = False) -> None:
+        """Write this rank's part of `contents` ("model", "optimizer", "extra", "hf_model") into `folder`.
+
+        Offloaded state is written from main memory, because generation may be using the device.
+
+        Args:
+            in_background: copy the state to main memory, and return while a thread writes the copy; see `is_saving`.
+        """
+        if not in_background:
             self.engine.save(Path(folder), contents)
+            return
+        assert isinstance(self.engine, CopiesState)  # checked at start-up
+        self.is_saving(wait=True)
+        self._writing = BackgroundCall(partial(self.engine.copy_state(contents).write, Path(folder)))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_saving(self, wait: bool = False) -> bool:
+        """Return whether this rank is still writing what `save_checkpoint` copied.
+
+        Args:
+            wait: return once it is written.
+
+        Raises:
+            Exception: what failed while it was written, once.
+        """
+        if self._writing is not None and self._writing.done(wait):
+            finished, self._writing = self._writing, None
+            finished.result()
+        return self._writing is not None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
@@ -140,13 +253,20 @@ class ModelWorker(Worker):
                 f"{folder} cannot be resumed from: checkpoint.load_contents is {list(contents)}, without 'model'. "
                 "Add it (and to checkpoint.save_contents), or start from the beginning with trainer.resume_mode=disable"
             )
-        with self.engine.loaded(optimizer="optimizer" in contents):
-            self.engine.load(Path(folder), contents)
+        self.engine.load(Path(folder), contents)
+
+
+def pipeline_mesh(mesh_name: str) -> str:
+    """The mesh whose groups are the pipeline stages of the ranks in another mesh."""
+    return f"{mesh_name}_pp"
 
 
 def micro_batching(size: int | None, dynamic: bool, max_tokens: int) -> MicroBatching:
-    """Micro-batches by token budget if `dynamic`, otherwise with a fixed number of sequences."""
-    return MicroBatching(max_tokens=max_tokens) if dynamic else MicroBatching(size=size)
+    """Micro-batches of at most `max_tokens` tokens, and unless `dynamic` of at most `size` sequences.
+
+    The limit on tokens always holds: logits of eight sequences of 16,000 tokens would take 40 GB.
+    """
+    return MicroBatching(size=None if dynamic else size, max_tokens=max_tokens)
 
 
 def as_output(tensors: Mapping[str, torch.Tensor], **names: str) -> DataProto:
@@ -158,6 +278,14 @@ def as_output(tensors: Mapping[str, torch.Tensor], **names: str) -> DataProto:
     if not tensors:
         return DataProto()
     return DataProto.from_dict(tensors={names.get(name, name): tensor for name, tensor in tensors.items()})
+
+
+def _memory_metrics() -> dict[str, Metric]:
+    """Memory of the update in GiB, under verl's names; the largest rank counts."""
+    stats = device.memory_stats()
+    names = ("max_memory_allocated_gb", "max_memory_reserved_gb")
+    found = {f"perf/{name}": Metric(stats[name], kind="max") for name in names}
+    return {**found, "perf/cpu_memory_used_gb": Metric(device.resident_memory(), kind="max")}
 
 
 def _per_update(metric: Metric, updates: int) -> Metric:

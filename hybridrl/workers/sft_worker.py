@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from hybridrl.config import SFTTrainerConfig
+from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -35,7 +36,7 @@ class SFTWorker(ModelWorker):
             "language_model",
             config.engine.strategy,
             config.model,
-            config.engine,
+            engine_settings(config.engine, config.model.external_lib),
             config.optim,
             steps,
             updates_per_step=1,
@@ -50,7 +51,7 @@ class SFTWorker(ModelWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"))
     def compute_nll(self, batch: DataProto) -> DataProto:
         """`nll` [B]: the negative log-likelihood of each row, summed over the tokens that are trained on."""
-        with self.engine.loaded(optimizer=False):
+        with self.loaded("compute_nll"):
             outputs = self.engine.infer(batch, self._micro_batching(), outputs=("log_probs",))
         summed = {name: -log_probs.sum(dim=1) for name, log_probs in outputs.items()}
         return as_output(summed, log_probs="nll")

@@ -136,6 +136,13 @@ def reinforce_pp_baseline(r, mask, index):
     return whiten(on_tokens(rows, mask), mask)
 
 
+def flash_reinforce(r, mask):
+    counted = [i for i in range(len(mask)) if tokens_of(mask, i)]
+    baseline = mean([score(r, mask, i) for i in counted])
+    scores = [score(r, mask, i) for i in range(len(mask))]
+    return on_tokens([each - baseline for each in scores], mask), on_tokens(scores, mask)
+
+
 def remax(r, mask, baselines):
     ret = to_go(r, mask, 1.0)
     adv = [[ret[i][t] - baselines[i] if mask[i][t] else 0.0 for t in range(len(mask[i]))] for i in range(len(mask))]

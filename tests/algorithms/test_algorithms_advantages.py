@@ -78,6 +78,8 @@ def expected(name: str, b: Batch) -> tuple[list, list]:
     if name == "reinforce_plus_plus":
         ret = paper.to_go(r, mask, 0.9)
         return paper.whiten(ret, mask), ret
+    if name == "flash_reinforce":
+        return paper.flash_reinforce(r, mask)
     if name == "remax":
         return paper.remax(r, mask, b.lists("reward_baselines"))
     if "optimal" in name:
@@ -351,3 +353,26 @@ def test_bad_input_says_what_to_change() -> None:
         algorithms.compute_remax_outcome_advantage(ones, torch.ones(3), ones)
     with pytest.raises(AlgorithmError, match="single response token"):
         algorithms.compute_gae_advantage_return(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, "NoneType"),
+        (torch.ones(2, 3), r"shape \[2, 3\], which is not a pair"),
+        ((torch.ones(2), torch.ones(2)), r"shape \[2\], a tensor of shape \[2\]"),
+        ((torch.ones(2, 3),) * 3, r"a tensor of shape \[2, 3\], a tensor.* not a pair"),
+        ((), "nothing"),
+    ],
+)
+def test_an_estimator_with_another_result_is_told_the_form(monkeypatch, result, said):
+    monkeypatch.setitem(algorithms.ADV_ESTIMATOR_REGISTRY, "odd", lambda token_level_rewards, response_mask: result)
+    tensors = {"token_level_rewards": torch.ones(2, 3), "response_mask": torch.ones(2, 3)}
+    with pytest.raises(AlgorithmError, match=rf"adv_estimator=odd returned .*{said}.*\(advantages, returns\)"):
+        estimate_advantages("odd", tensors, {}, None)
+
+
+def test_an_estimator_with_other_parameters_is_told_the_form(monkeypatch):
+    monkeypatch.setitem(algorithms.ADV_ESTIMATOR_REGISTRY, "odd", lambda rewards, mask: (rewards, rewards))
+    with pytest.raises(AlgorithmError, match=r"misses rewards.*mask.*token_level_rewards, response_mask"):
+        algorithms.check_adv_inputs("odd", {"uid"})

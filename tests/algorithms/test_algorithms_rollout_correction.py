@@ -354,7 +354,7 @@ def test_bypass_takes_effect() -> None:
         assert batch.batch["old_log_probs"] is b["rollout"]
         found = policy_loss if isinstance(policy_loss, dict) else vars(policy_loss)
         assert found == {"loss_mode": "bypass_mode", "rollout_correction": correction}
-    with pytest.raises(AlgorithmError, match="calculate_log_probs=True"):
+    with pytest.raises(AlgorithmError, match="no rollout_log_probs"):
         algorithms.apply_bypass_mode(SimpleNamespace(batch={}), correction, {})
 
 

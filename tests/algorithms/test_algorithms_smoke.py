@@ -34,6 +34,7 @@ VERL = {
     "compute_opo_outcome_advantage": f"{GROUPS} config",
     "compute_gpg_outcome_advantage": f"{GROUPS} f_norm alpha config",
     "compute_reinforce_plus_plus_outcome_advantage": f"{REWARDS} config",
+    "compute_flash_reinforce_outcome_advantage": f"{REWARDS} config",
     "compute_remax_outcome_advantage": "token_level_rewards reward_baselines response_mask config",
     **dict.fromkeys(
         ("compute_optimal_token_baseline_advantage", "compute_multi_turn_optimal_token_baseline_advantage"),

@@ -20,16 +20,31 @@ KILL_AT_EVERY_CALL = """
 import json, os, shutil, signal, sys
 from pathlib import Path
 from hybridrl.checkpoint import RunStore, load_json, save_json, verify
+from hybridrl.trainer.background_save import BackgroundSave
+from hybridrl.utils.background import BackgroundCall
 import concurrent.futures.thread  # as the store would: no import in the children, whose calls would count
 
 CALLS = {"open", "shutil.rmtree", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.listdir", "os.scandir"}
 
+def write(folder, step, text):
+    for name in ("actor/model", "critic/model"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(text.encode() * 5000)
+    save_json(folder / "trainer.json", {"step": step, "text": text})
+
 def save(store, step, text):
     with store.writing(step) as folder:
-        for name in ("actor/model", "critic/model"):
-            (folder / name).parent.mkdir()
-            (folder / name).write_bytes(text.encode() * 5000)
-        save_json(folder / "trainer.json", {"step": step, "text": text})
+        write(folder, step, text)
+
+class Writer:
+    def __init__(self, *what):
+        self.call = BackgroundCall(lambda: write(*what))
+    def is_saving(self, wait=False):
+        return [not self.call.done(wait)]
+
+def save_in_background(store, step, text):
+    unfinished = store.begin(step)
+    BackgroundSave(unfinished, [Writer(unfinished.folder, step, text)]).advance(wait=True)
 
 def die_before(call):
     seen = 0
@@ -72,7 +87,8 @@ def prepare():
     save(store, 1, "one")
     save(store, 2, "two")
 assert in_child(prepare) == 0
-step, text = {"new": (3, "three"), "again": (2, "two again")}[scenario]
+step, text = {"new": (3, "three"), "again": (2, "two again"), "background": (3, "three")}[scenario]
+attempted = save_in_background if scenario == "background" else save
 deaths, call = 0, 0
 while True:
     call += 1
@@ -82,7 +98,7 @@ while True:
     def attempt():
         store = RunStore(work, keep=2, notice=lambda text: None)
         die_before(call)
-        save(store, step, text)
+        attempted(store, step, text)
     status = in_child(attempt)
     assert in_child(lambda: check(work, {(2, "two"), (step, text)})) == 0, f"after a kill before call {call}"
     if status == 0:
@@ -93,7 +109,7 @@ print(json.dumps({"deaths": deaths}))
 """
 
 
-@pytest.mark.parametrize("scenario", ["new", "again"])
+@pytest.mark.parametrize("scenario", ["new", "again", "background"])
 def test_killed_before_every_file_system_call_of_a_save(tmp_path: Path, scenario: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILL_AT_EVERY_CALL, str(tmp_path), scenario], capture_output=True, text=True, timeout=300

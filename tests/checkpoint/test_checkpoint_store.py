@@ -1,8 +1,10 @@
-"""A run's checkpoints: whole or not there, newest first, of this model only."""
+"""A run's checkpoints: complete or not there, newest first, of this model only."""
 
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -151,27 +153,40 @@ def strip_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text('{"format": 1, "step": 2}')
 
 
-TEARS = {
+def alter_manifest(folder: Path) -> None:
+    data = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(data | {"sequence": 7}))
+
+
+def replace_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+DAMAGES = {
     shorten: "model.bin has 10 bytes instead of",
     remove: "model.bin is missing",
     add: "extra.bin is not in the manifest",
     remove_manifest: "no manifest.json",
     break_manifest: "no valid JSON",
-    strip_manifest: "manifest.json is damaged",
+    strip_manifest: "manifest.json is corrupt",
+    alter_manifest: "manifest.json is corrupt: .*its own hash",
+    replace_manifest: "manifest.json cannot be read: Is a directory",
 }
 
 
-@pytest.mark.parametrize("tear", TEARS, ids=lambda tear: tear.__name__)
-def test_torn_checkpoint(store: RunStore, notices: list[str], tear) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_corrupt_checkpoint_is_refused_with_its_reason(store: RunStore, notices: list[str], damage) -> None:  # type: ignore[no-untyped-def]
     save(store, 1)
-    torn = save(store, 2)
-    tear(torn)
-    with pytest.raises(CheckpointError, match=TEARS[tear]):
-        verify(torn)
-    with pytest.raises(CheckpointError, match=TEARS[tear]):
-        store.find("resume_path", torn)
+    corrupt = save(store, 2)
+    damage(corrupt)
+    with pytest.raises(CheckpointError, match=DAMAGES[damage]):
+        verify(corrupt)
+    with pytest.raises(CheckpointError, match=DAMAGES[damage]):
+        store.find("resume_path", corrupt)
     assert store.find("auto") == store.folder(1)
-    assert str(torn) in notices[-1]
+    assert str(corrupt) in notices[-1]
+    assert re.search(DAMAGES[damage], notices[-1])
     assert "INSTEAD" in notices[-1]
     assert str(store.folder(1)) in notices[-1]
 
@@ -226,6 +241,65 @@ def test_resume_from_the_folder_of_another_run(tmp_path: Path) -> None:
     save(store, 11)
     assert store.steps() == [11]
     assert verify(other).step == 9
+
+
+def test_a_checkpoint_of_the_first_format_is_read(store: RunStore) -> None:
+    """Its manifest has no hash of its own."""
+    folder = save(store, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
+    assert verify(folder).step == 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="its own hash"):
+        verify(folder)
+
+
+def test_a_full_disk_makes_room_before_the_save(
+    tmp_path: Path, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be pruned after the save goes before it, and never the last checkpoint."""
+    store = RunStore(tmp_path, keep=2, notice=notices.append)
+    save(store, 1)
+    save(store, 2)
+    size = read_manifest(store.folder(2)).size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(size * 9, size * 9, size // 2))
+    with store.writing(3) as folder:
+        assert store.steps() == [2]
+        (folder / "state").write_text("3")
+    assert store.steps() == [2, 3]
+    assert "global_step_1 is removed" in notices[-1]
+    one = RunStore(tmp_path / "one", keep=1)
+    save(one, 1)
+    with one.writing(2) as folder:
+        assert one.steps() == [1]
+        (folder / "state").write_text("2")
+    assert one.steps() == [2]
+    store.protected = store.folder(2)
+    with store.writing(4) as folder:
+        assert store.steps() == [2, 3]
+        (folder / "state").write_text("4")
+
+
+def test_there_is_room_so_that_nothing_goes_before_the_save(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, keep=2)
+    save(store, 1)
+    save(store, 2)
+    with store.writing(3) as folder:
+        assert store.steps() == [1, 2]
+        (folder / "state").write_text("3")
+
+
+@pytest.mark.parametrize("folder", ["/sys/hybridrl-run", "/proc/hybridrl-run", "FILE/run"])
+def test_a_folder_that_cannot_be_written_is_refused_when_a_checkpoint_is_looked_for(
+    tmp_path: Path, folder: str
+) -> None:
+    """That is before models are loaded."""
+    (tmp_path / "file").write_text("a file")
+    path = folder.replace("FILE", str(tmp_path / "file"))
+    for mode in ("auto", "disable"):
+        with pytest.raises(CheckpointError, match=rf"trainer\.default_local_dir={path}: the folder cannot be written"):
+            RunStore(path).find(mode)
 
 
 def test_later_format_is_refused(store: RunStore) -> None:
@@ -341,11 +415,11 @@ def test_inspect_lists_and_verifies(store: RunStore, capsys: pytest.CaptureFixtu
     assert inspect_main([str(store.root)]) == 0
     out = capsys.readouterr().out
     assert "global_step_1 " in out
-    assert "whole  2 files" in out
+    assert "complete  2 files" in out
     assert "saved last: global_step_2" in out
     shorten(store.folder(2))
     assert inspect_main([str(store.root)]) == 1
-    assert "TORN" in capsys.readouterr().out
+    assert "global_step_2        corrupt  checkpoint" in capsys.readouterr().out
     assert inspect_main([str(store.folder(1))]) == 0
     assert inspect_main([str(store.root / "nothing")]) == 2
     assert "no checkpoint" in capsys.readouterr().err
@@ -371,3 +445,17 @@ def test_a_second_run_in_the_same_folder_is_refused(store: RunStore) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(store.root)], capture_output=True, text=True, timeout=60)
     assert "CheckpointError another run is writing into" in done.stdout, done.stderr
     assert f"process {os.getpid()} on" in done.stdout
+
+
+def test_a_save_that_is_refused_leaves_the_other_runs_save_alone(store: RunStore) -> None:
+    code = (
+        "import sys\nfrom hybridrl.checkpoint import RunStore\n"
+        "try:\n    with RunStore(sys.argv[1]).writing(5):\n        print('written')\n"
+        "except Exception as exc:\n    print(type(exc).__name__, exc)\n"
+    )
+    with store.writing(5) as folder:
+        (folder / "part").write_text("x")
+        done = subprocess.run([sys.executable, "-c", code, str(store.root)], capture_output=True, text=True, timeout=60)
+        assert "CheckpointError another run is writing into" in done.stdout, done.stderr
+        assert (folder / "part").read_text() == "x"
+    assert verify(store.folder(5)).step == 5

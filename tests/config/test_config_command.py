@@ -262,3 +262,23 @@ def test_a_program_without_workers_runs_on_rank_0_of_torchrun(tmp_path, monkeypa
     done = start(tmp_path, "data.path=answers.parquet", program=program)
     assert (done.returncode, done.stdout) == (0, "answers.parquet\n"), done.stderr
     assert "n_gpus_per_node" not in done.stderr
+
+
+def test_a_file_is_given_as_one_word(ready):
+    done = start(ready, "--config", "conf/grpo_math.yaml", "trainer.experiment_name=mine")
+    assert (done.returncode, done.stdout) == (0, "ran with mine\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["conf/grpo_math.yaml"], "--config conf/grpo_math.yaml"),
+        (["--config", "conf/grpo.yaml"], "conf/grpo.yaml: no such file"),
+        (["--config", "model"], "model: no such file"),
+        (["--config", "train.parquet"], "train.parquet: the name of a YAML file has to end in .yaml"),
+        (["--config", "conf/grpo_math.yaml", "-cn", "grpo_math"], "--config-name"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_message(ready, words, said):
+    done = start(ready, *words)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr

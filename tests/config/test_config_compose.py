@@ -113,6 +113,17 @@ def test_defaults_that_follow_another_key():
     assert policy.actor.checkpoint.load_contents == ["model", "hf_model"]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "processes", "policy", "value"),
+    [(1, 4, [2], [2]), (1, 3, [2], [1]), (2, 8, [8], [8]), (3, 8, [8, 8], [8])],
+)
+def test_a_split_placement_halves_the_nodes_or_the_devices_of_one(nodes, processes, policy, value):
+    words = ["placement=split", f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={processes}"]
+    placement = load_config("ppo_trainer", words).placement
+    assert (placement.pools["policy"], placement.pools["value"]) == (policy, value)
+    assert placement.roles == {"actor_rollout_ref": "policy", "critic": "value"}
+
+
 def test_rollouts_are_dumped_each_step_where_their_folder_is_named():
     """As in verl, where naming the folder switches dumping on."""
     frequencies = {
@@ -156,7 +167,7 @@ def test_an_interpolation_that_leads_nowhere_is_named():
         ("algorithm.gamma=2", "must be at most 1"),
         ("algorithm.kl_penalty=kl4", "must be one of"),
         ("algorithm.kl_ctrl.type=fixd", "nearest: fixed"),
-        ("actor_rollout_ref.actor.strategy=megatron", "does not support it yet"),
+        ("actor_rollout_ref.actor.strategy=veomni", "does not support it yet"),
         ("actor_rollout_ref.rollout.name=trtllm", "does not support it yet"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "does not support it yet"),
         ("trainer.logger=[console,wandbb]", "nearest: wandb"),
@@ -216,7 +227,7 @@ def test_all_faults_come_at_once():
         "algorithm.kl_penalty=kl9",
         "data.seed=1,2",
         "just_a_word",
-        "model_engine=megatron",
+        "model_engine=veomni",
     )
     assert len(faults) == 7
     with pytest.raises(ConfigError, match="2 faults"):

@@ -75,7 +75,7 @@ def test_words_of_training_and_of_older_versions_are_taken() -> None:
     assert (config.data.max_prompt_length, config.data.max_response_length) == (99, 98)  # type: ignore[attr-defined]
     assert config.data.path == ["a.parquet"]  # type: ignore[attr-defined]
     assert "rollout.prompt_length (command line) is now data.max_prompt_length" in said
-    assert "Megatron" in said
+    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size" in said
 
     scored = compose_config(
         "evaluation",
@@ -88,7 +88,8 @@ def test_words_of_training_and_of_older_versions_are_taken() -> None:
     )
     assert scored.config.reward.custom_reward_function.path == "own.py"  # type: ignore[attr-defined]
     assert scored.config.data.data_source_key == "source"  # type: ignore[attr-defined]
-    assert len(scored.notices) == 4
+    assert scored.config.data.prompt_key == "question"  # type: ignore[attr-defined]
+    assert len(scored.notices) == 3
 
 
 @pytest.mark.parametrize(
@@ -122,11 +123,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         ("data.output_path=answers.json", "must name a file that ends in .parquet"),
         (f"data.output_path={tmp_path / 'rows.parquet'}", "is an input file"),
         ("actor_rollout_ref.rollout.nnodes=1", "set trainer.nnodes instead"),
-        ("actor_rollout_ref.rollout.response_length=4", "are the same thing"),
         ("placement.roles.critic=global", "unknown role"),
         ("actor_rollout_ref.rollout.name=openai", "without actor_rollout_ref.rollout.openai.base_url"),
     ):
         assert any(message in fault for fault in faults_of("generation", *words, word)), word
+    lengths = ["data.max_response_length=8", "actor_rollout_ref.rollout.response_length=4"]
+    assert "are the same thing" in faults_of("generation", *words, *lengths)[0]
     both = ["data.n_samples=3", "actor_rollout_ref.rollout.n=2"]
     assert "are the same thing" in faults_of("generation", *words, *both)[0]
     greedy = ["data.n_samples=3", "actor_rollout_ref.rollout.do_sample=False"]

@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from hybridrl.algorithms import get_adv_estimator_fn
 from hybridrl.algorithms.rollout_correction.presets import PRESETS
 from hybridrl.config import ConfigError, load_config, validate
-from hybridrl.config.checks.run import check_gpus, visible_gpus
+from hybridrl.config.checks.run import check, check_gpus, visible_gpus
 from hybridrl.config.schema.trainer import RunConfig
+from hybridrl.errors import AlgorithmError
+from hybridrl.registry import ADV_ESTIMATORS
 
 POLICY = "actor_rollout_ref"
 
@@ -49,6 +54,7 @@ def faults_of(words: list[str], root: str = "ppo_trainer") -> list[str]:
         [*GRPO, f"{POLICY}.model.path=org/name", "critic.model.path=nowhere"],  # no critic in GRPO
         [*GRPO, "reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 64}"],
         [*GRPO, "data.train_files=hdfs://host/file.parquet"],
+        [*GRPO, "data.train_files=[tr*.parquet,openai/gsm8k@main:train]", "data.val_files='openai/gsm8k:test[:10%]'"],
         [*GRPO, f"{POLICY}.actor.checkpoint.save_contents=[hf_model]", "trainer.resume_mode=disable"],
         [*GRPO, "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"],
         [*GRPO, *ADAPTIVE, "algorithm.kl_ctrl.horizon=1639"],  # 1024 prompts x 8 samples < 5 x 1639
@@ -84,6 +90,7 @@ def test_sft_that_works_passes(here):
         (["data.train_files=[]"], "data.train_files", "is not set"),
         (["data.train_files=[train.parquet,gone.parquet]"], "data.train_files=gone.parquet", "no such file"),
         (["data.train_files=model"], "data.train_files", "is a folder"),
+        (["data.train_files=*.csv"], "data.train_files=*.csv", "no file has such a name"),
         (["data.val_files=gone.parquet"], "data.val_files", "no such file"),
         (["data.val_files=[]", "trainer.test_freq=5"], "trainer.test_freq=5", "data.val_files"),
         (["data.val_files=[]", "trainer.val_only=true"], "trainer.val_only", "data.val_files"),
@@ -108,7 +115,11 @@ def test_sft_that_works_passes(here):
         # algorithm
         (["algorithm.adv_estimator=grpoo"], "algorithm.adv_estimator", "nearest: grpo"),
         ([f"{POLICY}.actor.policy_loss.loss_mode=vanila"], "loss_mode", "nearest: vanilla"),
-        ([f"{POLICY}.rollout.n=1"], "algorithm.adv_estimator=grpo", f"{POLICY}.rollout.n=1"),
+        (
+            [f"{POLICY}.rollout.n=1", "algorithm.adv_estimator=grpo_passk"],
+            "algorithm.adv_estimator=grpo_passk",
+            f"{POLICY}.rollout.n=1",
+        ),
         (["algorithm.adv_estimator=gae", "critic.enable=false"], "algorithm.adv_estimator=gae", "critic.enable"),
         (["trainer.critic_warmup=3"], "trainer.critic_warmup=3", "without a critic"),
         ([f"{POLICY}.actor.loss_scale_factor=100"], "loss_scale_factor", "seq-mean-token-sum-norm"),
@@ -130,11 +141,6 @@ def test_sft_that_works_passes(here):
         ),
         (["algorithm.gdpo_reward_keys=[a]"], "gdpo_reward_keys", "it is grpo"),
         # rollout correction
-        (
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
-            f"{CORRECTION}.rollout_is=token",
-            "loss_type=reinforce",
-        ),
         ([f"{CORRECTION}.loss_type=reinforce"], f"{CORRECTION}.loss_type=reinforce", "bypass_mode=True"),
         ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "rollout_is_batch_normalize=True", "without rollout_is"),
         ([f"{CORRECTION}.rollout_rs_threshold=0.01"], "rollout_rs_threshold=0.01", "without rollout_rs"),
@@ -143,7 +149,11 @@ def test_sft_that_works_passes(here):
         (["data.train_batch_size=1000"], "data.train_batch_size=1000", "nearest divisors: 250, 500"),
         ([f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4096"], "ppo_micro_batch_size_per_gpu=4096", "2048 sequences"),
         # lengths
-        ([f"{POLICY}.rollout.response_length=64"], "response_length=64", "same thing"),
+        (
+            [f"{POLICY}.rollout.response_length=64", "data.max_response_length=65"],
+            "response_length=64",
+            "same thing",
+        ),
         ([f"{POLICY}.actor.rollout_n=4"], "actor.rollout_n=4", "same thing"),
         ([f"{POLICY}.rollout.max_model_len=1000"], "max_model_len=1000", "1024 tokens"),
         (
@@ -182,10 +192,43 @@ def test_sft_that_works_passes(here):
         ),
         # sampling
         ([f"{POLICY}.rollout.do_sample=false"], "do_sample=False", "alike"),
-        ([f"{POLICY}.rollout.val_kwargs.n=4"], "val_kwargs.n=4", "alike"),
         ([f"{POLICY}.rollout.val_kwargs.do_sample=true"], "val_kwargs.do_sample=True", "temperature"),
+        ([f"{POLICY}.rollout.temperature=0"], f"{POLICY}.rollout.temperature=0", "do_sample=False"),
         # engines and run
         ([f"{POLICY}.rollout.nnodes=1"], "rollout.nnodes=1 with name=auto", "sglang, vllm"),
+        (
+            [
+                f"{POLICY}.rollout.checkpoint_engine.method=streamed",
+                f"{POLICY}.rollout.checkpoint_engine.check_weights=true",
+            ],
+            "check_weights=True with method=streamed",
+            "check_weights=false",
+        ),
+        (
+            [
+                f"{POLICY}.rollout.name=vllm",
+                f"{POLICY}.rollout.nnodes=1",
+                f"{POLICY}.rollout.checkpoint_engine.method=streamed",
+                f"{POLICY}.rollout.checkpoint_engine.delta=true",
+            ],
+            "delta=True with method=streamed",
+            "delta=false",
+        ),
+        (
+            [f"{POLICY}.rollout.name=vllm", f"{POLICY}.rollout.checkpoint_engine.delta=true"],
+            "rollout.nnodes=0: replicas on the devices of training",
+            "delta=false",
+        ),
+        (
+            [f"{POLICY}.rollout.name=hf", f"{POLICY}.rollout.checkpoint_engine.check_weights=true"],
+            "check_weights=True with name=hf",
+            "sglang, vllm",
+        ),
+        (
+            [f"{POLICY}.rollout.name=hf", f"{POLICY}.rollout.checkpoint_engine.method=planned"],
+            "method=planned",
+            "name=hf",
+        ),
         ([f"{POLICY}.actor.fsdp_config.forward_only=true"], "forward_only=True", "trained"),
         (
             [
@@ -208,6 +251,7 @@ def test_sft_that_works_passes(here):
             "no health check could roll back",
         ),
         ([f"{POLICY}.actor.optim.optimizer_impl=nowhere.optim"], "optimizer_impl=nowhere.optim", "no package nowhere"),
+        ([f"{POLICY}.actor.optim.min_lr=1"], f"{POLICY}.actor.optim.min_lr=1.0", "lr=1e-06"),
         ([f"{POLICY}.actor.optim.optimizer_impl=bitsandbytes.optim"], "bitsandbytes.optim", "torchao.optim"),
         (["trainer.max_critic_ckpt_to_keep=2"], "max_critic_ckpt_to_keep=2 without a critic", "remove it"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_mode", "resume_from_path"),
@@ -217,15 +261,15 @@ def test_sft_that_works_passes(here):
             "no such folder",
         ),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=model"], "resume_from_path", "global_step_N"),
-        (["trainer.resume_from_path=model"], "trainer.resume_from_path", "resume_mode"),
         (["trainer.default_local_dir=train.parquet"], "trainer.default_local_dir", "is a file"),
         (["trainer.device=cuda"], "trainer.device=cuda", "no GPU"),
         # placement
         (["placement.roles.ref=other"], "placement.roles.ref=other", "no such pool"),
-        (["placement.roles.actor=global"], "placement.roles.actor", "there are actor_rollout_ref, critic, ref"),
+        (["placement.roles.actor=global"], "placement.roles.actor", "there are actor_rollout_ref, ref, critic"),
         (["placement.pools.second=[1]"], "placement.pools.second", "holds no role"),
         (["placement.pools.second=[]", "placement.roles.ref=second"], "placement.pools.second", "is empty"),
         (["placement.pools.global=[2]"], "placement.pools.global=[2]", "same thing"),
+        (["placement=split"], "placement.pools.value", "is empty"),
     ],
 )
 def test_a_fault_names_its_keys_and_the_way_out(here, change, key, expected):
@@ -275,6 +319,50 @@ def test_faults_of_sft(here, change, expected):
     assert expected in fault
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ([f"{POLICY}.rollout.n=1"], ["algorithm.adv_estimator=grpo", f"{POLICY}.rollout.n=1"]),
+        ([f"{POLICY}.rollout.val_kwargs.n=4"], [f"{POLICY}.rollout.val_kwargs.n=4", "do_sample=False"]),
+        (["trainer.resume_from_path=model"], ["trainer.resume_from_path=model", "trainer.resume_mode=auto"]),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            [f"{CORRECTION}.rollout_is=token", "loss_type=ppo_clip"],
+        ),
+        (
+            ["placement=split", "trainer.n_gpus_per_node=4"],
+            ["placement.pools.value=[2]", "critic", "placement=colocated"],
+        ),
+    ],
+)
+def test_what_runs_with_an_unexpected_consequence_is_told(here, capsys, change, told):
+    assert check(load_config("ppo_trainer", GRPO)) == []
+    config = load_config("ppo_trainer", [*GRPO, *change])
+    (notice,) = check(config)
+    assert all(key in notice for key in told)
+    capsys.readouterr()
+    validate(config)
+    assert notice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS.names())
+def test_one_sample_per_prompt_is_refused_exactly_where_it_has_no_advantage(name):
+    """The notice says that a response is reinforced by its own score: true of every estimator that it is given for."""
+    facts = ADV_ESTIMATORS.facts(name)
+    if not facts.compares_samples or facts.reads_components:
+        return
+    rewards, mask = torch.tensor([[0.0, 2.0], [0.0, 1.0]]), torch.ones(2, 2)
+    more = {"old_log_probs": torch.zeros(2, 2), "sum_pi_squared": torch.ones(2, 2)}
+    given = {key: value for key, value in more.items() if key in facts.needs}
+    try:
+        advantages, _ = get_adv_estimator_fn(name)(rewards, mask, np.array(["a", "b"], dtype=object), **given)
+    except AlgorithmError:
+        assert not facts.alone
+        return
+    ordered = advantages[0, -1] > advantages[1, -1]  # some estimators whiten or scale the scores
+    assert bool(ordered) == facts.alone
+
+
 def test_all_faults_come_at_once(here):
     faults = faults_of(
         [
@@ -286,8 +374,8 @@ def test_all_faults_come_at_once(here):
         ]
     )
     named = " ".join(faults)
-    assert len(faults) == 6
-    for key in ("model.path", "data.train_files", "ppo_mini_batch_size", "rollout.n=1", "reward.custom", "resume_from"):
+    assert len(faults) == 5
+    for key in ("model.path", "data.train_files", "ppo_mini_batch_size", "reward.custom", "resume_from"):
         assert key in named
 
 
@@ -317,3 +405,23 @@ def test_more_processes_than_devices(device, processes, count, fits):
     faults = list(check_gpus(RunConfig(device=device, n_gpus_per_node=processes), count))
     assert (faults == []) is fits
     assert fits or "trainer." in faults[0]
+
+
+@pytest.mark.parametrize("named", ["run", "run/global_step_12", "run/global_step_12/actor"])
+def test_a_checkpoint_given_as_a_model_is_told_where_its_model_is(here, named):
+    for model in (
+        "run/global_step_9/actor/hf_model",
+        "run/global_step_12/actor/hf_model",
+        "run/global_step_12/critic/hf_model",
+    ):
+        (here / model).mkdir(parents=True)
+    (fault,) = faults_of([*GRPO, f"{POLICY}.model.path={named}"])
+    assert fault.startswith(f"{POLICY}.model.path={named}: ")
+    assert fault.endswith("run/global_step_12/actor/hf_model")
+
+
+def test_a_checkpoint_without_a_model_says_how_to_make_one(here):
+    (here / "run/global_step_9/actor/model").mkdir(parents=True)
+    (fault,) = faults_of([*GRPO, f"{POLICY}.model.path=run"])
+    assert fault.startswith(f"{POLICY}.model.path=run: ")
+    assert "python -m hybridrl.checkpoint.merge run/global_step_9 --out DIR" in fault

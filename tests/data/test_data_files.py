@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 
+import datasets
+import pyarrow
 import pytest
 
+from hybridrl.config.data_names import dataset_name
 from hybridrl.data import DataError
-from hybridrl.data.files import read_table
+from hybridrl.data.files import fingerprints, read_table
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.json", "a.jsonl"])
@@ -57,14 +63,14 @@ def test_no_file_named():
 
 
 def test_directory_tells_to_name_its_files(write, rows, tmp_path):
-    path = write("a.parquet", rows)
-    refused(tmp_path, "is a directory", f"data.val_files=[{path}]")
+    write("a.parquet", rows)
+    refused(tmp_path, "is a directory", f"data.val_files={tmp_path / '*.parquet'}")
 
 
 def test_unknown_suffix(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("x\n1\n")
-    refused(path, ".csv", ".parquet, .json, .jsonl")
+    for name in ("a.xls", "b.xls.gz", "c.parquet.gz"):
+        (tmp_path / name).write_text("x\n1\n")
+        refused(tmp_path / name, (tmp_path / name).suffix, ".parquet, .json, .jsonl, .csv")
 
 
 def test_remote_address():
@@ -128,3 +134,149 @@ def test_home_directory_is_expanded(write, rows, monkeypatch):
     path = write("a.parquet", rows)
     monkeypatch.setenv("HOME", str(path.parent))
     assert len(read_table(Path("~/a.parquet"))) == 7
+
+
+def every_row(table):
+    return [table[index] for index in range(len(table))]
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_compressed_files(write, rows, tmp_path, suffix):
+    content = write("a.jsonl", rows).read_bytes()
+    path = tmp_path / f"b.jsonl{suffix}"
+    path.write_bytes(PACK[suffix](content))
+    table = read_table(path)
+    assert every_row(table) == rows and table.locate(3).endswith("line 4")
+    path.write_bytes(PACK[suffix](content)[:-6])
+    refused(path, str(path), f"cannot be decompressed as {suffix}")
+
+
+def test_csv_values_stay_text_and_rows_are_named_by_their_first_line(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffquestion, answer\r\n"two\nlines, ""quoted""",007\r\n\r\nlast,\r\n', encoding="utf-8")
+    table = read_table(path)
+    assert every_row(table) == [
+        {"question": 'two\nlines, "quoted"', "answer": "007"},
+        {"question": "last", "answer": None},
+    ]
+    assert [table.locate(row).rsplit("line ")[-1] for row in range(2)] == ["2", "5"]
+
+
+def test_tabs_and_long_fields(tmp_path):
+    path = tmp_path / "a.tsv.gz"
+    path.write_bytes(gzip.compress(b"q\ta\n" + b"x" * 200_000 + b"\t1,2\n"))
+    assert every_row(read_table(path)) == [{"q": "x" * 200_000, "a": "1,2"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("q,a\nx,1\ny,1,2\n", ("line 3", "3 fields", "2 columns (q, a)")),
+        ('q,a\nx,1\n"open,1\n', ("line 3", "not valid CSV")),
+        ("q,,a\nx,1,2\n", ("line 1", "every column once")),
+        ("q,q\nx,1\n", ("line 1", "every column once")),
+        ("q,a\n", ("no rows",)),
+    ],
+)
+def test_bad_csv_is_named(tmp_path, text, said):
+    (tmp_path / "a.csv").write_text(text)
+    refused(tmp_path / "a.csv", *said)
+
+
+def test_globs_are_read_in_the_order_of_their_names(write, rows, tmp_path):
+    (tmp_path / "deep").mkdir()
+    write("b.jsonl", rows[2:4])
+    write("a.parquet", rows[:2])
+    write("deep/c.json", rows[4:])
+    write("x [1].json", rows[:1])
+    assert every_row(read_table(str(tmp_path / "[ab].*"))) == rows[:4]
+    assert every_row(read_table([str(tmp_path / "?.*"), str(tmp_path / "**" / "c.json")])) == rows
+    assert every_row(read_table(str(tmp_path / "x [1].json"))) == rows[:1]  # a file of exactly this name
+    refused(str(tmp_path / "*.csv"), "*.csv", "no such file")
+
+
+def test_names_of_data_sets_and_of_files(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a:b").write_text("")
+    monkeypatch.chdir(tmp_path)
+    parts = {
+        "openai/gsm8k": ("openai/gsm8k", None, None),
+        "openai/gsm8k:train": ("openai/gsm8k", None, "train"),
+        "openai/gsm8k@main:train[:10%]": ("openai/gsm8k", "main", "train[:10%]"),
+        "org/set-v1.5": ("org/set-v1.5", None, None),
+        "data:train": ("data", None, "train"),
+        "data/none:train": ("data/none", None, "train"),
+    }
+    for entry, (name, config, split) in parts.items():
+        found = dataset_name(entry)
+        assert found is not None and (found.name, found.config, found.split) == (name, config, split)
+    for entry in (
+        "data",
+        "data/a:b",
+        "data/none.parquet",
+        "data/none.csv.gz",
+        "data/none",
+        "a.json",
+        "x/y/z",
+        "s3://x/y:train",
+    ):
+        assert dataset_name(entry) is None, entry
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch, write, rows):
+    """A folder `org/name` as the hub stores it: the `datasets` library loads it as it loads one of the hub."""
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    write("org/name/train.jsonl", rows[:5])
+    write("org/name/test.jsonl", rows[5:])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("hub")
+def test_splits_that_the_datasets_library_loads(rows):
+    table = read_table(["org/name:train", "org/name@default:test"])
+    assert every_row(table) == rows
+    assert table.locate(6) == "org/name@default:test, row 1 (counted from 0)"
+    refused("org/name:dev", "org/name:dev", "dev")
+    refused("org/name@other:test", "other")
+
+
+def test_saved_data_sets(tmp_path, rows):
+    train, test = datasets.Dataset.from_list(rows[:5]), datasets.Dataset.from_list(rows[5:])
+    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
+    train.save_to_disk(tmp_path / "one")
+    assert every_row(read_table([f"{tmp_path}/one", f"{tmp_path}/both:test"])) == rows
+    refused(str(tmp_path / "both"), "splits train, test", f"{tmp_path}/both:train")
+    refused(f"{tmp_path}/both:dev", "no such split", "train, test")
+    refused(f"{tmp_path}/one:test", "test")
+    refused(f"{tmp_path}/both@main:test", "@main")
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("org/unknown:train", "data.val_files=org/unknown:train", "no such file", "--repo-type dataset org/unknown")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_fingerprint_follows_the_content(write, rows):
+    path = write("a.jsonl", rows)
+    first = fingerprints([str(path), "org/name:test"])
+    assert [name for name, _ in first] == ["a.jsonl", "org/name:test"]
+    assert fingerprints([f"{path.parent}/a.*", "org/name:test"]) == first
+    write("a.jsonl", rows[:3])
+    write("org/name/test.jsonl", rows[:3])
+    again = fingerprints([str(path), "org/name:test"])
+    assert all(was != now for was, now in zip(first, again, strict=True))

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl.config import DataConfig
 from hybridrl.data import DataError, RLHFDataset, create_rl_dataset, create_train_loader
 from hybridrl.data.chat import truncate
+from hybridrl.data.ground_truth import report_missing
 
 PREFIX, SUFFIX = "<|im_start|>user\nSort: ", "<|im_end|>\n<|im_start|>assistant\n"
 
@@ -132,7 +133,8 @@ def test_more_tokens_than_the_cache_keeps(write, rows, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("prompt", "fault"),
     [
-        ("Sort: 1", r"it is text \('Sort: 1'\), not a list of messages; write"),
+        (" \n", "the text is empty"),
+        ("[{'role': 'user', 'content': 'Sort: 1'}]", "a list of messages written as text"),
         (None, "missing"),
         ([], "empty"),
         ([{"content": "x"}], "message 0 has no 'role'"),
@@ -149,11 +151,95 @@ def test_prompt_that_is_no_message_list_is_named(write, rows, tokenizer, prompt,
         make(write("a.jsonl", rows), tokenizer)
 
 
-def test_prompt_column_of_text_in_parquet(write, rows, tokenizer):
-    for row in rows:
-        row["prompt"] = row["prompt"][0]["content"]
-    with pytest.raises(DataError, match=r"row 0.*it is text"):
-        make(write("a.parquet", rows), tokenizer)
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+@pytest.mark.parametrize("settings", [{}, {"truncation": "left"}])
+def test_text_is_a_message_of_the_user(write, rows, tokenizer, name, settings):
+    path = write(name, [{**row, "prompt": row["prompt"][0]["content"]} for row in rows])
+    dataset, expected = make(path, tokenizer, **settings), make(write("b.parquet", rows), tokenizer)
+    for item in range(7):
+        assert dataset[item]["input_ids"] == expected[item]["input_ids"]
+        assert dataset[item]["raw_prompt"] == rows[item]["prompt"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"truncation": "left"}])
+def test_a_system_prompt_begins_conversations_that_have_none(write, rows, tokenizer, settings):
+    own = [{"role": "system", "content": "Mine."}, *rows[1]["prompt"]]
+    rows[0]["prompt"], rows[1]["prompt"] = rows[0]["prompt"][0]["content"], own
+    dataset = make(write("a.jsonl", rows[:3]), tokenizer, system_prompt="Be brief.", **settings)
+    brief = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert prompts_of(dataset, tokenizer) == [
+        f"{brief}{PREFIX}9{SUFFIX}",
+        f"{brief.replace('Be brief', 'Mine')}{PREFIX}98{SUFFIX}",
+        f"{brief}{PREFIX}987{SUFFIX}",
+    ]
+    assert dataset[1]["raw_prompt"] == own
+
+
+def test_a_system_prompt_reaches_messages_that_a_class_builds(write, tokenizer, tmp_path):
+    source = (
+        "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n"
+        "    def build_messages(self, row):\n        return [{'role': 'user', 'content': 'Sort: ' + row['digits']}]\n"
+    )
+    path = write("a.jsonl", [{"digits": "9"}])
+    dataset = custom(path, tokenizer, tmp_path, source, system_prompt="Be brief.")
+    assert prompts_of(dataset, tokenizer) == [f"<|im_start|>system\nBe brief.<|im_end|>\n{PREFIX}9{SUFFIX}"]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv"])
+def test_question_and_answer_columns(tmp_path, write, tokenizer, name):
+    given = [{"question": f"Sort: {n}", "answer": f"0{n}", "level": "easy"} for n in range(3)]
+    if name == "a.csv":
+        (tmp_path / name).write_text("question,answer,level\n" + "".join(f"{','.join(r.values())}\n" for r in given))
+    dataset = make(
+        tmp_path / name if name == "a.csv" else write(name, given),
+        tokenizer,
+        prompt_key="question",
+        ground_truth_key="answer",
+    )
+    assert [tokenizer.decode(dataset[i]["input_ids"]) for i in range(3)] == [f"{PREFIX}{i}{SUFFIX}" for i in range(3)]
+    for item in range(3):
+        row = dataset[item]
+        assert row["reward_model"] == {"style": "rule", "ground_truth": f"0{item}"}
+        assert (row["answer"], row["level"], row["question"]) == (f"0{item}", "easy", f"Sort: {item}")
+    assert sorted(dataset.columns) == ["answer", "level", "question", "reward_model"]
+    assert dataset.column("reward_model") == [dataset[i]["reward_model"] for i in range(3)]
+
+
+def test_the_ground_truth_key_goes_before_reward_model(write, rows, tokenizer):
+    path = write("a.parquet", [{**row, "answer": [number, 2]} for number, row in enumerate(rows)])
+    dataset = make(path, tokenizer, ground_truth_key="answer")
+    assert [dataset[i]["reward_model"]["ground_truth"] for i in range(7)] == [[number, 2] for number in range(7)]
+    with pytest.raises(DataError, match=r"no column 'solution'.*data\.ground_truth_key"):
+        make(path, tokenizer, ground_truth_key="solution")
+
+
+def test_rows_without_a_ground_truth_are_told(write, rows, tokenizer, capsys):
+    def told(path, **settings):
+        capsys.readouterr()
+        report_missing(make(path, tokenizer, **settings), "data.train_files")
+        return " ".join(capsys.readouterr().err.split())
+
+    assert told(write("a.parquet", rows)) == ""
+    plain = [{"prompt": row["prompt"], "answer": "1"} for row in rows]
+    assert "no row has a ground truth" in told(write("b.jsonl", plain))
+    assert "data.ground_truth_key (columns: prompt, answer)" in told(write("b.jsonl", plain))
+    assert told(write("b.jsonl", plain), ground_truth_key="answer") == ""
+    rows[2]["reward_model"]["ground_truth"], rows[5]["reward_model"] = None, None
+    for row, path in ((2, write("c.jsonl", rows)), (3, write("d.jsonl", [*rows[:2], {"prompt": "x"}, *rows[2:]]))):
+        said = told(path)
+        assert f"{row} of {5 + row} rows have no ground truth" in said and "line 3" in said and "warning" in said
+    holes = write("e.parquet", [{"prompt": "x", "answer": float("nan") if n == 1 else 1.0} for n in range(3)])
+    assert "1 of 3 rows have no ground truth" in told(holes, ground_truth_key="answer")
+
+
+def test_columns_that_a_batch_has_itself_are_told_and_left_out(write, rows, tokenizer, capsys):
+    path = write("a.jsonl", [{**row, "index": "mine", "responses": ["x"], "level": 3} for row in rows])
+    dataset = make(path, tokenizer)
+    assert "index, responses: a batch has columns of these names" in " ".join(capsys.readouterr().err.split())
+    (batch,) = create_train_loader(DataConfig(train_batch_size=7, shuffle=False), dataset)
+    assert batch.non_tensor_batch["index"].tolist() == list(range(7))
+    assert batch.non_tensor_batch["level"].tolist() == [3] * 7 and "responses" not in batch.non_tensor_batch
+    assert set(dataset.columns) == set(batch.non_tensor_batch) - {"uid", "index", "raw_prompt"}
 
 
 def test_missing_prompt_column(write, rows, tokenizer):
@@ -275,6 +361,56 @@ class Mine(RLHFDataset):
     assert [dataset[i]["reward_model"]["ground_truth"] for i in range(2)] == ["89", "6789"]
 
 
+def test_hooks_find_the_attributes_of_verls_class(write, rows, tokenizer, tmp_path):
+    """What `__init__` of verl 0.9.1 sets before it reads the files, and the rows as one table that is made once."""
+    names = (
+        "data_files original_data_files tokenizer processor max_samples config prompt_key image_key video_key audio_key"
+    )
+    names += " max_prompt_length return_raw_chat return_full_prompt truncation filter_overlong_prompts"
+    names += " apply_chat_template_kwargs tool_config_path function_tool_path tool_schemas num_workers use_shm"
+    names += " need_tools_kwargs serialize_dataset return_multi_modal_inputs shuffle seed"
+    source = f"""
+from hybridrl.data import RLHFDataset
+
+class Mine(RLHFDataset):
+    def _read_files_and_tokenize(self):
+        self.seen = {{name: getattr(self, name) for name in {names.split()!r}}}
+        super()._read_files_and_tokenize()
+        assert self.dataframe is self.dataframe
+        self.dataframe = self.dataframe.select(range(len(self.dataframe) - 1))
+        assert len(self.dataframe) == {len(rows) - 1}
+
+    def _build_messages(self, example, key):
+        return super()._build_messages(example, key)
+
+    def __getitem__(self, item):
+        assert self.dataframe[item]["extra_info"] == super().__getitem__(item)["extra_info"]
+        return super().__getitem__(item)
+"""
+    config = {"filter_overlong_prompts": True, "max_prompt_length": 17, "seed": 5, "filter_overlong_prompts_workers": 2}
+    dataset = custom(write("a.parquet", rows), tokenizer, tmp_path, source, **config)
+    assert dataset.seen["seed"] == 5 and dataset.seen["max_samples"] == -1 and dataset.seen["num_workers"] == 2
+    assert 1 < len(dataset) < len(rows) - 1 and len(dataset.dataframe) == len(dataset), "overlong rows are left out"
+    assert [dataset[i]["raw_prompt"] for i in range(len(dataset))] == [row["prompt"] for row in rows][: len(dataset)]
+    assert dataset.dataframe is dataset.dataframe
+    with pytest.raises(DataError, match=r"data\.custom_cls: Mine sets self\.dataframe.*_read_files_and_tokenize"):
+        dataset.dataframe = dataset.dataframe
+
+
+def test_prompts_that_are_text_in_some_rows_keep_their_form(write, rows, tokenizer):
+    """Whatever the first row is: reward functions get each prompt as the data have it."""
+    text = {**rows[1], "prompt": "Sort: 4"}
+    for mixed in ([rows[0], text], [text, rows[0]], [text, text], [rows[0], rows[0]]):
+        dataset = make(write("a.jsonl", mixed), tokenizer)
+        has_text = text in mixed
+        assert ("prompt" in dataset.columns) == has_text
+        assert [item.get("prompt") for item in (dataset[0], dataset[1])] == [
+            row["prompt"] if has_text else None for row in mixed
+        ]
+        batch = next(iter(create_train_loader(DataConfig(shuffle=False, train_batch_size=2), dataset)))
+        assert ("prompt" in batch.non_tensor_batch) == has_text
+
+
 def test_hook_that_reads_nothing_or_something_else_is_named(write, rows, tokenizer, tmp_path):
     head = "from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def _read_files_and_tokenize(self):\n"
     for body, said in (("pass", r"Mine\._read_files.*self\.dataframe"), ("self.dataframe = 3", "DataFrame.*int")):
@@ -319,7 +455,9 @@ def test_hook_that_fails_or_returns_text_names_the_row(write, rows, tokenizer, t
                 custom(write("a.parquet", rows), tokenizer, tmp_path, f"{head}        {body}\n", **settings)
 
 
-@pytest.mark.parametrize("hook", ["_download", "resume_dataset_state", "process_vision_info"])
+@pytest.mark.parametrize(
+    "hook", ["_download", "resume_dataset_state", "process_vision_info", "process_multi_modal_info"]
+)
 def test_hook_of_verls_that_would_not_be_called_is_refused(write, rows, tokenizer, tmp_path, hook):
     source = f"from hybridrl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    def {hook}(self): pass\n"
     with pytest.raises(DataError, match=rf"data\.custom_cls: Mine defines {hook}"):

@@ -49,6 +49,32 @@ def test_prompt_and_response_columns_equal_messages(write, tokenizer):
     assert text == messages == chat
 
 
+def test_prompt_and_response_may_be_inside_a_column(write, tokenizer):
+    """As verl's older fine-tuning commands read them: `prompt_key=extra_info prompt_dict_keys=[question]`."""
+    columns = {"prompt_key": "info", "response_key": "info"}
+    inside = {"prompt_dict_keys": ["asked", "text"], "response_dict_keys": ["answer"]}
+    row = {"info": {"asked": {"text": "One?"}, "answer": "First."}}
+    wanted = make(write("a.parquet", [{"messages": TALK[1:3]}]), tokenizer)[0]
+    for name in ("b.parquet", "b.jsonl"):
+        assert make(write(name, [row]), tokenizer, **columns, **inside)[0] == wanted
+    with pytest.raises(DataError, match=r"line 1: data.prompt_dict_keys=\['ask'\].*'info'.*asked, answer.*'ask'"):
+        make(write("c.jsonl", [row]), tokenizer, **columns, prompt_dict_keys=["ask"])
+    with pytest.raises(DataError, match=r"data.response_dict_keys=\['answer', 'text'\].*no mapping"):
+        make(write("d.jsonl", [row]), tokenizer, **columns, **{**inside, "response_dict_keys": ["answer", "text"]})
+
+
+def test_a_system_prompt_begins_conversations_that_have_none(write, tokenizer):
+    other = {"system_prompt": "Other."}
+    own = make(write("a.parquet", [{"messages": TALK}]), tokenizer)[0]
+    assert make(write("a.parquet", [{"messages": TALK}]), tokenizer, **other)[0] == own
+    added = make(write("b.parquet", [{"messages": TALK[1:]}]), tokenizer, **other)[0]
+    begin = [{"role": "system", "content": "Other."}]
+    assert tokenizer.decode(added["input_ids"]) == tokenizer.apply_chat_template(begin + TALK[1:], tokenize=False)
+    columns = {"prompt_key": "question", "response_key": "answer", **other}
+    text = make(write("c.jsonl", [{"question": "One?", "answer": "First."}]), tokenizer, **columns)[0]
+    assert text == make(write("d.jsonl", [{"messages": begin + TALK[1:3]}]), tokenizer)[0]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_truncation_cuts_ids_and_mask_alike(write, tokenizer, side):
     path = write("a.parquet", [{"messages": TALK}])
@@ -128,6 +154,8 @@ def test_bad_prompt_and_response_are_named(write, tokenizer):
         make(write("a.jsonl", [{"q": "x", "a": ""}]), tokenizer, **keys)
     with pytest.raises(DataError, match="line 1: column 'q' cannot be used as a prompt"):
         make(write("a.jsonl", [{"q": 5, "a": "x"}]), tokenizer, **keys)
+    with pytest.raises(DataError, match=r"line 1: column 'a'.*lone surrogate '.ud800'"):
+        make(write("a.jsonl", [{"q": "x", "a": "y\ud800"}]), tokenizer, **keys)
     with pytest.raises(DataError, match="no column 'q'"):
         make(write("a.jsonl", [{"a": "x"}]), tokenizer, **keys)
     with pytest.raises(DataError, match="set both"):

@@ -1,5 +1,6 @@
 """Fixtures of the end-to-end tests."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,12 +9,22 @@ from e2e_tools import Job
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Starts jobs that end with the test."""
+def start_real(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs that end with the test, each as a user would: the controller and its workers import everything."""
+    yield from _jobs(sys.executable, tmp_path / "real")
+
+
+@pytest.fixture
+def start(tmp_path: Path, forked: str) -> Iterator[Callable[..., Job]]:
+    """Starts jobs that end with the test; the processes of a job are forked, with their imports done."""
+    yield from _jobs(forked, tmp_path / "job")
+
+
+def _jobs(python: str, log: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def start_job(*arguments: str, module: str = "hybridrl.trainer.main_ppo") -> Job:
-        jobs.append(Job(module, list(arguments), tmp_path / f"job{len(jobs)}.log"))
+        jobs.append(Job([python, "-m", module, *arguments], log.with_name(f"{log.name}{len(jobs)}.log")))
         return jobs[-1]
 
     yield start_job

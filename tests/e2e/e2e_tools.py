@@ -1,25 +1,33 @@
-"""Whole jobs, as a user starts them: `python -m hybridrl.trainer.main_ppo KEY=VALUE ...` in a process of its own."""
+"""Whole jobs: `python -m hybridrl.trainer.main_ppo KEY=VALUE ...` in a process of its own."""
 
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 LIMIT_S = 500
+#: begin the names of metrics that time the work of processes, or count it since they started
+MEASURED = (
+    "timing_",
+    "perf/",
+    "rollout/tokens_per_s",
+    "rollout/prompt_tokens",
+    "rollout/update_weights_s",
+    "rollout/update_weights_gb_per_s",
+)
 
 
 class Job:
     """One running command, its output in a file."""
 
-    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
         self._file = open(log, "w")  # noqa: SIM115  (open as long as the process)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            command,
             stdout=self._file,
             stderr=subprocess.STDOUT,
             cwd=log.parent,
@@ -73,4 +81,4 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def without_timing(record: dict[str, Any]) -> dict[str, Any]:
     """The metrics that a repeated run repeats."""
-    return {name: value for name, value in record.items() if not name.startswith(("timing_", "perf/"))}
+    return {name: value for name, value in record.items() if not name.startswith(MEASURED)}

@@ -15,9 +15,8 @@ from typing import IO
 import psutil
 import ray
 
-from hybridrl.config import cli
+from hybridrl.programs import start
 from hybridrl.single_controller.ray.cluster import start_ray
-from hybridrl.trainer.main_ppo import run
 
 sys.path.append(str(Path(__file__).parents[1]))
 import fork_server
@@ -28,7 +27,7 @@ CPUS = 4
 def status_of(words: list[str]) -> int:
     """What the process would have ended with, had it been for this run alone."""
     try:
-        cli("ppo_trainer", run, words)
+        start("ppo", "main_ppo", words)
     except SystemExit as end:
         return int(end.code or 0)
     except BaseException:

@@ -37,11 +37,11 @@ MARK = "HYBRIDRL_TEST_RUN"
 
 # Registered by the user's own module, in the workers and on the controller.
 FAULTS = '''
-import os, resource, signal, threading, time
-from pathlib import Path
+import os, resource, signal
 
 import torch
 from hybridrl.algorithms import get_policy_loss_fn, register_adv_est, register_policy_loss
+from hybridrl.engine import saved_parts
 
 calls = 0  # of the loss in this process: one a step, since a micro-batch holds the whole batch
 
@@ -79,14 +79,8 @@ def _(loss):
 
 @breaks_in_step_two("killed_while_saving")
 def _(loss):
-    def kill():
-        folder = Path(os.environ["RUNS_FOLDER"]) / "killed_while_saving" / "global_step_2.tmp" / "actor"
-        while not folder.exists():
-            time.sleep(0.0005)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if torch.distributed.get_rank() == 1:
-        threading.Thread(target=kill, daemon=True).start()
+        saved_parts.write_boxes = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     return loss
 
 
@@ -234,7 +228,8 @@ def run(grpo: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 def alone(words: list[str], folder: Path) -> Job:
     """A process of its own for one run."""
-    return Job("hybridrl.trainer.main_ppo", [*words, f"trainer.default_local_dir={folder / 'run'}"], folder / "log")
+    module = ["-m", "hybridrl.trainer.main_ppo"]
+    return Job([sys.executable, *module, *words, f"trainer.default_local_dir={folder / 'run'}"], folder / "log")
 
 
 def broken_loss(name: str, *words: str) -> list[str]:
@@ -367,9 +362,7 @@ def test_port_where_something_else_than_ray_listens(grpo: list[str], tmp_path: P
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        job = Job(
-            "hybridrl.trainer.main_ppo", [*grpo, f"trainer.default_local_dir={tmp_path / 'run'}"], tmp_path / "log"
-        )
+        job = alone(grpo, tmp_path)
         try:
             status = job.wait()
         finally:
@@ -410,11 +403,15 @@ def test_nan_in_the_loss_stops_the_run_and_its_batch_is_kept(run: Runner) -> Non
     assert [record["step"] for record in records(outcome.folder)] == [1]
 
 
+#: a run of three steps with an infinite gradient in the second, and an estimator of the user's own
+SKIPPED = broken_loss(
+    "nan_gradient", "trainer.on_nonfinite=skip", "trainer.total_training_steps=3", "algorithm.adv_estimator=quarter"
+)
+
+
 @pytest.fixture(scope="module")
 def skipped(run: Runner) -> Outcome:
-    """A run of three steps with an infinite gradient in the second, and an estimator of the user's own."""
-    words = ["trainer.on_nonfinite=skip", "trainer.total_training_steps=3", "algorithm.adv_estimator=quarter"]
-    return run("skipped", *broken_loss("nan_gradient", *words))
+    return run("skipped", *SKIPPED)
 
 
 def test_nan_in_the_gradient_skips_the_step_and_its_batch_is_kept(skipped: Outcome) -> None:
@@ -481,7 +478,7 @@ def test_torn_checkpoint_is_refused_where_it_was_asked_for(run: Runner, torn: Pa
 
 
 def test_torn_checkpoint_is_passed_over_by_auto_with_a_notice(run: Runner, torn: Path) -> None:
-    outcome = run("torn", "trainer.total_training_steps=3", "trainer.save_freq=1")
+    outcome = run("torn", *SKIPPED)
     assert outcome.status == 0, outcome.output[-4000:]
     assert f"RESUMING FROM THE OLDER {torn / 'global_step_2'} INSTEAD" in outcome.output
     assert "step 2 of 3" in outcome.output
@@ -494,6 +491,31 @@ def test_checkpoint_of_another_model_is_refused(run: Runner, skipped: Outcome, t
     outcome = run("skipped", f"actor_rollout_ref.model.path={tiny_model}")
     outcome.assert_one_message("hidden_size", "128", "32")
     assert {path: path.stat().st_mtime_ns for path in skipped.folder.rglob("*") if path.name != ".lock"} == before
+
+
+def test_another_experiment_in_the_folder_of_a_run_is_refused(run: Runner, skipped: Outcome) -> None:
+    before = (skipped.folder / "config.yaml").read_text()
+    outcome = run("skipped", "trainer.total_training_steps=5")
+    outcome.assert_one_message(
+        "algorithm.adv_estimator was 'quarter', now 'grpo'",
+        "actor_rollout_ref.actor.policy_loss.loss_mode was 'nan_gradient', now 'vanilla'",
+        "trainer.default_local_dir",
+        "trainer.resume_mode=disable",
+    )
+    assert (skipped.folder / "config.yaml").read_text() == before
+
+
+def test_a_finished_run_says_so_and_what_is_different_now(run: Runner, skipped: Outcome) -> None:
+    """It trained nothing, without a word."""
+    lr = "actor_rollout_ref.actor.optim.lr"
+    before, done = (skipped.folder / "config.yaml").read_text(), records(skipped.folder)
+    outcome = run("skipped", *SKIPPED, f"{lr}=5e-4")
+    assert outcome.status == 0, outcome.output[-4000:]
+    assert "is finished (step 3 of 3)" in outcome.output and "nothing was trained" in outcome.output
+    assert "trainer.total_training_steps" in outcome.output
+    assert f"{lr} was 0.001, now 0.0005" in outcome.output
+    assert records(skipped.folder) == done and (skipped.folder / "config.yaml").read_text() == before
+    assert lr in (skipped.folder / "config_changes.yaml").read_text()
 
 
 # ---------------------------------------------------------------- Ctrl-C

@@ -23,7 +23,7 @@ from hybridrl.config import load_config, validate
 from hybridrl.data.preprocess.sort import write_sort_data
 from hybridrl.errors import UserError
 from hybridrl.models.tiny import build_tiny_model
-from hybridrl.rollout.server import OpenAIServer, Served, create_app
+from hybridrl.rollout.server import Listener, OpenAIServer, Served, create_app
 from hybridrl.trainer.evaluation import run_evaluation
 from hybridrl.trainer.generation.run_generation import run_generation
 
@@ -66,13 +66,18 @@ def same(first: pd.DataFrame, second: pd.DataFrame) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_result(
-    words: list[str], tmp_path: Path, start: Callable[..., Job], ray_session: None, sort_data: Path, micro_model: Path
+    words: list[str],
+    tmp_path: Path,
+    start_real: Callable[..., Job],
+    ray_session: None,
+    sort_data: Path,
+    micro_model: Path,
 ) -> None:
     """Killed after its first parts, resumed here, and compared with a run that was never killed."""
     many = [*words, "data.batch_size=1", "data.log_probs=True", "data.max_response_length=48"]
     output = tmp_path / "out" / "answers.parquet"
     parts = output.with_name("answers.parquet.parts")
-    job = start(*many, module=GENERATION)
+    job = start_real(*many, module=GENERATION)
     job.wait_for(lambda: (parts / "part_000001.parquet").exists())
     job.kill()
     left = {path.name: path.stat().st_mtime_ns for path in parts.glob("part_*.parquet")}
@@ -189,11 +194,12 @@ def endpoint(micro_model: Path) -> Iterator[list[str]]:
 
     do(engine.start())
     tokenizer = engine.tokenizer
-    server = OpenAIServer(create_app(engine, Served("tiny", tokenizer, 128, len(tokenizer)), "key"), "127.0.0.1")
+    listener = Listener("127.0.0.1")
+    server = OpenAIServer(create_app(engine, Served("tiny", tokenizer, 128, len(tokenizer)), "key"), listener.socket)
     do(server.start())
     yield [
         "actor_rollout_ref.rollout.name=openai",
-        f"actor_rollout_ref.rollout.openai.base_url={server.url}",
+        f"actor_rollout_ref.rollout.openai.base_url={listener.url}",
         "actor_rollout_ref.rollout.openai.api_key_env=HYBRIDRL_TEST_KEY",
         "actor_rollout_ref.rollout.openai.max_concurrency=24",
         "~actor_rollout_ref.model.path",
@@ -313,6 +319,38 @@ def test_a_function_of_ones_own_votes_and_needs_no_reference(tmp_path: Path) -> 
 
     expected = np.mean([majority(["a", "a", "b", "a"]), majority(["a", "b", "b", "b"])])
     assert metrics["val-core/unknown/acc/maj@4/mean"] == pytest.approx(expected, abs=0.03)
+
+
+def test_a_function_gets_columns_and_prompts_as_in_training(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(completions, prompts, level, **columns):\n"
+        "    assert all(one[0]['content'] == 'Add' for one in prompts)\n"
+        "    return [len(one[0]['content']) * level for one, level in zip(completions, level)]\n"
+    )
+    prompt = [{"role": "user", "content": "Add"}]
+    rows = [{"prompt": prompt, "responses": ["a", "abc"], "level": level} for level in (1, 10)]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    words = [f"data.path={file}", f"custom_reward_function.path={tmp_path / 'own.py'}"]
+    assert evaluate(words)["test_score/unknown"] == pytest.approx(np.mean([2, 20]))
+    (tmp_path / "own.py").write_text("def compute_score(solution_str, difficulty): return difficulty")
+    with pytest.raises(UserError, match=r"'difficulty'.*columns: .*level"):
+        evaluate(words)
+
+
+def test_answers_of_another_column_in_several_files(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(solution_str, ground_truth): return solution_str == ground_truth"
+    )
+    for number in range(3):
+        row = {"answer": str(number), "responses": ["0", "1"]}
+        (tmp_path / f"part{number}.jsonl").write_text(json.dumps(row) + "\n")
+    words = [f"data.path={tmp_path}/part?.jsonl", f"custom_reward_function.path={tmp_path / 'own.py'}"]
+    assert evaluate([*words, "data.ground_truth_key=answer"])["test_score/unknown"] == pytest.approx(1 / 3)
+    assert (tmp_path / "part0.eval.json").exists()
+    assert evaluate(words)["test_score/unknown"] == 0
+    with pytest.raises(UserError, match=r"data\.path=org/name:test .*data\.output_path"):
+        evaluate(["data.path=org/name:test"])
 
 
 def test_bad_rows_are_named(tmp_path: Path, start: Callable[..., Job]) -> None:

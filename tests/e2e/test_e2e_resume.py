@@ -1,14 +1,57 @@
 """A run that is killed and resumed ends, bitwise, as one never killed: weights, optimizer state and metrics."""
 
+import fcntl
 import json
+import os
+import select
 import signal
+import subprocess
+import sys
+import termios
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from e2e_tools import records, without_timing
 from safetensors.torch import load_file
 
-STEPS = 6  # 4 an epoch: the run ends in the middle of the second
+from hybridrl.models.tiny import build_tiny_model
+
+STEPS = 6  # 4 per epoch: the run ends in the middle of the second
+PLAIN_ENGINE = Path(__file__).parents[1] / "rollout" / "plain_engine.py"
+
+#: The actor in tensor-parallel and the critic in pipeline-parallel processes, each response with a seed of its own.
+MEGATRON = (
+    "actor_rollout_ref.actor.strategy=megatron",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    "critic.megatron.pipeline_model_parallel_size=2",
+    f"actor_rollout_ref.rollout.name={PLAIN_ENGINE}:PlainEngine",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.full_determinism=True",
+)
+
+# GAE that waits forever before it estimates advantages for the `HOLD_AT`-th time in its process, to be killed there.
+# Without it, how far a run comes before it is killed would depend on how busy the machine is.
+HELD = """
+import os
+import time
+
+from hybridrl.algorithms import get_adv_estimator_fn, register_adv_est
+
+gae, calls = get_adv_estimator_fn("gae"), 0
+
+
+@register_adv_est("held_gae", needs=("values",))
+def held_gae(token_level_rewards, values, response_mask, gamma, lam):
+    global calls
+    calls += 1
+    while str(calls) == os.environ.get("HOLD_AT"):
+        time.sleep(1)
+    return gae(
+        token_level_rewards=token_level_rewards, values=values, response_mask=response_mask, gamma=gamma, lam=lam
+    )
+"""
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -22,9 +65,11 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def overrides(run: list[str], folder: Path) -> list[str]:
+def overrides(run: list[str], model: Path, folder: Path) -> list[str]:
     return [
         *run,
+        f"actor_rollout_ref.model.path={model}",
+        f"critic.model.path={model}",
         f"trainer.default_local_dir={folder}",
         "trainer.n_gpus_per_node=2",
         f"trainer.total_training_steps={STEPS}",
@@ -32,48 +77,59 @@ def overrides(run: list[str], folder: Path) -> list[str]:
         "trainer.test_freq=2",
         "trainer.dump_freq=1",
         "trainer.report=False",
-        # What carries state from step to step, beside the weights: schedule, adaptive KL, critic, epochs with a
+        # What carries state from step to step besides the weights: schedule, adaptive KL, critic, epochs with a
         # shuffle.
-        "algorithm.adv_estimator=gae",
+        f"actor_rollout_ref.model.external_lib={folder.parent / 'held.py'}",
+        "algorithm.adv_estimator=held_gae",
         "algorithm.use_kl_in_reward=True",
         "algorithm.kl_ctrl.type=adaptive",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.shuffle=True",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-        "critic.model.path=" + next(o.split("=", 1)[1] for o in run if o.startswith("actor_rollout_ref.model.path")),
         "critic.optim.lr=1e-3",
     ]
 
 
-def test_killed_twice_and_resumed_equals_never_killed(start, sort_run, tmp_path) -> None:
-    whole, torn = tmp_path / "whole", tmp_path / "torn"
-    job = start(*overrides(sort_run, whole))
+@pytest.mark.parametrize(("words", "kills"), [((), 2), (MEGATRON, 1)], ids=["fsdp2", "megatron"])
+def test_killed_and_resumed_equals_never_killed(
+    start, start_real, sort_run, tmp_path, monkeypatch, words: tuple[str, ...], kills: int
+) -> None:
+    """The first run's processes have other hash seeds than those of the others."""
+    (tmp_path / "held.py").write_text(HELD)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    model = build_tiny_model(tmp_path / "model", hidden=32, heads=2, kv_heads=2)
+    job = start_real(*overrides([*sort_run, *words], model, whole))
     assert job.wait() == 0, job.output[-4000:]
 
-    # In the middle of an epoch, with a step behind the checkpoint that has to be undone ...
-    job = start(*overrides(sort_run, torn))
-    job.wait_for(lambda: any(record["step"] == 3 for record in records(torn)))
+    # In the middle of step 4 and of an epoch: step 3, after the checkpoint, has to be undone ...
+    again = overrides([*sort_run, *words], model, killed)
+    monkeypatch.setenv("HOLD_AT", "4")
+    job = start(*again)
+    job.wait_for(lambda: any(record["step"] == 3 for record in records(killed)))
     job.kill()
-    assert json.loads((torn / "latest_checkpointed_iteration.txt").read_text()) == 2
-    # ... and at the end of the epoch, right behind its checkpoint.
-    job = start(*overrides(sort_run, torn))
-    job.wait_for(lambda: (torn / "global_step_4" / "manifest.json").exists())
-    job.kill()
-    job = start(*overrides(sort_run, torn))
+    assert json.loads((killed / "latest_checkpointed_iteration.txt").read_text()) == 2
+    if kills == 2:
+        # ... and at the end of the epoch, right after its checkpoint: of steps 3, 4 and 5 the third is held.
+        monkeypatch.setenv("HOLD_AT", "3")
+        job = start(*again)
+        job.wait_for(lambda: (killed / "global_step_4" / "manifest.json").exists())
+        job.kill()
+    monkeypatch.delenv("HOLD_AT")
+    job = start(*again)
     assert job.wait() == 0, job.output[-4000:]
-    assert "resumed from" in job.output and "step 4 of 6" in job.output
+    assert "resumed from" in job.output and f"step {2 * kills} of 6" in job.output
 
-    first, second = tensors_of(whole / "global_step_6"), tensors_of(torn / "global_step_6")
+    first, second = tensors_of(whole / "global_step_6"), tensors_of(killed / "global_step_6")
     assert first.keys() == second.keys()
     assert any("optimizer" in name for name in first) and any("critic" in name for name in first)
     unequal = [name for name in first if not torch.equal(first[name], second[name])]
     assert not unequal
-    assert [without_timing(r) for r in records(whole)] == [without_timing(r) for r in records(torn)]
+    assert [without_timing(r) for r in records(whole)] == [without_timing(r) for r in records(killed)]
     for kind in ("rollouts", "validation"):
         names = sorted(path.name for path in (whole / kind).iterdir())
-        assert names == sorted(path.name for path in (torn / kind).iterdir())
-        assert all((whole / kind / name).read_bytes() == (torn / kind / name).read_bytes() for name in names)
+        assert names == sorted(path.name for path in (killed / kind).iterdir())
+        assert all((whole / kind / name).read_bytes() == (killed / kind / name).read_bytes() for name in names)
 
 
 def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_later(start, sort_run, tmp_path) -> None:
@@ -82,22 +138,57 @@ def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_later(start, sort_r
     job = start(*arguments, "trainer.total_training_steps=100000")
     job.wait_for(lambda: any(record["step"] >= 2 for record in records(folder)))
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait() == 0, job.output[-4000:]
+    assert job.wait() == 75, job.output[-4000:]
+    assert "stopped by SIGTERM" in job.output and "run the same command again" in job.output
     stopped_at = json.loads((folder / "latest_checkpointed_iteration.txt").read_text())
     assert stopped_at == records(folder)[-1]["step"] and "SIGTERM" in job.output
 
     job = start(*arguments, f"trainer.total_training_steps={stopped_at + 1}")
     assert job.wait() == 0, job.output[-4000:]
     assert [record["step"] for record in records(folder)] == list(range(1, stopped_at + 2))
+    assert "trainer.total_training_steps was 100000" in job.output
+    assert "is finished" in job.output and (folder / f"global_step_{stopped_at + 1}").is_dir()
 
 
-def test_a_second_signal_ends_the_run_at_once(start, sort_run, tmp_path) -> None:
+def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(sort_run, tmp_path) -> None:
+    """As the kernel does it: SIGHUP to every process of the terminal, whose output has no reader any more."""
+    folder = tmp_path / "run"
+    arguments = [*sort_run, f"trainer.default_local_dir={folder}", "trainer.total_training_steps=100000"]
+    keeper, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridrl.trainer.main_ppo", *arguments],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=tmp_path,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        os.close(terminal)
+        shown, deadline = b"", time.monotonic() + 400
+        while not any(record["step"] >= 2 for record in records(folder)):
+            assert process.poll() is None and time.monotonic() < deadline, shown[-4000:].decode(errors="replace")
+            if select.select([keeper], [], [], 0.05)[0]:
+                shown += os.read(keeper, 65536)
+        os.close(keeper)
+        assert process.wait(300) == 75
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    saved = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == records(folder)[-1]["step"]
+    assert "stopped by SIGHUP" in (folder / "after_hangup.log").read_text()
+
+
+def test_a_second_signal_ends_the_run_at_once(start_real, sort_run, tmp_path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import time\n\n\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(600)\n"
     )
-    job = start(
+    job = start_real(
         *sort_run,
         f"trainer.default_local_dir={tmp_path / 'run'}",
         f"reward.custom_reward_function.path={slow}",

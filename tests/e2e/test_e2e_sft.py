@@ -46,9 +46,12 @@ def weights(folder: Path) -> list[tuple[str, str, str]]:
     return sorted(pieces)
 
 
-def test_killed_and_resumed_equals_never_killed(start: Start, sft_run: list[str], tmp_path: Path) -> None:
+def test_killed_and_resumed_equals_never_killed(
+    start: Start, start_real: Start, sft_run: list[str], tmp_path: Path
+) -> None:
+    """The first run's processes have other hash seeds than those of the others."""
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    job = start(*sft_run, f"trainer.default_local_dir={whole}", module=MODULE)
+    job = start_real(*sft_run, f"trainer.default_local_dir={whole}", module=MODULE)
     assert job.wait() == 0, job.output[-4000:]
 
     # One step behind the checkpoint of the end of the epoch: that step is undone and done again.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +140,41 @@ def plain_outputs(module: torch.nn.Module, fields: dict[str, torch.Tensor]) -> t
     return log_probs, entropies
 
 
-def spawn(body: Callable[..., None], world: int, *arguments: Any) -> None:
-    """Run ``body(rank, *arguments)`` in `world` processes of one gloo group; a failure in one fails the test."""
+def spawn(body: Callable[..., None], world: int, *arguments: Any, preload: str = "") -> None:
+    """Run ``body(rank, *arguments)`` in `world` processes of one gloo group; a failure in one fails the test.
+
+    Args:
+        preload: a module next to this one that takes long to import; it is imported once, and the processes are forks.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    if preload:
+        _start_server(preload)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_enter, args=(body, world, port, Path(folder), arguments), nprocs=world, join=True)
+            mp.start_processes(
+                _enter,
+                args=(body, world, port, Path(folder), arguments),
+                nprocs=world,
+                start_method="forkserver" if preload else "spawn",
+            )
         except Exception as error:
             # gloo aborts a rank whose peer is gone, and that rank may be the one reported: show what each one raised.
             raised = [f"{file.name}:\n{file.read_text(encoding='utf-8')}" for file in sorted(Path(folder).iterdir())]
             raise AssertionError("\n".join([str(error), *raised])) from error
+
+
+def _start_server(preload: str) -> None:
+    """Start the process whose forks run the tests; it does not get `sys.path`."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
+    multiprocessing.set_forkserver_preload([preload])
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 def _enter(

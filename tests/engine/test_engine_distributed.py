@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine_helpers import (
     value_loss,
     weights,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.engine import MicroBatching, NonFiniteError
@@ -222,6 +224,34 @@ def check_nonfinite(rank: int, model: Path) -> None:
     assert not engine.optimizer.state  # type: ignore[attr-defined]
 
 
+def check_memory_error(rank: int, model: Path) -> None:
+    """A micro-batch of several ranks cannot be repeated, and the error says what to lower."""
+    engine = make_engine(model)
+
+    def large(outputs, micro):  # type: ignore[no-untyped-def]
+        torch.empty(1 << 58, dtype=torch.uint8)
+
+    for _ in range(2):
+        with pytest.raises(ModelError, match=rf"rank {rank} ran out of memory.*ppo_max_token_len_per_gpu"):
+            engine.train_batch(make_batch(FIELDS, own_rows(rank)), MicroBatching(size=2), large, TEMPERATURE)
+
+
+def check_shards(engine, whole: dict[str, torch.Tensor]) -> None:  # type: ignore[no-untyped-def]
+    """The shards of each copy of the model make up every whole tensor, each element once."""
+    own = [(shard.name, shard.shape, shard.offsets, shard.tensor.clone()) for shard in engine.export_shards()]
+    gathered = distributed.all_gather_object((engine.copy_of_model, own))
+    for copy in {index for index, _ in gathered}:
+        found = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
+        for name, shape, offsets, part in (shard for index, shards in gathered if index == copy for shard in shards):
+            assert shape == tuple(whole[name].shape)
+            there = found[name][tuple(slice(a, a + size) for a, size in zip(offsets, part.shape, strict=True))]
+            assert there.isnan().all(), name
+            there.copy_(part)
+        close(found, whole, 0)
+    if engine.engine_config.fsdp_size == 1:
+        assert [index for index, _ in gathered] == [0, 1]
+
+
 def check_variants(rank: int, model: Path, tied: Path, work: Path) -> None:
     expected = torch.load(work / "variants.pt", weights_only=True)
     batch = make_batch(FIELDS, own_rows(rank))
@@ -245,6 +275,7 @@ def check_variants(rank: int, model: Path, tied: Path, work: Path) -> None:
             work / f"saved_{name}", ["model", "optimizer", "hf_model"] if name != "tied" else ["model", "optimizer"]
         )
         after = weights(engine)
+        check_shards(engine, after)
         train(engine, batch, 1)
         engine.load(work / f"saved_{name}", ["model", "optimizer"])
         close(weights(engine), after, 0)
@@ -287,7 +318,7 @@ def check_value_model(rank: int, model: Path, work: Path) -> None:
 
 def check_faults(rank: int, model: Path, work: Path) -> None:
     """What rank 0 finds while it loads reaches every rank, instead of a wait without end."""
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"do not fill the model.*model\.norm\.weight"):
         make_engine(work / "broken_weights")
     with pytest.raises(ModelError, match="does not divide the 2 ranks"):
         from hybridrl.engine.fsdp import sharding
@@ -308,6 +339,7 @@ def body(rank: int, model: Path, tied: Path, odd: Path, work: Path) -> None:
     check_full_kl(rank, model, work)
     check_new_rank_is_seeded(rank, model, work)
     check_nonfinite(rank, model)
+    check_memory_error(rank, model)
     check_variants(rank, model, tied, work)
     check_value_model(rank, model, work)
     check_faults(rank, model, work)
@@ -343,12 +375,10 @@ def test_two_ranks_do_what_one_does(micro_model: Path, tied_model: Path, odd_mod
     record["values"] = critic.infer(batch, MicroBatching(), outputs=("values",))["values"]
     torch.save(record, tmp_path / "value.pt")
 
-    (tmp_path / "broken_weights").mkdir()
-    for file in micro_model.iterdir():
-        content = file.read_bytes()
-        (tmp_path / "broken_weights" / file.name).write_bytes(
-            content[:50] if file.suffix == ".safetensors" else content
-        )
+    shutil.copytree(micro_model, tmp_path / "broken_weights")
+    incomplete = load_file(micro_model / "model.safetensors")
+    del incomplete["model.norm.weight"]
+    save_file(incomplete, tmp_path / "broken_weights" / "model.safetensors", metadata={"format": "pt"})
 
     kept = {}
     for name, optim in OPTIMIZERS.items():

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditio
 from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
 from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan
 from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.models.work import Work
 from hybridrl.protocol import DataProto
 
 
@@ -61,6 +62,47 @@ def test_groups_are_complete_and_within_limits(
         assert torch.equal(plan.token_positions(group) % plan.response_width, (expected % ids.shape[1]) - start)
         kept = torch.cat([ids[row][attention[row].bool()] for row in group])
         assert set(kept.tolist()) <= set(flat_ids.tolist())
+
+
+ROWS_OF_LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 200)), min_size=1, max_size=40)
+
+
+@given(ROWS_OF_LENGTHS, st.none() | st.integers(1, 8), st.none() | st.integers(20, 500), st.integers(0, 12))
+def test_packed_rows_are_cut_into_as_many_micro_batches_as_the_ranks_agree_on(
+    rows: list[tuple[int, int]], size: int | None, budget: int | None, further: int
+) -> None:
+    fields = fields_of([p for p, _ in rows], [r for _, r in rows])
+    work = Work(per_token=50, per_pair={0: 1, 16: 2})
+    plan = BatchPlan(fields, MicroBatching(size=size, max_tokens=budget), packed=True, work=work)
+    at_least = len(plan.groups)
+    plan.balance(at_least + further)  # what another rank needs
+    assert at_least <= len(plan.groups) <= min(at_least + further, len(rows))
+    assert sorted(row for group in plan.groups for row in group) == list(range(len(rows)))
+    for group in plan.groups:
+        assert group and len(group) <= (size or len(group))
+        assert budget is None or len(group) == 1 or sum(sum(rows[row]) for row in group) <= budget
+    works = [sum(work.of(sum(rows[row])) for row in group) for group in plan.groups]
+    assert works == sorted(works, reverse=True)  # in step with other ranks, the longest first
+    if size is None and budget is None:
+        assert len(plan.groups) == min(1 + further, len(rows))
+        # Karmarkar and Karp differ by less than the largest sequence.
+        assert max(works) - min(works) <= max(work.of(sum(row)) for row in rows)
+    outputs = [torch.arange(1.0, 1 + len(plan.token_positions(group))) for group in plan.groups]
+    placed = plan.scatter(outputs)
+    for group, values in zip(plan.groups, outputs, strict=True):
+        got = torch.cat([placed[row][fields["response_mask"][row].bool()] for row in group])
+        assert torch.equal(got, values)
+
+
+def test_attention_counts_in_the_balance() -> None:
+    """One long sequence is as much work as many short ones, though they have twice its tokens."""
+    fields = fields_of([1] * 9, [999, *[249] * 8])
+    quadratic = BatchPlan(fields, MicroBatching(), packed=True, work=Work(per_token=1, per_pair={0: 1}))
+    linear = BatchPlan(fields, MicroBatching(), packed=True, work=Work(per_token=1))
+    quadratic.balance(2)
+    linear.balance(2)
+    assert sorted(map(len, quadratic.groups)) == [1, 8]
+    assert sorted(map(len, linear.groups)) == [3, 6]
 
 
 def test_limits_are_positive() -> None:
@@ -127,7 +169,7 @@ def test_a_vision_language_model_reads_its_positions() -> None:
     for rows in plan.groups:
         layout = plan.layout(rows)
         with torch.no_grad():
-            logits = iter(response_logits(model, head, layout, flash_attention=False))
+            logits = iter(response_logits(model, head, layout, takes_boundaries=False))
             for row in rows:
                 real = fields["attention_mask"][row].bool()
                 ids, positions = fields["input_ids"][row][real][None], fields["position_ids"][row][:, real][:, None]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup, 
 
 from hybridrl.config.schema.engine import OptimConfig
 from hybridrl.engine.optim.muon import hidden_matrices
-from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, lr_factor
+from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, lr_factor, state_bytes
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import load_model_config
 from hybridrl.models.value import load_value_model
@@ -57,6 +57,7 @@ def test_floors_and_plateaus() -> None:
     assert cosine[44] == pytest.approx(0.05)
     assert wsd[4] == wsd[36] == 0.5 and 0.05 < wsd[38] < 0.5 and wsd[40] == pytest.approx(0.05)
     assert rates(settings("cosine", num_cycles=1.0))[40] == pytest.approx(0.5)
+    assert rates(settings("cosine", min_lr=0.05)) == cosine
 
 
 def test_warm_up_by_ratio() -> None:
@@ -170,3 +171,40 @@ def test_eight_bit_adam_follows_the_full_one() -> None:
     assert distances[1] == pytest.approx(distances[0], rel=0.05)
     with pytest.raises(ModelError, match=r"optim\.optimizer=AdamW4bit.*AdamW8bit or Adam8bit"):
         build_optimizer(weights.values(), OptimConfig(**{**low, "optimizer": "AdamW4bit"}))
+
+
+@pytest.mark.parametrize(
+    ("optim", "per_element"),
+    [
+        ({}, (8.0, 8.0)),
+        ({"optimizer": "SGD"}, (0.0, 0.0)),
+        ({"optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}}, (4.0, 4.0)),
+        ({"optimizer": "Muon"}, (4.0, 8.0)),
+    ],
+    ids=["AdamW", "SGD", "SGD with momentum", "Muon"],
+)
+def test_memory_of_the_state_is_known_before_the_first_step(optim, per_element) -> None:
+    matrices = [torch.nn.Parameter(torch.randn(64, 48)), torch.nn.Parameter(torch.randn(32, 32))]
+    others = [torch.nn.Parameter(torch.randn(48)), torch.nn.Parameter(torch.randn(100, 48))]
+    config = settings("constant", **optim)
+    found = state_bytes([*matrices, *others], config, matrices)
+    assert found == sum(p.numel() * b for part, b in zip((matrices, others), per_element, strict=True) for p in part)
+    optimizer = build_optimizer([*matrices, *others], config, matrices)
+    for parameter in (*matrices, *others):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [value for p in (*matrices, *others) for value in optimizer.state.get(p, {}).values()]
+    assert found == sum(value.nbytes for value in states if value is not None and value.ndim)
+
+
+def test_memory_of_state_in_8_bits_is_known_before_the_first_step() -> None:
+    pytest.importorskip("torchao")
+    matrices = [torch.nn.Parameter(torch.randn(512, 1024))]
+    config = settings("constant", optimizer="AdamW8bit", optimizer_impl="torchao.optim")
+    assert state_bytes(matrices, config) == pytest.approx(2 * matrices[0].numel(), rel=0.05)
+
+
+def test_another_case_is_refused_with_the_name_of_the_class() -> None:
+    """Megatron-core's `sgd` has momentum, so it is no synonym of `SGD`."""
+    with pytest.raises(ModelError, match=r"optim\.optimizer='sgd'.*use SGD.*override_optimizer_config"):
+        build_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimConfig(optimizer="sgd"))

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hybridrl.engine import MicroBatching, NonFiniteError, TrainEngines
 from hybridrl.errors import ModelError
+from hybridrl.models.attention import takes_boundaries
 from hybridrl.utils.metrics import merge_metrics
 
 FIELDS = make_fields()
@@ -336,3 +337,17 @@ def test_a_batch_of_nothing_but_padding(micro_model: Path) -> None:
     engine = make_engine(micro_model)
     assert not engine.infer(make_batch(empty), MicroBatching())["log_probs"].any()
     assert engine.train_batch(make_batch(empty), MicroBatching(), policy_loss)["grad_norm"].value == 0
+
+
+@pytest.mark.parametrize("flash", ["flash_attention_2", "flash_attention_4", "kernels-community/flash-attn3"])
+def test_generation_in_place_uses_no_flash_attention(micro_model: Path, flash: str) -> None:
+    """For padded rows transformers copies the whole cache to call it, in each layer and for each token."""
+    assert takes_boundaries(flash)
+    engine = make_engine(micro_model)
+    layer = engine.module.model.layers[0].self_attn  # type: ignore[attr-defined]
+    assert layer.config._attn_implementation == "sdpa"
+    layer.config._attn_implementation = flash
+    with engine.whole_weights() as module, torch.no_grad():
+        assert layer.config._attn_implementation == "sdpa"
+        module(input_ids=FIELDS["input_ids"][:2])
+    assert layer.config._attn_implementation == flash

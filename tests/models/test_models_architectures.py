@@ -36,6 +36,9 @@ from engine_helpers import (
 )
 
 from hybridrl.engine import MicroBatching
+from hybridrl.models.loading import load_language_model, load_model_config
+from hybridrl.models.stored import named_tensors, open_language_model
+from hybridrl.models.value import load_value_model, open_value_model
 
 FIELDS = make_fields()
 SIZES: dict[str, Any] = {
@@ -131,3 +134,17 @@ def test_value_model(architecture: Path) -> None:
     torch.testing.assert_close(
         engine.infer(batch, MicroBatching(size=1), outputs=("values",))["values"], whole, atol=1e-5, rtol=1e-4
     )
+
+
+def test_weights_read_by_layers(architecture: Path) -> None:
+    """Reading one layer after the other gives what loading the whole model gives, computed buffers too."""
+    config = load_model_config(architecture)
+    for read, load in ((open_language_model, load_language_model), (open_value_model, load_value_model)):
+        whole = dict(named_tensors(load(architecture, config, "auto")))
+        stored = read(architecture, config, "auto")
+        assert all(t.is_meta for name, t in stored.module.named_parameters() if not name.startswith("score"))
+        found = list(stored.tensors())
+        assert sorted(name for name, _ in found) == sorted(whole)
+        for name, tensor in found:
+            assert tensor.dtype is whole[name].dtype, name
+            assert torch.equal(tensor, whole[name]), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from transformers import AutoModelForTokenClassification
 
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import (
-    attention_implementation,
     build_language_model,
+    check_weights,
     load_language_model,
     load_model_config,
     resolve_dtype,
+    save_language_model,
 )
+from hybridrl.models.tiny import build_tiny_model
 from hybridrl.models.value import build_value_model, load_value_model, save_value_model
 from hybridrl.registry import import_external_lib
 
@@ -42,7 +45,6 @@ def test_override_and_dropout(micro_model: Path) -> None:
     with pytest.raises(ModelError, match=r"model.override_config.hiden_size: a Qwen2Config has no such field"):
         load_model_config(micro_model, override={"hiden_size": 3})
     assert load_model_config(micro_model, override={"attention_dropout": 0.4}).attention_dropout == 0.0
-    assert attention_implementation({}) == "sdpa"
 
 
 def test_weights_come_in_the_dtype_asked_for(micro_model: Path, tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_directories_that_cannot_work(micro_model: Path, tmp_path: Path) -> None
         load_model_config(bare)
     torn = copy_of(micro_model, tmp_path / "torn")
     (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:200])
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"torn.*model.safetensors is not complete"):
         load_language_model(torn, config, torch.float32)
 
 
@@ -106,6 +108,26 @@ def test_value_model_round_trip(micro_model: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(other(input_ids=ids).logits, expected)
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_saved_weights_have_the_mode_that_the_umask_gives(
+    micro_model: Path, tmp_path: Path, umask: int, mode: int
+) -> None:
+    """safetensors makes its files readable by their owner alone, and a server of another user could not load them."""
+    config = load_model_config(micro_model)
+    policy, critic = (load(micro_model, config, torch.float32) for load in (load_language_model, load_value_model))
+    before = os.umask(umask)
+    try:
+        save_language_model(dict(policy.named_parameters()), config, tmp_path / "policy")
+        (tmp_path / "critic").mkdir()
+        save_value_model(dict(critic.named_parameters()), config, tmp_path / "critic")
+        build_tiny_model(tmp_path / "tiny", hidden=16, layers=1, heads=2, kv_heads=1)
+    finally:
+        os.umask(before)
+    files = [file for name in ("policy", "critic", "tiny") for file in (tmp_path / name).iterdir()]
+    assert {file.suffix for file in files} >= {".json", ".safetensors"}
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {oct(mode)}
+
+
 def test_value_of_a_bfloat16_backbone_is_float32(micro_model: Path) -> None:
     model = load_value_model(micro_model, load_model_config(micro_model), torch.bfloat16)
     assert model.score.weight.dtype == torch.float32
@@ -120,3 +142,43 @@ def test_names() -> None:
     import_external_lib(None)
     with pytest.raises(ModelError, match=r"model\.external_lib=no_such_module_here"):
         import_external_lib("json,no_such_module_here")
+
+
+def _shortened(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 5)
+
+
+def _pointer(file: Path) -> None:
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def _headless(file: Path) -> None:
+    file.write_bytes(b"\x10\0\0\0\0\0\0\0" + b"no json at all!!")
+
+
+def _almost_nothing(file: Path) -> None:
+    file.write_bytes(b"\x10\0")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(_shortened, "header describes"), (_pointer, "Git LFS"), (_headless, "header"), (_almost_nothing, "2 bytes")],
+)
+def test_incomplete_weights_are_named_before_they_are_loaded(micro_model, tmp_path, damage, said):
+    model = tmp_path / "model"
+    shutil.copytree(micro_model, model)
+    (file,) = model.glob("*.safetensors")
+    check_weights(model)
+    damage(file)
+    with pytest.raises(ModelError, match=f"{file.name} is not complete: .*{said}"):
+        check_weights(model)
+
+
+def test_a_weight_file_that_the_index_names_is_missed(micro_model, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(micro_model, model)
+    (file,) = model.glob("*.safetensors")
+    index = {"weight_map": {"a": file.name, "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"lacks model-00002-of-00002.safetensors"):
+        check_weights(model)

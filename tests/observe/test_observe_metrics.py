@@ -108,6 +108,20 @@ def test_wider_padding_changes_only_the_clip_ratios() -> None:
     }
 
 
+def test_clip_ratios_are_measured_against_the_configured_limits() -> None:
+    """A batch is only as wide as its longest rows, which have not reached any limit by that."""
+    batch = make_batch([3, 5, 5], [4, 4, 0], P=5, T=4)
+    found = compute_data_metrics(batch, max_prompt_length=6, max_response_length=5)
+    clipped = [
+        found[f"{name}/clip_ratio"] for name in ("prompt_length", "response_length", "response_length_non_aborted")
+    ]
+    assert clipped == [0, 0, 0]
+    found = compute_data_metrics(batch, max_prompt_length=5, max_response_length=4)
+    assert found["prompt_length/clip_ratio"] == pytest.approx(2 / 3)
+    assert found["response_length/clip_ratio"] == pytest.approx(2 / 3)
+    assert found["response_length_non_aborted/clip_ratio"] == 1
+
+
 def test_without_a_critic_values_are_left_out() -> None:
     found = compute_data_metrics(make_batch([3], [4], P=5, T=4), use_critic=False)
     assert not [name for name in found if "values" in name or "vf_" in name]

@@ -36,7 +36,7 @@ def make_run(folder: Path, steps: int, **changes: float) -> Path:
 class Balance(HTMLParser):
     """Collects tags that are closed without being open, and those left open."""
 
-    VOID = ("meta", "br", "img")
+    VOID = ("meta", "br", "img", "input")
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ def check_page(page: str) -> None:
     assert parser.wrong == []
     assert parser.open == []
     # Stands alone: nothing is fetched (addresses in it are names of XML dialects and metadata only).
-    assert not re.search(r"<(script|link|iframe)\b|url\((?!#)|@import|(href|src)=\"(?!#|data:)", page)
+    assert not re.search(r"<(link|iframe)\b|<script\s|url\((?!#)|@import|(href|src)=\"(?!#|data:)", page)
+    assert not re.search(r"fetch\(|XMLHttpRequest|import\(|WebSocket|sendBeacon", page)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
 
@@ -130,9 +131,9 @@ def test_samples_settings_and_versions_are_shown_escaped(tmp_path: Path) -> None
     page = write_report(folder).read_text()
     check_page(page)
     assert "<title>&lt;b&gt;p&lt;/b&gt; / e&amp;f</title>" in page
-    assert "alert(1)" in page
-    assert "alert(3)" in page
-    assert "alert(2)" not in page, "first and last only"
+    assert page.count("<script") == 1
+    for step in (1, 2, 3):
+        assert f"&lt;script&gt;alert({step})&lt;/script&gt;" in page
     assert "(9,000 characters)" in page
     assert "versions.json" in page
 

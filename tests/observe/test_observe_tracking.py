@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from hybridrl.errors import UserError
 from hybridrl.observe import jsonl
 from hybridrl.observe.console import step_line, validation_line
-from hybridrl.observe.dump import dump_generations, dumped_steps
+from hybridrl.observe.dump import cut_dumps_after, dump_generations, dumped_steps
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.tracking import Tracking, TrackingError, check_loggers
 
@@ -162,7 +163,7 @@ def test_unknown_and_missing_services_are_all_named_at_once(tmp_path: Path, monk
     text = str(error.value)
     assert "'tensorbord' is unknown; known are console, file, tensorboard, wandb" in text
     assert "Did you mean 'tensorboard'?" in text
-    assert f"{missing!r} needs the package {missing}, which is not installed: pip install" in text
+    assert f"{missing!r} needs the package {missing}, which is not installed: " in text
     assert "'rl_insight' is not supported: use" in text
     with pytest.raises(TrackingError):
         track(tmp_path / "run", [missing])
@@ -355,6 +356,8 @@ def test_step_line_shows_what_there_is() -> None:
     same = {"critic/score/mean": 0.5, "critic/rewards/mean": 0.5}
     assert step_line(same, 3, None) == "step 3  score 0.500"
     assert "reward 0.400" in step_line(same | {"critic/rewards/mean": 0.4}, 3, None)
+    kinds = {"actor/ppo_kl": 1e-3, "actor/kl_loss": 2e-3, "actor/reward_kl_penalty": 3e-3}
+    assert step_line(kinds, 3, None) == "step 3  ppo_kl 1.0e-03  kl_loss 2.0e-03  kl_penalty 3.0e-03"
     assert "grad nan" in step_line({"actor/grad_norm": math.nan}, 3, None)
 
 
@@ -396,3 +399,58 @@ def test_run_folder_takes_dataclasses_and_omegaconf(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"a": 1, "b": 1}
     with pytest.raises(TypeError, match="not int"):
         write_run_info(tmp_path, 3)
+
+
+def test_a_run_folder_that_is_removed_is_noticed_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with Tracking([], "p", "e", folder) as tracking:
+        tracking.log({"a": 1.0}, step=1)
+        shutil.rmtree(folder)
+        with pytest.raises(UserError, match=r"metrics\.jsonl was removed"):
+            tracking.log({"a": 2.0}, step=2)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("of another run\n")
+        with pytest.raises(UserError, match=r"metrics\.jsonl was replaced"):
+            tracking.log({"a": 2.0}, step=2)
+
+
+def test_metrics_are_on_the_disk_when_they_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    with Tracking([], "p", "e", tmp_path) as tracking:
+        monkeypatch.setattr(os, "fsync", noting)
+        tracking.log({"a": 1.0}, step=1)
+    assert str(tmp_path / "metrics.jsonl") in synced
+
+
+# A limit on file size makes write() fail as a full disk does.
+WRITE_METRICS_PAST_A_LIMIT = """
+import resource, sys
+from hybridrl.errors import DiskFullError
+from hybridrl.observe.tracking import Tracking
+tracking = Tracking([], "p", "e", sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+try:
+    tracking.log({f"metric/{i}": 1.5 for i in range(100)}, step=1)
+except DiskFullError as error:
+    print(error)
+"""
+
+
+def test_no_space_for_metrics_names_file_and_remedy(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITE_METRICS_PAST_A_LIMIT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert str(tmp_path / "metrics.jsonl") in done.stdout, done.stderr
+    assert "MiB are free" in done.stdout and "trainer.max_actor_ckpt_to_keep" in done.stdout
+
+
+def test_a_resumed_run_removes_what_a_killed_one_was_writing(tmp_path: Path) -> None:
+    for name in ("1.jsonl", "2.jsonl", "3.jsonl", ".3.jsonl.4711.0badf00d.tmp", "notes.txt"):
+        (tmp_path / name).touch()
+    cut_dumps_after(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.jsonl", "2.jsonl", "notes.txt"]

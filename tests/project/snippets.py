@@ -43,9 +43,12 @@ def snippets(page: str, *checks: str) -> list[Snippet]:
     return [snippet for snippet in found if not checks or snippet.check in checks]
 
 
-def run_snippets(page: str, folder: Path, finish: Callable[..., Any], *checks: str) -> list[str]:
+def run_snippets(
+    page: str, folder: Path, finish: Callable[..., Any], *checks: str, python: str = sys.executable
+) -> list[str]:
     """Run a page's snippets of these kinds in a folder, write its files, and return what each command printed."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    folders = [str(Path(one).parent) for one in (python, sys.executable)]
+    environment = os.environ | {"PATH": os.pathsep.join([*folders, os.environ["PATH"]])}
     outputs = []
     for number, snippet in enumerate(snippets(page, "file", *checks)):
         if snippet.check == "file":
@@ -55,7 +58,7 @@ def run_snippets(page: str, folder: Path, finish: Callable[..., Any], *checks: s
             continue
         if snippet.language == "python":
             (folder / f"snippet{number}.py").write_text(snippet.text)
-            command = [sys.executable, f"snippet{number}.py"]
+            command = [python, f"snippet{number}.py"]
         else:
             command = ["bash", "-euc", snippet.text]
         ended = finish(command, cwd=folder, env=environment)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -161,8 +163,9 @@ def missing_settings(page: Path) -> Iterator[str]:
 
 
 def test_settings_that_a_page_names_exist() -> None:
-    # The page of defaults also names verl's spelling; that about extensions has settings of its examples.
-    others = ("docs/defaults.md", "docs/extending.md")
+    # The page of defaults also names verl's spelling, that of limits what is not there; that about extensions has
+    # settings of its examples.
+    others = ("docs/defaults.md", "docs/extending.md", "docs/limits.md")
     assert not faults(missing_settings, [page for page in CURRENT if page not in others])
     assert is_setting("actor_rollout_ref.actor.optim.override_optimizer_config.momentum")
     assert not is_setting("actor_rollout_ref.actor.optim.momentum")
@@ -195,7 +198,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def packages() -> set[str]:
     """The packages of hybridrl, and the modules next to them."""
     found = {path.stem for path in (REPOSITORY / "hybridrl").iterdir() if (path / "__init__.py").is_file()}
-    return found | {path.stem for path in (REPOSITORY / "hybridrl").glob("*.py") if path.stem != "__init__"}
+    return found | {path.stem for path in (REPOSITORY / "hybridrl").glob("*.py") if not path.stem.startswith("__")}
 
 
 def test_every_package_has_a_page_in_the_api_reference() -> None:
@@ -208,3 +211,17 @@ def test_every_package_has_a_page_in_the_api_reference() -> None:
 def test_the_layout_in_the_architecture_page_is_the_real_one() -> None:
     layout = text_of(REPOSITORY / "docs" / "architecture.md").split("    hybridrl/\n")[1].split("\n\n")[0]
     assert set(re.findall(r"^ {6}(\w+)(?:/|\.py)", layout, re.MULTILINE)) == packages()
+
+
+def test_the_computed_sizes_are_what_the_page_computes() -> None:
+    page = text_of(REPOSITORY / "docs" / "sizing.md")
+    (program,), (output,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == output
+    sizes = {"0.5": 0.49, "1.5": 1.54, "3": 3.09, "7": 7.62, "14": 14.77, "32": 32.76, "72": 72.7}  # Qwen2.5, in 1e9
+    rows = re.findall(r"^\| ([\d.]+) B \| ([\d,]+) GB \| (\d+) \|$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == list(sizes)
+    for name, states, gpus in rows:
+        total = 16 * sizes[name]
+        assert round(total) == int(states.replace(",", ""))
+        assert math.ceil(total / 40) == int(gpus), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -66,13 +67,14 @@ def test_snippets_of_the_readme_run(tmp_path: Path, finish: Callable[..., Any]) 
     outputs = run_snippets("README.md", tmp_path, finish, "run")
     assert (tmp_path / "demo/sft/global_step_4/model").is_dir()
     assert "step 4/4" in outputs[0]
-    assert [record["step"] for record in records(tmp_path / "demo/grpo")] == [1, 2]
+    first, last = map(float, re.search(r"mean reward ([\d.]+) -> ([\d.]+), model in", outputs[-2]).groups())  # type: ignore[union-attr]
+    assert first < 0.1 and last > 0.7, "the page promises 0.04 to about 0.9"
     assert outputs[-1].strip().endswith("[1.0, 1.0, 2.0, 2.0]")
 
 
 @pytest.mark.slow
-def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[..., Any]) -> None:
-    run_snippets("docs/first_reward.md", tmp_path, finish, "run")
+def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets("docs/first_reward.md", tmp_path, finish, "run", python=forked)
     run = records(tmp_path / "first/run")
     scores = [record["critic/score/mean"] for record in run if "critic/score/mean" in record]
     assert len(scores) == 15
@@ -82,8 +84,8 @@ def test_the_first_reward_is_learnt_and_hacked(tmp_path: Path, finish: Callable[
 
 
 @pytest.mark.slow
-def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any]) -> None:
-    run_snippets("docs/first_data.md", tmp_path, finish, "run")
+def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets("docs/first_data.md", tmp_path, finish, "run", python=forked)
     run = records(tmp_path / "letters/grpo")
     accuracy = [record["val-core/my/last_letter/acc/mean@1"] for record in run if "training/epoch" not in record]
     assert len(accuracy) == 3, "before the first step, and after steps 10 and 20"

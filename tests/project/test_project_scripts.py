@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,11 +28,11 @@ def call(repository: Path, finish: Callable[..., Any]) -> Call:
     return run
 
 
-def test_quickstart_from_data_to_report(call: Call, tmp_path: Path, finish: Callable[..., Any]) -> None:
+def test_quickstart_from_data_to_report(call: Call, tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
     """All five steps with three GRPO steps of half the size: settings after the script win over its own."""
     out = tmp_path / "a folder, with = signs"
     short = ["trainer.total_training_steps=3", "data.train_batch_size=16", "trainer.test_freq=3"]
-    status, output, errors = call("quickstart.sh", "--out", str(out), "--python", sys.executable, *short)
+    status, output, errors = call("quickstart.sh", "--out", str(out), "--python", forked, *short)
     assert status == 0, output + errors
     for step in range(1, 6):
         assert f"[{step}/5]" in output
@@ -47,7 +48,7 @@ def test_quickstart_from_data_to_report(call: Call, tmp_path: Path, finish: Call
 
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "quickstart").symlink_to(out)
-    printed = run_snippets("docs/quickstart.md", tmp_path, finish, "after_quickstart")
+    printed = run_snippets("docs/quickstart.md", tmp_path, finish, "after_quickstart", python=forked)
     assert "global_step_3" in printed[0]
     assert printed[1].count(" -> ") == 5
     assert (out / "answers.eval.json").is_file()
@@ -57,7 +58,7 @@ def test_quickstart_from_data_to_report(call: Call, tmp_path: Path, finish: Call
     ("wrong", "name"),
     [
         ("actor_rollout_ref.rollout.nn=4", "actor_rollout_ref.rollout.n"),  # no such key
-        ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator"),  # GRPO compares samples of a prompt
+        ("trainer.resume_mode=resume_path", "trainer.resume_from_path"),  # one without the other
     ],
 )
 def test_quickstart_refuses_a_wrong_setting_before_it_trains(call: Call, tmp_path: Path, wrong: str, name: str) -> None:
@@ -184,5 +185,93 @@ def test_constraints_hold_every_dependency_within_its_range(repository: Path) ->
     for text, versions in wanted:
         requirement = Requirement(text)
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), text
-    for versions in pinned.values():
-        assert not {"torchvision", "torchaudio", "torchcodec"} & set(versions)
+    for mode, versions in pinned.items():
+        assert mode.startswith("cuda") or not {"torchvision", "torchaudio", "torchcodec"} & set(versions)
+
+
+@pytest.mark.parametrize("mode", ["cuda", "cuda-sglang"])
+def test_constraints_for_gpus_are_complete(repository: Path, mode: str) -> None:
+    """Each of CUDA's packages has an exact version, all of the CUDA that torch was built for, and no index is named."""
+    text = (repository / "constraints" / f"{mode}.txt").read_text()
+    pins = dict(line.split("==") for line in text.splitlines() if "==" in line and not line.startswith("#"))
+    for name in (
+        "nvidia-cublas",
+        "nvidia-cuda-runtime",
+        "nvidia-cudnn-cu13",
+        "nvidia-nccl-cu13",
+        "cuda-bindings",
+        "triton",
+    ):
+        assert name in pins
+    assert {pins[name].split(".")[0] for name in ("cuda-python", "cuda-bindings", "cuda-toolkit")} == {"13"}
+    assert "://" not in text and "index-url" not in text.replace("--no-emit-index-url", "")
+
+
+def test_the_check_of_a_gpu_says_when_there_is_none(repository: Path, tmp_path: Path) -> None:
+    """Its tests would be skipped, which is no pass."""
+    command = [sys.executable, str(repository / "scripts" / "gpu_check.py"), "--out", str(tmp_path / "report.json")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 2 and "no GPU can be used" in ended.stderr
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_the_check_of_a_gpu_names_packages_that_its_tests_need(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installation for use has no pytest, and every step would fail."""
+    import runpy
+
+    from hybridrl.utils import device
+
+    monkeypatch.setattr(device, "require_gpu", lambda: None)
+    monkeypatch.setitem(sys.modules, "pytest_timeout", None)
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    script = runpy.run_path(str(repository / "scripts" / "gpu_check.py"))
+    assert script["main"](["--out", str(tmp_path / "report.json")]) == 2
+    assert re.search(
+        r"no pytest-timeout, hypothesis, .*bash scripts/install\.sh cuda dev vllm", capsys.readouterr().err
+    )
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_install_warns_of_a_driver_that_is_too_old(repository: Path, call: Call, tmp_path: Path) -> None:
+    """A copy of the scripts, with a Python that installs nothing, and a driver that torch's CUDA does not run with."""
+    import shutil
+
+    for name in ("scripts", "constraints"):
+        shutil.copytree(repository / name, tmp_path / name)
+    shutil.copy(repository / "pyproject.toml", tmp_path)
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.07  Sat Feb 17 22:55:48 UTC 2024\n")
+    check = (
+        "from pathlib import Path; import torch; torch.version.cuda = '13.0'; from hybridrl.utils import device; "
+        f"device._DRIVER_FILE = Path('{driver}'); device.require_gpu()"
+    )
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
+    (tools / "python3.11").write_text(
+        f"""#!/usr/bin/env bash
+case "$1 ${{2:-}}" in
+    "--version "*) echo Python 3.11.0 ;;
+    "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "- pyproject.toml") cat >/dev/null; echo a-hash ;;
+    "- ") cat >/dev/null; echo 13.0 ;;
+    *require_gpu*) exec "{sys.executable}" -c "{check}" ;;
+esac
+"""
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    status, output, errors = call(
+        str(tmp_path / "scripts" / "install.sh"),
+        PYTHON=str(tools / "python3.11"),
+        HYBRIDRL_VENV=str(tmp_path / "env"),
+        PATH=f"{tools}:{os.environ['PATH']}",
+        PYTHONPATH=str(repository),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert status == 0, output + errors
+    assert "installing hybridrl (cuda)" in output
+    assert re.search(r"warning: .*no GPU can be used.*driver 535\.161\.07.*driver 580 or newer", output)

@@ -76,6 +76,12 @@ def test_installed_package_takes_no_configs_of_others(installed_python: Path, tm
         shutil.rmtree(foreign)
 
 
+def test_the_command_is_installed(installed_python: Path, tmp_path: Path) -> None:
+    asked = run(installed_python.with_name("hybridrl"), "--version", cwd=tmp_path)
+    assert asked.returncode == 0 and asked.stdout.startswith("hybridrl "), asked.stderr
+    assert "usage: hybridrl sft" in run(installed_python.with_name("hybridrl"), "sft", "--help", cwd=tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     ("program", "root", "word", "line"),
     [

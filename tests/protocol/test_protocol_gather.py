@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tensordict import TensorDict
 
-from hybridrl.protocol import DataProto, all_gather_data_proto
+from hybridrl.errors import BatchError
+from hybridrl.protocol import DataProto, all_gather_data_proto, concat_tensordict
 
 COUNTS = [3, 2]
 
@@ -52,3 +54,12 @@ def run(rank: int, folder: str) -> None:
 
 def test_rows_of_all_ranks_in_rank_order(tmp_path):
     mp.spawn(run, args=(str(tmp_path),), nprocs=len(COUNTS))
+
+
+def test_a_field_that_not_every_part_has_is_named() -> None:
+    first = TensorDict({"a": torch.ones(2)}, [2])
+    more = TensorDict({"a": torch.ones(1), "entropys": torch.zeros(1)}, [1])
+    assert concat_tensordict([first, first])["a"].tolist() == [1.0] * 4
+    for parts in ([first, more], [more, first]):
+        with pytest.raises(BatchError, match=r"entropys"):
+            concat_tensordict(parts)

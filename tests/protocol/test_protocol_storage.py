@@ -15,6 +15,15 @@ from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.merge import same
 
 
+def test_a_stored_batch_has_the_mode_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        DataProto.from_dict(tensors={"x": torch.zeros(2)}).save_to_disk(tmp_path / "batch")
+    finally:
+        os.umask(before)
+    assert oct((tmp_path / "batch").stat().st_mode & 0o777) == oct(0o640)
+
+
 def test_every_kind_of_value_comes_back(tmp_path):
     wide = torch.arange(12).reshape(3, 4)
     values, offsets = torch.arange(5.0), torch.tensor([0, 2, 2, 5])

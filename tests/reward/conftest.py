@@ -47,22 +47,22 @@ def config() -> Any:
 def make_batch(tokenizer: Any) -> Callable[..., Any]:
     """A generated batch whose responses are the given texts, each followed by EOS."""
 
-    def make(texts: Sequence[str], width: int | None = None, prompt: int = 4, **columns: Sequence[Any]) -> Any:
+    def make(texts: Sequence[str], width: int | None = None, prompt_width: int = 4, **columns: Sequence[Any]) -> Any:
         from hybridrl.protocol import DataProto
 
         ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
         width = width or max(map(len, ids))
         responses = torch.full((len(ids), width), tokenizer.pad_token_id)
-        mask = torch.zeros(len(ids), prompt + width, dtype=torch.int64)
-        mask[:, 1:prompt] = 1
+        mask = torch.zeros(len(ids), prompt_width + width, dtype=torch.int64)
+        mask[:, 1:prompt_width] = 1
         for row, sequence in enumerate(ids):
             responses[row, : len(sequence)] = torch.tensor(sequence)
-            mask[row, prompt : prompt + len(sequence)] = 1
+            mask[row, prompt_width : prompt_width + len(sequence)] = 1
         arrays = {}
         for name, values in columns.items():
             arrays[name] = np.empty(len(ids), dtype=object)
             arrays[name][:] = list(values)
-        tensors = {"responses": responses, "attention_mask": mask, "response_mask": mask[:, prompt:].clone()}
+        tensors = {"responses": responses, "attention_mask": mask, "response_mask": mask[:, prompt_width:].clone()}
         return DataProto.from_dict(tensors=tensors, non_tensors=arrays)
 
     return make

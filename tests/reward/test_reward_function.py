@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from hybridrl.reward import RewardError
-from hybridrl.reward.function import BadScore, RewardFunction, Sample, check_score, check_scores, load
+from hybridrl.reward.function import RewardFunction, load
+from hybridrl.reward.results import BadScore, check_score, check_scores
+from hybridrl.reward.signature import Sample
+
+
+def nested(levels: int) -> list:
+    found: list = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
 
 SAMPLES = [Sample("source", f"text {i}", f"truth {i}", {"i": i}) for i in range(3)]
 
@@ -71,8 +81,8 @@ def test_further_arguments(user_file):
     assert call_one(path, kwargs={"scale": 2, "shift": 3}) == (2, 3)
     with pytest.raises(RewardError, match=r"reward_kwargs: .* no parameter 'size'. Its parameters: solution_str,"):
         load(RewardFunction(path, kwargs={"scale": 1, "size": 2}))
-    with pytest.raises(RewardError, match=r"cannot be called with .*missing a required argument: 'scale'"):
-        load(RewardFunction(path))
+    with pytest.raises(RewardError, match=r"parameter 'scale', and the data have no such column \(columns: none\)"):
+        call_one(path)
 
 
 def test_which_function_is_found_without_a_name(user_file):
@@ -157,6 +167,11 @@ def test_a_dict_is_made_plain():
         ({"reward": 1}, "without 'score' .keys: reward"),
         ({"score": math.nan}, "returned nan"),
         ({"score": 1, "what": object()}, "returned object under 'what'"),
+        ({"score": 1, "what": np.array([object()])}, "returned object under 'what'"),
+        ({"score": 1, "what": 1j}, "returned complex under 'what'"),
+        ({"score": 1, "what": b"x"}, "returned bytes under 'what'"),
+        ({"score": 1, "what": 10**5000}, "integer of 16610 bits under 'what'"),
+        ({"score": 1, "what": nested(1000)}, "nested more than 50 levels deep under 'what'"),
     ],
 )
 def test_what_is_no_score(value, message):
@@ -171,7 +186,8 @@ def test_scores_of_a_batch():
         ([1], "returned 1 scores for 2 responses"),
         (3.0, "returned float instead of a list of 2 scores"),
         ("ab", "returned str"),
-        ([1, math.nan], "nan.* for response 1 of 2"),
     ]:
         with pytest.raises(BadScore, match=message):
             check_scores(value, 2)
+    good, bad = check_scores([1, math.nan], 2)
+    assert good == (1.0, None) and "nan" in str(bad) and "response 1 of 2" in str(bad)

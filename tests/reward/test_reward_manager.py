@@ -18,6 +18,7 @@ from hybridrl.reward import (
     get_reward_manager_cls,
     register,
 )
+from hybridrl.reward.factory import ask
 
 LENGTHS_FILE = """
 def compute_score(solution_str, ground_truth):
@@ -148,7 +149,7 @@ def test_a_batch_that_ray_handed_over_read_only_is_not_written(manager_for, make
 def test_a_dataset_without_data_source_works_with_a_custom_function(manager_for, make_batch, user_file):
     path = user_file(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return 1.0 if (data_source, ground_truth, extra_info) == (None, None, {}) else 0.0"
+        "    return 1.0 if (data_source, ground_truth, extra_info.get('index')) == (None, None, None) else 0.0"
     )
     assert manager_for(path)(make_batch(["x", "y"])).sum() == 2.0
 
@@ -290,7 +291,7 @@ def test_a_manager_out_of_a_file(manager_for, make_batch, user_file, config):
     result = manager_for()(make_batch(["#### 12"], **sort_columns("12")), return_dict=True)
     assert result["reward_tensor"].sum() == 0.5 and result["reward_extra_info"]["length"] == [5]
     for name, file, message in [
-        ("Unrelated", path, "name=Unrelated.*derived from"),
+        ("Unrelated", path, "name=Unrelated.*RewardManager"),
         ("None", path, "name=None"),
         ("Halved", path + "x", "neither|no such file|must end in .py|fails to import"),
         (None, path, "needs reward.reward_manager.module.path and"),
@@ -298,6 +299,59 @@ def test_a_manager_out_of_a_file(manager_for, make_batch, user_file, config):
         settings.module.name, settings.module.path = name, file
         with pytest.raises(RewardError, match=message):
             manager_for()
+
+
+VERLS = """
+from hybridrl.reward import RewardManager
+
+class Legacy:  # verl.workers.reward_manager
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source"): ...
+    def __call__(self, data, return_dict=False): ...
+
+class Loop(RewardManager):  # verl.experimental.reward_loop
+    async def run_single(self, data): ...
+
+class Built(RewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score=None): ...
+
+class Narrow(RewardManager):
+    def __call__(self, data): ...
+"""
+
+
+def test_a_manager_as_in_verl_is_refused_at_the_start(user_file, config):
+    """Nothing here would call what it defines, or it would be called otherwise."""
+    settings = config.reward.reward_manager
+    settings.source, settings.module.path = "importlib", user_file(VERLS)
+    for name, said in [
+        ("Legacy", r"name=Legacy.*derive.*hybridrl.reward.RewardManager.*adjust.*score_batch"),
+        ("Loop", r"name=Loop.*run_single.*score_batch"),
+        ("Built", r"name=Built.*constructor.*num_examine.*config, tokenizer, pool"),
+        ("Narrow", r"name=Narrow.*__call__.*return_dict"),
+    ]:
+        settings.module.name = name
+        with pytest.raises(RewardError, match=said):
+            check_reward(config)
+    settings.source, settings.name = "register", f"{settings.module.path}:Legacy"
+    with pytest.raises(RewardError, match=r"Legacy.*hybridrl.reward.RewardManager"):
+        check_reward(config)
+
+
+def test_what_a_manager_returns_is_checked(make_batch):
+    batch = make_batch(["a", "b"])
+    shape = batch.batch["responses"].shape
+    found = ask(lambda data, return_dict: {"reward_tensor": torch.zeros(shape)}, batch)
+    assert found["metrics"] == {} and found["reward_extra_info"] == {}, "as verl's managers return it"
+    for result, said in [
+        (torch.zeros(shape), "return_dict=True.*'reward_tensor'"),
+        ({"reward_extra_info": {}}, "reward_extra_info for return_dict=True.*'reward_tensor'"),
+        ({"reward_tensor": torch.zeros(2)}, r"shape \[2\]"),
+        ({"reward_tensor": [0.0, 1.0]}, "type list"),
+        ({"reward_tensor": torch.zeros(shape), "failed": [None]}, "1 values of 'failed' for 2"),
+        ({"reward_tensor": torch.zeros(shape), "reward_extra_info": {"acc": [1]}}, "1 values of 'acc' for 2"),
+    ]:
+        with pytest.raises(RewardError, match=said):
+            ask(lambda data, return_dict, result=result: result, batch)
 
 
 def test_check_reward_refuses_before_anything_is_loaded(config, user_file, tmp_path):
@@ -375,3 +429,70 @@ def test_check_dataset_names_file_and_row(config, tokenizer, sort_data, tmp_path
         RewardError, match=r"no data source in column 'data_source'. Built-in scorers exist for: openai/gsm8k"
     ):
         check_dataset(config, create_rl_dataset(file, data, tokenizer))
+
+
+FAULTY = """
+def compute_score(solution_str, ground_truth):
+    {fault} if solution_str == "bad" else None
+    return {{"score": 2, "letters": len(solution_str)}}
+"""
+
+
+@pytest.mark.parametrize("fault", ["1 / 0", "__import__('os')._exit(3)", "(_ for _ in ()).throw(SystemExit)"])
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_sample_that_fails_scores_0_and_is_told(manager_for, make_batch, user_file, on_error, fault, capsys):
+    manager = manager_for(user_file(FAULTY.format(fault=fault)), on_error=on_error, max_error_rate=0.25)
+    result = manager(make_batch(["a", "bad", "c", "d"], **sort_columns(*"1234")), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [2, 0, 2, 2]
+    assert result["failed"] == [False, True, False, False]
+    assert result["reward_extra_info"] == {"score": [2, 0, 2, 2], "letters": [1, None, 1, 1]}
+    assert result["metrics"]["reward/errors"] == 1
+    told = capsys.readouterr().err
+    assert "1 of 4 samples" in told and "uid '0-1'" in told and f"reward.on_error={on_error}" in told
+    with pytest.raises(RewardError, match=r"2 of 4 samples, more than reward.max_error_rate=0.25(.|\n)*uid '0-0'"):
+        manager(make_batch(["bad", "bad", "c", "d"], **sort_columns(*"1234")))
+
+
+def test_rows_of_a_batched_function_fail_alone(manager_for, make_batch, user_file):
+    path = user_file(
+        "def compute_reward(responses, ground_truths): return [None if r == 'x' else 1 for r in responses]"
+    )
+    batch = make_batch(["a", "x"], **sort_columns("1", "2"))
+    with pytest.raises(RewardError, match=r"NoneType.* for response 1 of 2"):
+        manager_for(path)(batch)
+    result = manager_for(path, on_error="zero", max_error_rate=0.5)(batch, return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1, 0] and result["failed"] == [False, True]
+
+
+def test_a_function_that_does_not_load_or_hangs_ends_the_run_whatever_on_error_says(manager_for, make_batch, user_file):
+    batch = make_batch(["a"], **sort_columns("1"))
+    with pytest.raises(RewardError, match="not_there"):
+        manager_for(user_file("import not_there"), on_error="zero", max_error_rate=1.0)(batch)
+
+
+def test_a_number_is_called_acc_only_while_it_tells_right_from_wrong(manager_for, make_batch, user_file):
+    path = user_file("def compute_score(solution_str, ground_truth): return {'a': 1, 'b': 0}.get(solution_str, 0.5)")
+    manager = manager_for(path)
+    for texts, expected in [
+        (["a", "b"], {"acc": [1.0, 0.0]}),
+        (["a", "c"], {"score": [1.0, 0.5]}),
+        (["a", "b"], {"score": [1.0, 0.0]}),  # a name does not change back
+    ]:
+        assert manager(make_batch(texts, **sort_columns("1", "2")), return_dict=True)["reward_extra_info"] == expected
+
+
+def test_verls_extra_information_of_a_session(manager_for, make_batch, user_file):
+    path = user_file(
+        """
+        def compute_score(solution_str, ground_truth, extra_info):
+            return {"score": 1, "seen": [extra_info["num_turns"], extra_info["rollout_reward_scores"]]}
+        """
+    )
+
+    def seen(**columns):
+        batch = make_batch(["a"], **{**sort_columns("1"), **{name: [value] for name, value in columns.items()}})
+        return manager_for(path)(batch, return_dict=True)["reward_extra_info"]["seen"]
+
+    assert seen() == [[2, {}]]  # verl counts the prompt and the response
+    assert seen(__num_turns__=6, reward_scores={"search": [0.5]}) == [[6, {"search": [0.5]}]]
+    assert seen(session_id="s", turn_rewards=[1.0, 2.0]) == [[None, {"user_turn_rewards": [1.0, 2.0]}]]

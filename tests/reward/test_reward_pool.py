@@ -10,9 +10,10 @@ import threading
 import time
 
 import pytest
+from reward_tools import alive, gone_within
 
 from hybridrl.reward import RewardError, RewardFunction, RewardPool
-from hybridrl.reward.function import Sample
+from hybridrl.reward.signature import Sample
 
 
 def samples(count: int) -> list[Sample]:
@@ -21,22 +22,6 @@ def samples(count: int) -> list[Sample]:
 
 def pool(path: str, workers: int = 1, timeout_s: float = 10.0, **settings) -> RewardPool:
     return RewardPool(RewardFunction(path, **settings), workers, timeout_s)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_exit_codes_of_programs_arrive_where_the_run_ignores_them(user_file):
@@ -487,10 +472,30 @@ def test_a_file_that_does_not_load_fails_every_submitted_sample(user_file):
                 future.result(timeout=120)
 
 
+def test_a_stopped_supervisor_leaves_no_process(user_file, tmp_path, monkeypatch):
+    """The pool does its work: what a reward process started ends, too."""
+    monkeypatch.setattr("hybridrl.reward.processes.handle._END_LIMIT_S", 0.5)
+    path = user_file(
+        """
+        import os, subprocess
+        def f(solution_str, ground_truth, extra_info):
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            with open(extra_info["folder"] + "/pids", "w") as file:
+                file.write(f"{os.getppid()} {os.getpid()} {child.pid}")
+            return 1
+        """
+    )
+    with pool(path, 1) as p:
+        p.run([Sample("", "", "", {"folder": str(tmp_path)})])
+        supervisor, *others = map(int, (tmp_path / "pids").read_text().split())
+        os.kill(supervisor, signal.SIGSTOP)
+    assert all(gone_within(pid, 60) for pid in (supervisor, *others))
+
+
 PARENT = """
 import os, sys, threading, time
 from hybridrl.reward import RewardFunction, RewardPool
-from hybridrl.reward.function import Sample
+from hybridrl.reward.signature import Sample
 pool = RewardPool(RewardFunction(sys.argv[1]), 2, 1000.0)
 print("started without a guard for __main__", flush=True)
 pool.run([Sample("", "", "", {"i": i, "folder": sys.argv[2]}) for i in range(2)])
@@ -518,14 +523,14 @@ def test_no_process_outlives_its_parent(user_file, tmp_path, end):
     parent = subprocess.Popen([sys.executable, parent_file, path, str(tmp_path)], stderr=subprocess.DEVNULL)
     try:
         notes = [tmp_path / f"note{i}" for i in range(2)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not all(note.exists() for note in notes) and time.monotonic() < deadline:
             time.sleep(0.02)
         pids = [int(pid) for note in notes for pid in note.read_text().split()]
         assert len(pids) == 4 and all(map(alive, pids))
         parent.send_signal(end)
-        parent.wait(timeout=30)
+        parent.wait(timeout=120)
     finally:
         parent.kill()
         parent.wait()
-    assert all(gone_within(pid, 10) for pid in pids)
+    assert all(gone_within(pid, 60) for pid in pids)

@@ -85,7 +85,8 @@ class PlainEngine(InferenceEngine):
                 return Completion(request.id, tokens, log_probs, "abort")
             assert not self.released, "generates without its memory"
             with torch.no_grad():
-                logits = self.model(torch.tensor([request.prompt_ids + tokens])).logits[:, -1]
+                ids = torch.tensor([request.prompt_ids + tokens], device=self.model.device)
+                logits = self.model(ids).logits[:, -1]
             uniform = torch.rand(1, dtype=torch.float64, generator=generator)
             token, log_prob = draw(logits, request.sampling, uniform)
             tokens.append(int(token))

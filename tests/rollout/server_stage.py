@@ -13,6 +13,7 @@ from plain_engine import PlainEngine
 
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import (
+    Listener,
     OpenAIServer,
     Served,
     create_app,
@@ -34,10 +35,11 @@ class Stage:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.do(self.engine.start())
         served = Served("tiny", self.engine.tokenizer, LIMIT, len(self.engine.tokenizer))
-        self.server = OpenAIServer(create_app(self, served, TOKEN), "127.0.0.1")
+        self.listener = Listener("127.0.0.1")
+        self.server = OpenAIServer(create_app(self, served, TOKEN), self.listener.socket)
         self.do(self.server.start())
-        self.client = openai.OpenAI(base_url=self.server.url, api_key=TOKEN, max_retries=0)
-        self.root = self.server.url.removesuffix("/v1")
+        self.client = openai.OpenAI(base_url=self.listener.url, api_key=TOKEN, max_retries=0)
+        self.root = self.listener.url.removesuffix("/v1")
 
     def do(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)

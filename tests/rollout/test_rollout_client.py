@@ -231,7 +231,7 @@ def test_workers_in_place_serve_sessions_between_training_phases(ray_session, se
                 torch.testing.assert_close(
                     torch.tensor(answer.log_probs), log_probs_of(model, request, answer.token_ids), atol=2e-5, rtol=0
                 )
-            rollout.release()
+            rollout.weights_will_change()
             rollout.pause()
             during = asyncio.ensure_future(client.generate(Request("during", [6, 7], SAMPLED)))
             await asyncio.sleep(0.3)

@@ -40,6 +40,7 @@ class Server:
         self.headers: list[Any] = []
         self.models = ["m"]
         self.now = self.most = 0
+        self.together = threading.Barrier(1)  # requests that are answered when all of them have come
         self._lock = threading.Lock()
         stage = self
 
@@ -57,6 +58,7 @@ class Server:
                     stage.now += 1
                     stage.most = max(stage.most, stage.now)
                     step = stage.script.pop(0) if len(stage.script) > 1 else stage.script[0]
+                stage.together.wait(60)
                 time.sleep(step[3])
                 with stage._lock:
                     stage.now -= 1
@@ -194,7 +196,7 @@ def test_timeouts_and_missing_log_probs_are_told(server: Server, endpoint: Calla
 
 
 def test_no_more_requests_than_allowed_are_in_flight(server: Server, endpoint: Callable[..., Endpoint]) -> None:
-    server.script = [(200, completion(), {}, 0.5)]
+    server.together = threading.Barrier(3)
     client = endpoint(max_concurrency=3)
     for future in [client.chat(MESSAGES, SAMPLING) for _ in range(6)]:
         future.result(30)
@@ -225,7 +227,7 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openai" else find(name))
-    with pytest.raises(RolloutError, match=r"needs the package openai.*pip install 'hybridrl\[openai\]'"):
+    with pytest.raises(RolloutError, match=r"needs the package openai.*scripts/install.sh auto openai"):
         Endpoint(OpenAIConfig(base_url="http://localhost:1/v1"))
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from plain_engine import PlainEngine
 
+from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.rollout.replicas.actor import Replica
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.trainer.phases import PhaseTimer
 
 SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8)
 
@@ -80,6 +82,39 @@ def test_silence_is_counted_from_the_oldest_call_that_has_not_ended(tiny_model: 
     asyncio.run(run())
 
 
+def test_memory_that_is_not_free_is_an_error_and_not_a_dead_process(tiny_model: Path) -> None:
+    """A restarted replica would not find it free either, so the run ends with the cause."""
+
+    class Full(PlainEngine):
+        async def resume(self, tags: Any) -> None:
+            raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:62")
+
+    engine = Full.of(tiny_model)
+    replica = Replica("plain", engine.spec, {})
+    replica._engine = engine
+    with pytest.raises(RolloutError, match=r"(?s)weights and kv_cache.*cumem_allocator") as raised:
+        asyncio.run(replica.resume(MEMORY_TAGS))
+    timer = PhaseTimer({"gen": "lower gpu_memory_utilization"})
+    with pytest.raises(RolloutError) as noted, timer.phase("gen"):
+        raise raised.value
+    assert any("gpu_memory_utilization" in note for note in noted.value.__notes__)
+
+
+class WithoutCompiler(PlainEngine):
+    """Its kernels are C++, as PyTorch compiles them, where there is no compiler."""
+
+    async def start(self) -> None:
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        raise InvalidCxxCompiler
+
+
+def test_an_engine_that_cannot_compile_says_what_to_install(tiny_model: Path) -> None:
+    replica = Replica(f"{__name__}:WithoutCompiler", PlainEngine.of(tiny_model).spec, {})
+    with pytest.raises(RolloutError, match=r"apt-get install g\+\+"):
+        asyncio.run(replica.start())
+
+
 def test_nothing_is_generated_before_there_are_weights(tiny_model: Path) -> None:
     async def run() -> None:
         engine = PlainEngine.of(tiny_model)
@@ -128,6 +163,7 @@ class Sleeper:
 
     def __init__(self, discards: bool) -> None:
         self.asleep: set[str] = set()
+        self.paused = False
         if discards:
             self.release_kv_cache_memory = self._release_cache
 
@@ -135,13 +171,18 @@ class Sleeper:
         assert level == 2 and "weights" not in self.asleep
         self.asleep = set(MEMORY_TAGS)
 
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert mode == "abort" and clear_cache
+        self.paused = True
+
     async def _release_cache(self) -> None:
-        assert "kv_cache" not in self.asleep
+        assert "kv_cache" not in self.asleep and self.paused
         self.asleep.add("kv_cache")
 
     async def wake_up(self, tags: list[str]) -> None:
         assert tags and set(tags) <= self.asleep
         self.asleep -= set(tags)
+        self.paused = self.paused and bool(self.asleep)
 
 
 @pytest.mark.parametrize("discards", [True, False], ids=["0.32", "without release_kv_cache_memory"])

@@ -114,3 +114,44 @@ def test_greedy_takes_the_most_likely_token() -> None:
 def test_settings_out_of_range_are_refused(bad) -> None:
     with pytest.raises(UserError, match=next(iter(bad))):
         params(**bad)
+
+
+def test_a_draw_sums_nothing_in_an_order_that_matters(monkeypatch) -> None:
+    """PyTorch's deterministic mode refuses cumulative sums of floating-point numbers on a GPU."""
+    cumsum = torch.Tensor.cumsum
+
+    def of_integers(self, *args, **options):
+        assert not (options.get("dtype") or self.dtype).is_floating_point
+        return cumsum(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", of_integers)
+    logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(0)) * 3
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tokens, _ = draw(logits, params(top_p=0.9), uniform)
+    probs = truncate(logits, -1, 0.9).double().softmax(-1).numpy()
+    rows = zip(probs, uniform.tolist(), strict=True)
+    assert tokens.tolist() == [np.searchsorted(np.cumsum(row), u * row.sum(), side="right") for row, u in rows]
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]]).expand(4, -1)
+    uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert draw(logits, params(), uniform)[0].tolist() == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1023, 1024, 1025, 5000])
+def test_the_draw_inverts_the_whole_distribution(vocabulary) -> None:
+    """It is searched block by block; the tokens are those of the cumulative sums over the whole vocabulary."""
+    torch.manual_seed(vocabulary)
+    logits = torch.randn(400, vocabulary) * 4
+    logits[:50, vocabulary // 2 :] = float("-inf")
+    uniform = torch.rand(400, dtype=torch.float64)
+    uniform[:4] = torch.tensor([0.0, 1 - 2**-53, 0.5, 2**-60], dtype=torch.float64)
+    tokens, _ = draw(logits, params(), uniform)
+    masses = (logits.log_softmax(-1).exp().double() * 2.0**52).round().long()
+    cumulative = masses.cumsum(-1)
+    for row in range(400):
+        wanted = int(float(uniform[row]) * int(cumulative[row, -1]))
+        expected = int((cumulative[row] > wanted).int().argmax())
+        assert int(tokens[row]) == expected
+        assert masses[row, expected] > 0

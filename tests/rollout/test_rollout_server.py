@@ -200,7 +200,7 @@ def test_requests_are_generated_together(stage: Stage) -> None:
     stage.engine.most_running = 0
 
     async def ask() -> list[Any]:
-        client = openai.AsyncOpenAI(base_url=stage.server.url, api_key=TOKEN, max_retries=0)
+        client = openai.AsyncOpenAI(base_url=stage.listener.url, api_key=TOKEN, max_retries=0)
         calls = [
             client.completions.create(
                 model="tiny", prompt=f"{number}", seed=number, max_tokens=40, extra_body={"ignore_eos": True}
@@ -227,7 +227,7 @@ def test_a_client_that_goes_away_has_its_requests_aborted(stage: Stage, stream: 
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", stage.server.port)) as connection:
+    with socket.create_connection(("127.0.0.1", stage.listener.port)) as connection:
         connection.sendall(head.encode() + data)
         eventually(lambda: len(stage.engine.running) == 3 and all(stage.engine.running.values()))
     eventually(lambda: len(stage.engine.aborted) == 3)
@@ -258,7 +258,7 @@ def test_only_the_token_of_the_run_is_served(stage: Stage, header: str) -> None:
 
 def test_the_client_library_raises_its_own_errors(stage: Stage) -> None:
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=stage.server.url, api_key="no", max_retries=0).models.list()
+        openai.OpenAI(base_url=stage.listener.url, api_key="no", max_retries=0).models.list()
     with pytest.raises(openai.NotFoundError, match=r"no model 'gpt' here.*'tiny'"):
         stage.client.completions.create(model="gpt", prompt="a")
     with pytest.raises(openai.BadRequestError, match="the limit is 2048") as caught:
@@ -308,7 +308,181 @@ def test_bad_prompts_bodies_and_paths(stage: Stage) -> None:
     assert "body" in refused(stage.post("/v1/completions", b"{"), 400)["message"]
     assert refused(stage.post("/v1/completions", [1]), 400)
     assert "POST /v1/embeddings" in refused(stage.post("/v1/embeddings", {}), 404)["message"]
-    assert refused(stage.open(f"{stage.root}/v1/completions"), 405)
+    key = {"Authorization": f"Bearer {TOKEN}"}
+    assert refused(stage.open(urllib.request.Request(f"{stage.root}/v1/completions", headers=key)), 405)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b'{"prompt": "\\ud800"}', "prompt"),
+        ("/v1/completions", b'{"prompt": "a", "stop": "\\ud800"}', "stop"),
+        ("/v1/completions", b'{"prompt": "a", "\\ud800": 1}', None),
+        ("/v1/completions", b'{"prompt": "a", "model": "\\ud800"}', "model"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
+            "messages",
+        ),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages"),
+        ("/v1/completions", b'{"prompt": ' + b"[" * 100_000, None),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": ' + b"1" * 5000 + b"}", None),
+    ],
+)
+def test_texts_that_are_none_are_the_clients_fault(stage: Stage, path: str, body: bytes, param: str | None) -> None:
+    status, answer, _ = stage.post(path, body)
+    assert status in (400, 404), answer
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("chat_template", "{{ messages }}"),
+        ("chat_template_kwargs", {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("tokenize", False),
+        ("documents", [{"title": "a"}]),
+    ],
+)
+def test_clients_bring_no_templates(stage: Stage, monkeypatch: pytest.MonkeyPatch, field: str, value: Any) -> None:
+    rendered = []
+    tokenizer = type(stage.engine.tokenizer)
+    real = tokenizer.apply_chat_template
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rendered.append(kwargs)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", noting)
+    error = refused(stage.post("/v1/chat/completions", {"messages": MESSAGES, field: value}), 400)
+    assert error["param"] == field and error["code"] == "unsupported_parameter"
+    assert not rendered, "it is refused before anything is rendered"
+    assert stage.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})[0] == 200
+    assert [sorted(kwargs) for kwargs in rendered] == [["add_generation_prompt", "tokenize"]]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_long_text_is_measured_before_it_is_tokenised(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    tokenizer = stage.engine.tokenizer
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", None)  # tokenising anything would fail
+    text = "a" * (4 * 10**6)
+    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    error = refused(stage.post(path, body), 400)
+    assert error["code"] == "context_length_exceeded" and f"limit is {LIMIT}" in error["message"]
+
+
+def test_one_call_and_all_calls_together_are_bounded(stage: Stage) -> None:
+    error = refused(stage.post("/v1/completions", {"prompt": ["a"] * 60, "n": 1000}), 400)
+    assert error["param"] == "n" and "60000" in error["message"] and "1024" in error["message"]
+
+    tokenizer = stage.engine.tokenizer
+    app = create_app(stage, Served("tiny", tokenizer, LIMIT, len(tokenizer)), None, max_requests=8)
+    with TestClient(app) as client:
+        body = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body | {"n": 9})
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        for stream in (False, True, False, True):  # those that are over count no longer
+            assert client.post("/v1/completions", json=body | {"n": 8, "stream": stream}).status_code == 200
+    assert refused(stage.post("/v1/completions", {"prompt": "a"}, {"X-Session-Id": "s" * 257}), 400)["param"] == (
+        "session_id"
+    )
+
+
+def test_what_is_no_http_request_gets_openais_format_too(stage: Stage) -> None:
+    for text in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000):
+        with socket.create_connection(("127.0.0.1", stage.listener.port), timeout=60) as connection:
+            connection.sendall(text)
+            answer = connection.makefile("rb").read().decode()
+        assert answer.startswith("HTTP/1.1 400 ")
+        assert json.loads(answer.split("\r\n\r\n")[1])["error"]["type"] == "invalid_request_error"
+
+
+def test_a_fault_of_the_server_is_told_in_openais_format(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("no health")
+
+    monkeypatch.setattr(stage, "health", fails)
+    error = refused(stage.open(f"{stage.root}/health"), 500)
+    assert error["type"] == "server_error" and "no health" in error["message"]
+
+
+# ------------------------------------------------------------------ vLLM's token endpoint
+
+
+def test_generate_answers_with_token_ids_log_probs_and_spans_of_weights(
+    stage: Stage, log_probs: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = stage.engine.tokenizer.encode("Sort: 312")
+    sampling = {"max_tokens": 6, "n": 2, "temperature": 0.8, "seed": 4, "logprobs": 0, "ignore_eos": True}
+    body = {"request_id": "mine", "token_ids": prompt, "sampling_params": sampling | {"detokenize": False}}
+    status, text, _ = stage.post("/inference/v1/generate", body | {"return_token_ids": True})
+    assert status == 200, text
+    answer = json.loads(text)
+    assert answer["request_id"] == "mine" and answer["prompt_token_ids"] == prompt
+    assert answer["usage"]["completion_tokens"] == 12
+    same = stage.client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=6, n=2, temperature=0.8, seed=4, extra_body={"ignore_eos": True}
+    )
+    for choice, other in zip(answer["choices"], same.choices, strict=True):
+        assert choice["token_ids"] == other.token_ids  # type: ignore[attr-defined]
+        entries = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+        assert [entry["logprob"] for entry in entries] == pytest.approx(
+            log_probs(prompt, choice["token_ids"], 0.8), abs=1e-4
+        )
+        assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 6}]
+
+    generate = Stage.generate
+
+    async def two_weights(self: Stage, request: Request) -> Completion:
+        completion = await generate(self, request)
+        completion.versions = [(3, 1), (3, 1), (4, len(completion.token_ids) - 2)]
+        return completion
+
+    monkeypatch.setattr(Stage, "generate", two_weights)
+    answer = json.loads(stage.post("/inference/v1/generate", body)[1])
+    assert answer["prompt_token_ids"] is None
+    assert answer["choices"][0]["weight_versions"] == [
+        {"version": "3", "start": 0, "end": 2},
+        {"version": "4", "start": 2, "end": 6},
+    ]
+
+
+def test_generate_reads_vllms_own_request_and_vllm_reads_the_answer(stage: Stage) -> None:
+    protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "temperature": 0.5, "logprobs": 1}}
+    body = protocol.GenerateRequest(**asked).model_dump(mode="json", exclude_unset=True, exclude={"sampling_params"})
+    status, text, _ = stage.post("/inference/v1/generate", body | {"sampling_params": asked["sampling_params"]})
+    assert status == 200, text
+    answer = protocol.GenerateTokensResponse.model_validate_json(text)
+    (choice,) = answer.choices
+    (span,) = choice.weight_versions
+    assert (span.version, span.start, span.end) == ("3", 0, len(choice.token_ids))
+    assert [entry.token_id for entry in choice.logprobs.content] == choice.token_ids
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"token_ids": [1], "sampling_params": {"max_tokens": 1, "min_p": 0.5}}, "min_p"),
+        ({"token_ids": [1], "sampling_params": {"n": 0}}, "n"),
+        ({"token_ids": [], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [10**6], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [1] * LIMIT, "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [1]}, "sampling_params"),
+        ({"token_ids": [1], "sampling_params": {}, "stream": True}, "stream"),
+        ({"token_ids": [1], "sampling_params": {}, "output_mode": "text"}, "output_mode"),
+        ({"token_ids": [1], "sampling_params": {}, "features": {"mm_hashes": {}}}, "features"),
+    ],
+)
+def test_generate_names_what_it_refuses(stage: Stage, body: dict[str, Any], param: str) -> None:
+    assert refused(stage.post("/inference/v1/generate", body), 400)["param"] == param
 
 
 def test_faults_of_the_engine_are_told(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hybridrl.config import ModelConfig, PrometheusConfig, RolloutConfig, load_c
 from hybridrl.rollout import RolloutError
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import (
-    OpenAIServer,
+    Listener,
     check_installed,
     make_server,
     new_token,
@@ -79,7 +79,7 @@ def test_every_metric_of_the_dashboard_is_one_that_is_given(stage: Stage) -> Non
         "hybridrl_weight_update_seconds",
         "hybridrl_replica_restarts_total",
     }
-    of_a_pool = {"hybridrl_requests_in_flight", "hybridrl_requests_queued"}  # see test_rollout_pool.py
+    of_a_pool = {"hybridrl_requests_in_flight", "hybridrl_requests_queued"}  # see test_rollout_pool_server.py
     assert asked == given | of_a_pool
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids)) and all(panel["title"] for panel in dashboard["panels"])
@@ -104,7 +104,7 @@ def test_prometheus_is_told_where_to_scrape(stage: Stage, tmp_path: Path, capsys
     words = ["actor_rollout_ref.model.path=org/name", f"{where}.enable=true", f"{where}.file={file}"]
     settings = load_config("ppo_trainer", [*words, f"{where}.port={listener.getsockname()[1]}"])
     config = settings.actor_rollout_ref.rollout.prometheus
-    assert write_scrape_config(config, [stage.server.address]) == file
+    assert write_scrape_config(config, [stage.listener.address]) == file
     assert asked == ["POST /-/reload HTTP/1.1"]
     (job,) = yaml.safe_load(file.read_text())["scrape_configs"]
     (static,) = job["static_configs"]
@@ -172,8 +172,9 @@ def test_a_server_made_from_the_configuration(
             return None
 
     server, access = make_server(rollout, ModelConfig(path=str(micro_model)), Late())
-    assert server.host == node_address()
-    server.start_thread()
+    assert server.listener.host == node_address()
+    server.start()
+    server.wait_ready()
     try:
         path = access.write(tmp_path)
         assert path.stat().st_mode & 0o777 == 0o600
@@ -189,16 +190,16 @@ def test_a_server_made_from_the_configuration(
         with pytest.raises(openai.BadRequestError, match="the limit is 32"):
             client.completions.create(model="policy", prompt="ab", max_tokens=31)
     finally:
-        server.stop_thread()
+        server.stop()
     with pytest.raises(OSError):
-        socket.create_connection((server.host, server.port), timeout=5).close()
+        socket.create_connection((server.listener.host, server.listener.port), timeout=5).close()
 
 
 def test_taken_ports_foreign_hosts_and_missing_tokens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RolloutError, match=rf"server\.port={stage.server.port} on 127\.0\.0\.1 is taken"):
-        OpenAIServer(None, "127.0.0.1", stage.server.port)
+    with pytest.raises(RolloutError, match=rf"server\.port={stage.listener.port} on 127\.0\.0\.1 is taken"):
+        Listener("127.0.0.1", stage.listener.port)
     with pytest.raises(RolloutError, match=r"server\.host=192\.0\.2\.7: cannot listen there"):
-        OpenAIServer(None, "192.0.2.7", 0)
+        Listener("192.0.2.7")
     monkeypatch.delenv("MY_TOKEN", raising=False)
     with pytest.raises(RolloutError, match="MY_TOKEN is not set"):
         new_token("MY_TOKEN")
@@ -213,5 +214,5 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    with pytest.raises(RolloutError, match=r"need uvicorn, .*pip install 'hybridrl\[server\]'"):
+    with pytest.raises(RolloutError, match=r"need uvicorn, .*scripts/install.sh auto server"):
         check_installed()

@@ -28,6 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config import ModelConfig, RolloutConfig, load_config
 from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.hybrid_engine.plan import plan_boxes
+from hybridrl.hybrid_engine.schedule import schedule
+from hybridrl.hybrid_engine.shards import Boxes, whole
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout, RolloutError
@@ -35,7 +38,7 @@ from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, Inf
 from hybridrl.rollout.replicas.actor import Replica
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.weight_sync.messages import Bucket, Entry
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, Entry, ShardBucket
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="runs in the SGLang environment"),
@@ -145,6 +148,40 @@ def buckets_of(folder: Path, seed: int, load: Callable[[Bucket], object], bucket
         ours.send("taken")
     process.join()
     assert process.exitcode == 0
+
+
+def shards_of(folder: Path, seed: int, engine, run: Callable) -> None:  # type: ignore[type-arg]
+    """Give an engine the parameters of `perturbed` by a plan: every process the parts that it asks for, in rounds."""
+    state = {name: value.detach() for name, value in perturbed(folder, seed).named_parameters()}
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    needs = run(engine.requirements(Checkpoint(shapes, dtypes)))
+    assert len(needs) == 2 and not any(need.whole for need in needs)
+    held: list[dict[str, Boxes]] = [{name: (whole(shape),) for name, shape in shapes.items()}, {}]
+    needed = [dict(need.boxes) for need in needs]
+    made = plan_boxes(shapes, held, needed)
+    assert (
+        0.45 < made.needed[1] / made.elements < 0.55
+    )  # its half; its part of the padded vocabulary is the smaller one
+    rounds = schedule(made, held, needed, dtypes, bucket_bytes=200_000)
+    assert len(rounds) > 3
+    size = max(now.bucket for now in rounds)
+    segments = [shared_memory.SharedMemory(create=True, size=size) for _ in needs]
+    for now in rounds:
+        for message in now.messages:
+            data = torch.frombuffer(segments[message.target].buf, dtype=torch.uint8)
+            for piece in message.pieces:
+                piece.view(data).copy_(state[piece.name][piece.box.within(whole(shapes[piece.name]))])
+            del data
+        messages = tuple(tuple(now.received_by(number)) for number in range(2))
+        names = tuple(segment.name for segment in segments)
+        run(engine.load_bucket(ShardBucket("shared_memory", names, size, now.names, messages)))
+        for segment in segments:
+            segment.buf[:size] = bytes(size)  # whoever still reads it reads zeros
+    run(engine.end_update())
+    for segment in segments:
+        segment.close()
+        segment.unlink()
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -395,6 +432,10 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
     buckets_of(tiny_model, 2, lambda bucket: run(engine.load_bucket(bucket)), buckets=2)
     run(engine.end_update())
     assert_log_probs(perturbed(tiny_model, 2), prompt(12), run(engine.generate(Request("b", prompt(12), sampled()))))
+
+    run(engine.begin_update())
+    shards_of(tiny_model, 3, engine, run)
+    assert_log_probs(perturbed(tiny_model, 3), prompt(12), run(engine.generate(Request("s", prompt(12), sampled()))))
 
     for scheduler in schedulers:
         scheduler.suspend()

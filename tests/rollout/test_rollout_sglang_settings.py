@@ -1,5 +1,7 @@
 """What the SGLang engine says before SGLang is started: versions, refusals, the arguments it would get."""
 
+import asyncio
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +100,21 @@ def test_settings_become_arguments(tiny_model) -> None:
     assert cpu["max_total_tokens"] == 7 * (128 + 6) and "max_total_tokens" not in gpu
 
 
+def test_the_level_of_sleep_decides_whether_weights_are_backed_up(tiny_model) -> None:
+    at = {level: compat.arguments(spec_of(tiny_model, devices=(0,), sleep_level=level)) for level in (1, 2)}
+    assert at[1]["enable_weights_cpu_backup"] is True
+    assert at[2]["enable_weights_cpu_backup"] is False
+    kept = compat.arguments(spec_of(tiny_model, devices=(0,), sleep_level=1, free_cache_engine=False))
+    assert kept["enable_weights_cpu_backup"] is False  # nothing is released
+
+
+def test_lower_priorities_come_first_if_the_engine_orders_by_priority(tiny_model) -> None:
+    switches = ("enable_priority_scheduling", "schedule_low_priority_values_first")
+    for policy, on in (("fcfs", False), ("priority", True)):
+        found = compat.arguments(spec_of(tiny_model, scheduling_policy=policy))
+        assert [found[name] for name in switches] == [on, on]
+
+
 def test_arguments_of_the_user_win(tiny_model) -> None:
     spec = spec_of(tiny_model)
     spec.config.engine_kwargs.sglang.update(schedule_policy="lpm", max_total_tokens=1000)
@@ -135,6 +152,14 @@ def test_processes_of_replicas_are_told_cores_of_their_own(tiny_model, monkeypat
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "3|5")
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in compat.environment(spec)
     assert "SGLANG_USE_CPU_ENGINE" not in compat.environment(replace(spec, devices=(0, 1)))
+
+
+def test_expandable_segments_are_off_in_its_process_only(monkeypatch, tiny_model) -> None:
+    """They help training, and torch_memory_saver, which releases SGLang's memory, refuses them."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:256")
+    variables = compat.environment(spec_of(tiny_model, devices=(0,)))
+    assert variables["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:256,expandable_segments:False"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True,max_split_size_mb:256"
 
 
 def test_stand_in_kernel_writes_cache_locations() -> None:
@@ -180,3 +205,23 @@ def test_stop_strings_in_chunks_end_where_the_whole_text_first_holds_one(tiny_mo
         found = found or stop.first_end(ids[:count], seen)
         seen = count
     assert found == expected
+
+
+def test_sglang_is_idle_before_its_memory_is_released() -> None:
+    """Its scheduler ends if it is asked while the last batch is still in its books."""
+    from hybridrl.rollout.sglang.host import Host
+
+    calls = []
+
+    class Server:
+        async def drop_prefixes(self) -> None:
+            calls.append("idle")
+
+        async def release(self, tags) -> None:
+            calls.append(tuple(tags))
+
+    host = object.__new__(Host)
+    host.server, host._names, host._released = Server(), {}, set()
+    asyncio.run(host.release(["kv_cache"]))
+    asyncio.run(host.release(["weights", "kv_cache"]))
+    assert calls == ["idle", ("kv_cache",), "idle", ("weights",)]

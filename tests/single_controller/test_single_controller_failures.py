@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -60,6 +61,10 @@ class Fragile(Worker):
     def _raise(self) -> None:
         raise KeyError("the real cause")
 
+    def _raise_late(self) -> None:
+        time.sleep(1.0)
+        raise KeyError("the real cause")
+
     def _leave_then_raise(self) -> None:
         dist.destroy_process_group()  # the others fail at once, this rank a moment later
         time.sleep(3.0)
@@ -95,6 +100,10 @@ class Fragile(Worker):
     def hang(self) -> None:
         time.sleep(600)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
 
 @pytest.fixture
 def started() -> Iterator[Any]:
@@ -112,7 +121,11 @@ def started() -> Iterator[Any]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
 
 
@@ -218,6 +231,23 @@ def test_failure_in_another_group_ends_a_wait_that_would_not_end(started: Any, m
     with pytest.raises(WorkerError, match=r"in fail_later(.|\n)*'upstream'"):
         waiting.hang()
     with pytest.raises(WorkerError, match="in fail_later"):
+        future.get()
+
+
+def test_a_failure_that_was_reported_with_another_is_not_raised_again(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, failing, healthy = started(1), started(1), started(1)
+    pids = [*broken.pid(), *failing.pid()]
+    healthy.pid()
+    future = broken.fail_later(DataProto.from_dict({"x": torch.arange(2)}))
+    ray.wait(future.answers)  # so that the next wait notices this failure before its own
+    with pytest.raises(WorkerError, match=r"in fail (.|\n)*'the real cause'(.|\n)*'upstream'"):
+        failing.fail("raise_late")
+    monkeypatch.setattr(calls, "GRACE_FOREIGN_S", 0.5)
+    assert healthy.sleep(2.0) == [None]
+    assert_gone(pids)
+    with pytest.raises(WorkerError, match="'upstream'"):
         future.get()
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.trainer.ppo.roles import Pass, RoleSpec, own_settings, register_role
+from hybridrl.trainer.ppo.roles import Pass, RoleSpec, register_role
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ SCORER = register_role(
     RoleSpec(
         name="scorer",
         worker=lambda: ScorerWorker,
-        config_of=own_settings("scorer", ScorerSettings),
+        settings=ScorerSettings,
         needed=lambda config: "scorer" in config.roles,
         placement=("scorer", "actor_rollout_ref"),
         mesh="scorer",

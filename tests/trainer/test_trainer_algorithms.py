@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import AlgorithmError
-from hybridrl.config import load_config, validate
+from hybridrl.config import load_config
 from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.health_checks import HealthError
 from hybridrl.trainer.ppo.learner import StepResult
-from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.startup import workers_starting
 
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
 
@@ -33,17 +32,10 @@ def trained(folder: Path, *overrides: str) -> Iterator[tuple[RayPPOTrainer, Step
     """Run the program to its end."""
     words = ["trainer.report=False", "trainer.logger=[]", f"trainer.default_local_dir={folder}", *overrides]
     config = load_config("ppo_trainer", words)
-    validate(config)
-    manager = resource_pools(config)
-    with workers_starting(
-        config.ray_kwargs.ray_init, manager, config.trainer.device, lambda: spawn_worker_groups(config, None, manager)
-    ) as started:
-        trainer = prepare(config)
-        with closing(trainer.reward_fn):
-            trainer.init_workers(started())
-            result = trainer.fit()
-            assert result is not None
-            yield trainer, result
+    with started_trainer(config) as trainer:
+        result = trainer.fit()
+        assert result is not None
+        yield trainer, result
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +204,7 @@ def test_a_rollback_goes_on_from_the_last_good_checkpoint(base, tmp_path, capsys
     with closing(anew.reward_fn):
         bad = {"health/groups_uniform": 1.0}
         anew.watch(bad)
-        with pytest.raises(HealthError, match="no checkpoint of this run has a good step behind it"):
+        with pytest.raises(HealthError, match="no checkpoint of this run has a good step"):
             anew.watch(bad)
 
 

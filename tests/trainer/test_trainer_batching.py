@@ -12,9 +12,11 @@ from hybridrl.trainer.ppo.batching import (
     epochs_of_mini_batches,
     join_generated,
     repeat_for_sampling,
+    split_rows,
     spread_over_ranks,
     trim,
 )
+from hybridrl.trainer.ppo.correction import probe_prompts
 
 
 def batch_of(prompts: int, n: int, seed: int, prompt_width: int = 5, width: int = 9) -> DataProto:
@@ -86,6 +88,29 @@ def test_balancing_permutes_and_can_be_undone(pairs, ranks, seed) -> None:
     assert back.batch["key"].tolist() == batch.batch["key"].tolist()
 
 
+@settings(max_examples=40)
+@given(st.integers(1, 7), st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
+def test_families_stay_together_where_sizes_allow(prompts, n, ranks, seed) -> None:
+    rng = np.random.default_rng(seed)
+    families = rng.permutation(np.repeat(np.arange(prompts), n))
+    families = np.append(families, np.full(-len(families) % ranks, families[0]))  # copies that fill up a shard
+    parts = split_rows(rng.integers(1, 50, len(families)).tolist(), ranks, families)
+    assert sorted(row for part in parts for row in part) == list(range(len(families)))
+    assert {len(part) for part in parts} == {len(families) // ranks}
+    apart = sum(len({families[row] for row in part}) for part in parts) - prompts  # how often a family is cut
+    assert apart == 0 if prompts % ranks == 0 else apart < ranks
+
+
+def test_families_are_balanced_as_wholes() -> None:
+    families = np.repeat(np.arange(4), 2)
+    work = [10, 10, 1, 1, 10, 10, 1, 1]
+    parts = split_rows(work, 2, families)
+    assert [sum(work[row] for row in part) for part in parts] == [22, 22]
+    spread, _ = spread_over_ranks(batch_of(4, 2, 0), [np.arange(8)], 2, families=families)
+    for shard in spread.batch["key"].chunk(2):
+        assert len({int(key) // 2 for key in shard}) == 2
+
+
 def test_balancing_evens_out_the_work() -> None:
     batch = batch_of(32, 1, 3, width=200)
     lengths = batch.batch["attention_mask"].sum(1)
@@ -141,6 +166,16 @@ def test_a_users_column_as_wide_as_a_response_is_never_cut() -> None:
     batch.batch["feature_of_a_user"] = torch.ones(3, 12)
     with pytest.raises(ValueError, match=r"'feature_of_a_user'.*register_field"):
         trim(batch)
+
+
+def test_prompts_of_a_probe_keep_the_positions_of_vision_models() -> None:
+    batch = batch_of(2, 2, 1, prompt_width=5, width=9)
+    positions = torch.arange(4 * 3 * 14).view(4, 3, 14)  # [B, k, S]
+    batch.batch["position_ids"] = positions
+    prompts = probe_prompts(batch)
+    assert torch.equal(prompts.batch["position_ids"], positions[:, :, :5])
+    assert torch.equal(prompts.batch["input_ids"], batch.batch["prompts"])
+    assert torch.equal(prompts.batch["attention_mask"], batch.batch["attention_mask"][:, :5])
 
 
 def test_repeated_prompts_number_their_samples() -> None:

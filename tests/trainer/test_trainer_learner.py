@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from hybridrl.config import load_config
+from hybridrl.errors import WorkerDiedError
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.batching import spread_over_ranks
 from hybridrl.trainer.ppo.learner import Learner
 from hybridrl.trainer.ppo.sampler import Sampled
 from hybridrl.utils.metrics import Metric
@@ -28,6 +30,7 @@ class PlainGroup:
     def __init__(self) -> None:
         self.evaluated: list[DataProto] = []
         self.updated: list[DataProto] = []
+        self.calls: list[str] = []
 
     def dp_size(self, mesh: str) -> int:
         assert mesh == "actor"
@@ -35,15 +38,20 @@ class PlainGroup:
 
     def compute_log_prob(self, batch: DataProto) -> Any:
         self.evaluated.append(batch)
+        self.calls.append("compute_log_prob")
         values = -batch.batch["responses"] / 100
         found = DataProto.from_dict(tensors={"old_log_probs": values, "entropys": -2 * values})
         return SimpleNamespace(get=lambda: found)
 
     def update_actor(self, batch: DataProto) -> Any:
         self.updated.append(batch)
+        self.calls.append("update_actor")
         number = float(len(self.updated))
         done = DataProto(meta_info={"metrics": {"actor/pg_loss": [Metric(number, 1.0)]}})
         return SimpleNamespace(get=lambda: done)
+
+    def load_checkpoint(self, folder: str, contents: list[str]) -> None:
+        self.calls.append("load_checkpoint")
 
 
 def sampled_batch(seed: int = 0) -> Sampled:
@@ -129,6 +137,44 @@ def test_each_epoch_uses_every_row_once(tmp_path) -> None:
         assert sorted(shards.batch[ROW_IDS].tolist()) == list(range(PROMPTS * SAMPLES))
 
 
+def test_whoever_generates_hears_of_each_change_of_the_weights_before_it(tmp_path) -> None:
+    group = PlainGroup()
+    learner = learner_of(group, tmp_path)
+    learner.on_weights_change.append(lambda: group.calls.append("weights will change"))
+    learner.learn(sampled_batch())
+    state = {"kl_ctrl": learner.kl_ctrl.state_dict(), "reward_transform": learner.reward_transform.state_dict()}
+    learner.load(tmp_path, state)
+    assert group.calls == [
+        "compute_log_prob",
+        "weights will change",
+        "update_actor",
+        "weights will change",
+        "load_checkpoint",
+    ]
+
+
+def test_a_jagged_batch_is_learned_from_like_a_padded_one(tmp_path) -> None:
+    sampled, groups = sampled_batch(), [PlainGroup(), PlainGroup()]
+    fields = sampled.batch.batch
+    lengths = fields["response_mask"].sum(1).tolist()
+    start = {"prompts": 0, "input_ids": 2, "attention_mask": 2, "position_ids": 2}  # columns before the response
+    cut = {}
+    for name, rows in fields.items():
+        widths = [2 if name == "prompts" else start.get(name, 0) + length for length in lengths]
+        cut[name] = [row[:width] for row, width in zip(rows, widths, strict=True)]
+    tensors = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in cut.items()}
+    jagged = DataProto.from_dict(tensors=tensors, non_tensors=dict(sampled.batch.non_tensor_batch))
+    jagged.meta_info = dict(sampled.batch.meta_info)
+    with pytest.raises(ValueError, match="padded_batch"):
+        spread_over_ranks(jagged, [np.arange(len(jagged))], 2)
+    expected = learner_of(groups[0], tmp_path).learn(sampled)
+    found = learner_of(groups[1], tmp_path).learn(dataclasses.replace(sampled, batch=jagged))
+    assert found.metrics == expected.metrics
+    torch.testing.assert_close(found.batch.batch["advantages"], expected.batch.batch["advantages"])
+    first, second = (group.updated[0].batch for group in groups)
+    assert all(torch.equal(first[name], second[name]) for name in ("response_mask", "attention_mask", "advantages"))
+
+
 def test_phases_add_up_and_an_error_for_want_of_memory_says_what_to_change() -> None:
     timer = PhaseTimer({"ref": "lower x"})
     for _ in range(2):
@@ -140,3 +186,14 @@ def test_phases_add_up_and_an_error_for_want_of_memory_says_what_to_change() -> 
     with pytest.raises(RuntimeError) as other, timer.phase("ref"):
         raise RuntimeError("something else")
     assert not hasattr(other.value, "__notes__") and timer.seconds.keys() == {"adv", "ref"}
+
+
+def test_a_killed_worker_is_short_of_memory_only_where_that_is_known() -> None:
+    """The text of its error names the out-of-memory killer as one of the possible causes."""
+    timer = PhaseTimer({"ref": "lower x"})
+    for known in (False, True):
+        error = WorkerDiedError("killed from outside (SIGKILL), by the out-of-memory killer or by a user")
+        error.out_of_memory = known
+        with pytest.raises(WorkerDiedError) as caught, timer.phase("ref"):
+            raise error
+        assert hasattr(caught.value, "__notes__") == known

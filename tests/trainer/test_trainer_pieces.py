@@ -1,7 +1,8 @@
 """The pieces of the dataflow around the estimators, without workers: what they do to a batch, against plain loops."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,6 @@ from hybridrl.config import (
     ActorConfig,
     AlgorithmConfig,
     FilterGroupsConfig,
-    HealthCheckConfig,
-    HealthConfig,
     PFPPOConfig,
     RolloutCorrectionConfig,
     load_config,
@@ -27,10 +26,10 @@ from hybridrl.registry import POLICY_LOSSES
 from hybridrl.trainer.ppo.advantage import SLOT, compute_advantage, critic_metrics, draw_by_reward
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, join_generated
 from hybridrl.trainer.ppo.correction import TRAINED_MASK, correct_rollout
-from hybridrl.trainer.ppo.health_checks import HealthError, HealthMonitor
 from hybridrl.trainer.ppo.needs import Needs, check_algorithm
-from hybridrl.trainer.ppo.prompt_pool import PromptPool
+from hybridrl.trainer.ppo.prompt_pool import SURPLUS_FILE, PromptPool
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
+from hybridrl.trainer.run import TrainingRun
 from hybridrl.utils.metrics import Metric, merge_metrics
 from hybridrl.workers.losses import LossCounts, policy_loss_fn
 
@@ -178,6 +177,27 @@ def test_a_surplus_goes_through_the_checkpoint(tmp_path) -> None:
     of_three = PromptPool(FilterGroupsConfig(), 1, 3, 8, PAD)
     with pytest.raises(UserError, match=r"rollout\.n=2"):
         of_three.load(tmp_path)
+
+
+def test_saved_groups_may_have_lost_samples(tmp_path) -> None:
+    """Samples that `reward.on_error=drop` removes can leave every waiting group smaller than `rollout.n`."""
+    steps = pool(1, enable=False)
+    steps.add(generated(["a", "b"], [[1], [3]]))
+    steps.save(tmp_path)
+    other = pool(3, enable=False)
+    other.load(tmp_path)
+    other.add(generated(["c"], [[1, 0]]))
+    assert uids_of(other.take()[0]) == ["a", "b", "c"]
+    of_three = PromptPool(FilterGroupsConfig(), 1, 3, 8, PAD)
+    with pytest.raises(UserError, match=r"rollout\.n=2"):
+        of_three.load(tmp_path)
+    # The file of an earlier version does not say how many samples there were.
+    generated(["a", "b"], [[1], [3]]).save_to_disk(tmp_path / SURPLUS_FILE)
+    of_three.load(tmp_path)
+    assert of_three.waiting == 2
+    generated(["a"], [[1, 2, 3]]).save_to_disk(tmp_path / SURPLUS_FILE)
+    with pytest.raises(UserError, match=r"rollout\.n=3"):
+        pool(1).load(tmp_path)
 
 
 def test_without_filter_a_batch_passes_as_it_is() -> None:
@@ -437,132 +457,6 @@ def test_an_estimator_of_ones_own_gets_old_log_probs_or_is_told_how(estimators_o
         estimate_advantages("of_its_own", tensors, {"uid": np.array(["a", "a"])}, None)
 
 
-# ---------------------------------------------------------------- health
-
-
-def monitor(name: str, **settings) -> HealthMonitor:
-    off = {check: HealthCheckConfig(action="off") for check in HealthConfig().keys() if check != "max_rollbacks"}
-    kind = type(getattr(HealthConfig(), name))
-    return HealthMonitor(replace(HealthConfig(**off), **{name: kind(**settings)}, max_rollbacks=1))
-
-
-def scored(lengths: list[int], scores: list[float], uids: str) -> DataProto:
-    mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
-    rewards = torch.zeros(mask.shape).scatter(1, torch.tensor(lengths)[:, None] - 1, torch.tensor(scores)[:, None])
-    return DataProto.from_dict(
-        tensors={"token_level_scores": rewards, "response_mask": mask}, non_tensors={"uid": np.array(list(uids))}
-    )
-
-
-def test_length_hacking_is_length_that_pays_and_grows(capsys) -> None:
-    health = monitor("length_hacking", threshold=0.5, growth=0.1, patience=3, action="warn")
-
-    def step(length: int, pays: bool) -> dict[str, float]:
-        # Prompt b is the harder one: long and badly scored; only within a prompt does length tell something.
-        lengths = [length, length + 4, 3 * length, 3 * length + 4]
-        scores = [1.0, 2.0, -9.0, -8.0] if pays else [1.0, 1.0, -9.0, -9.0]
-        metrics = health.measure(scored(lengths, scores, "aabb"))
-        health.act(1, metrics)
-        return metrics
-
-    for _ in range(5):  # it pays to be long, and nobody gets longer
-        found = step(20, pays=True)
-    assert found["health/length_reward_correlation"] == pytest.approx(1.0)
-    assert found["health/length_growth"] == pytest.approx(0.0)
-    for grown in range(5):  # longer and longer, as reasoning does, and it earns nothing by itself
-        found = step(24 + 4 * grown, pays=False)
-    assert found["health/length_growth"] > 0.2 and found["health/length_reward_correlation"] == 0.0
-    assert capsys.readouterr().err == ""
-    usual = health.usual_length
-    for grown in range(3):
-        usual, found = health.usual_length, step(44 + 4 * grown, pays=True)
-    mean = 2 * (44 + 8) + 2
-    assert found["health/length_growth"] == pytest.approx(mean / usual - 1)
-    assert "trainer.health.length_hacking" in (said := capsys.readouterr().err) and "for 3 steps" in said
-    resumed = monitor("length_hacking", threshold=0.5, growth=0.1, patience=3, action="warn")
-    resumed.load_state_dict(health.state_dict())
-    batch = scored([60, 64], [1.0, 2.0], "aa")
-    assert resumed.measure(batch) == health.measure(batch)
-
-
-@pytest.mark.parametrize(
-    ("name", "metric", "threshold", "bad", "good"),
-    [
-        ("entropy_collapse", "actor/entropy", 0.1, 0.05, 0.2),
-        ("kl_blowup", "actor/ref_kl", 1.0, 2.0, 0.5),
-        ("kl_blowup", "actor/ppo_kl", 1.0, 2.0, 0.5),
-        ("uniform_groups", "health/groups_uniform", 0.9, 1.0, 0.5),
-        ("logprob_mismatch", "rollout_corr/k3_kl", 0.1, 0.2, 0.0),
-        ("dead_critic", "critic/vf_explained_var", 0.0, -0.3, 0.4),
-    ],
-)
-def test_a_check_acts_after_its_patience(name, metric, threshold, bad, good, capsys) -> None:
-    health = monitor(name, threshold=threshold, patience=2, action="warn")
-    for value in (bad, good, bad):
-        assert health.act(1, {metric: value}) is False
-    assert capsys.readouterr().err == ""
-    resumed = monitor(name, threshold=threshold, patience=2, action="stop")
-    resumed.load_state_dict(health.state_dict())
-    health.act(4, {metric: bad})
-    assert f"trainer.health.{name}" in (said := capsys.readouterr().err) and metric in said
-    with pytest.raises(HealthError, match=rf"step 4 by trainer.health.{name}"):
-        resumed.act(4, {metric: bad})
-    assert health.check({}) == []
-
-
-def test_a_run_goes_back_only_so_often(tmp_path) -> None:
-    health = monitor("entropy_collapse", threshold=0.1, patience=1, action="rollback")
-    health.saved = tmp_path
-    assert health.act(1, {"actor/entropy": 0.2}) is False
-    assert health.act(2, {"actor/entropy": 0.0}) is True
-    with pytest.raises(HealthError, match="max_rollbacks=1"):
-        health.act(3, {"actor/entropy": 0.0})
-
-
-def test_a_checkpoint_is_good_once_a_later_step_is(tmp_path) -> None:
-    """Every step saves; entropy is measured before the update, so step 4 tells that what step 3 saved is bad."""
-    health = monitor("entropy_collapse", threshold=0.1, patience=3, action="rollback")
-    went_back = []
-    for step, entropy in enumerate([0.3, 0.2, 0.2, 0.0, 0.0, 0.0, 0.2], start=1):
-        went_back.append(health.act(step, {"actor/entropy": entropy}))
-        good = health.good
-        health.saved = tmp_path / f"global_step_{step}"
-        health.saved.mkdir()
-        if step in (4, 5):  # a resume amid the bad steps knows the good one still
-            state, folder = health.state_dict(), health.saved
-            health = monitor("entropy_collapse", threshold=0.1, patience=3, action="rollback")
-            health.load_state_dict(state, folder)
-        assert good == health.good
-        if step in (4, 5, 6):
-            assert good == tmp_path / "global_step_2"
-    assert went_back == [False] * 5 + [True, False]
-    assert health.good == tmp_path / "global_step_6"  # saved after going back
-
-
-def test_what_was_given_up_is_not_gone_back_to(tmp_path) -> None:
-    """Only step 1 saves before and step 4, a bad one, after: going back leaves step 4's models for good."""
-    health = monitor("entropy_collapse", threshold=0.1, patience=2, action="rollback")
-    health.saved = tmp_path / "global_step_1"
-    health.act(2, {"actor/entropy": 0.2})
-    health.act(3, {"actor/entropy": 0.0})
-    health.saved = tmp_path / "global_step_3"
-    assert health.act(4, {"actor/entropy": 0.0}) is True
-    health.act(5, {"actor/entropy": 0.2})
-    assert health.good == tmp_path / "global_step_1"
-
-
-def test_without_a_good_checkpoint_there_is_no_going_back(tmp_path) -> None:
-    health = monitor("entropy_collapse", threshold=0.1, patience=1, action="rollback")
-    health.saved = tmp_path
-    with pytest.raises(HealthError, match=r"no checkpoint of this run.*save_freq"):
-        health.act(1, {"actor/entropy": 0.0})
-
-
-def test_by_default_nothing_rolls_back_or_stops() -> None:
-    defaults = HealthConfig()
-    assert {defaults[name].action for name in defaults.keys() if name != "max_rollbacks"} == {"warn"}
-
-
 def test_what_the_critic_is_worth_is_as_written_out() -> None:
     """Against sums over the tokens one by one, with a hole in a row and noise outside the mask."""
     generator = torch.Generator().manual_seed(0)
@@ -589,3 +483,12 @@ def test_what_the_critic_is_worth_is_as_written_out() -> None:
         "critic/advantages/var": pytest.approx(np.var(gae, ddof=1), rel=1e-5),
         "critic/advantages/var_constant_baseline": pytest.approx(np.var(to_go, ddof=1), rel=1e-5),
     }
+
+
+@pytest.mark.parametrize("name", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
+def test_a_folder_that_cannot_be_written_is_refused_before_models_load(name: str, tmp_path: Path) -> None:
+    words = [f"trainer.default_local_dir={tmp_path / 'run'}", f"trainer.{name}=/sys/hybridrl"]
+    config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=org/model", *words])
+    run = TrainingRun(config, config.trainer, 1, {})
+    with pytest.raises(UserError, match=rf"trainer\.{name}=/sys/hybridrl: the folder cannot be written"):
+        run.look_for_checkpoint()

@@ -1,5 +1,6 @@
 """The PPO program on real Ray workers: what it does to the weights, against plain loops and other placements."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from trainer_tools import trained
 from transformers import AutoModelForCausalLM
 
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
+from hybridrl.rollout.request import Request
+from hybridrl.rollout.sampling import SamplingParams
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -97,6 +100,31 @@ def test_a_grpo_step_equals_a_plain_loop(base, micro_model, tmp_path) -> None:
     )
 
 
+def test_a_client_waits_from_the_first_change_of_the_weights_to_their_update(base, tmp_path) -> None:
+    """Whatever calls the learner: here no `fit` releases the rollout."""
+    words = ["trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path}"]
+    sampling = SamplingParams(True, 1.0, 1.0, -1, 4, ignore_eos=True)
+    with trained(*base, *words) as (trainer, _):
+        client = trainer.rollout.client()
+
+        async def versions(name: str, version: int | None = None) -> list[tuple[int, int]]:
+            """The weights that answer a request, which has to wait for `version` where one is given."""
+            answer = asyncio.ensure_future(client.generate(Request(name, [6, 7], sampling)))
+            if version is not None:
+                done, _ = await asyncio.wait([answer], timeout=3)
+                assert not done
+                trainer.run.step = version
+                await asyncio.to_thread(trainer.reshard)
+            return (await answer).versions
+
+        assert asyncio.run(versions("before")) == [(1, 4)]
+        trainer.learner.learn(trainer.sampler.next())
+        assert asyncio.run(versions("learned", 2)) == [(2, 4)]
+        assert asyncio.run(versions("between")) == [(2, 4)]
+        trainer.run.go_back(tmp_path / "global_step_1", trainer.learner.load)
+        assert asyncio.run(versions("loaded", 3)) == [(3, 4)]
+
+
 def test_ranks_and_placement_do_not_change_the_training(base, tmp_path) -> None:
     """PPO with everything that crosses ranks, in doubles of SGD so that rounding is not amplified by Adam."""
     overrides = [
@@ -124,8 +152,9 @@ def test_ranks_and_placement_do_not_change_the_training(base, tmp_path) -> None:
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
         ],
         "apart": [
-            "placement.pools={policy: [2], value: [1]}",
-            "placement.roles={actor_rollout_ref: policy, critic: value, ref: value}",
+            "placement=split",
+            "trainer.n_gpus_per_node=3",
+            "placement.roles.ref=value",
         ],
     }
     found = {}

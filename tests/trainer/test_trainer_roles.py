@@ -1,8 +1,10 @@
 """The table of roles: what stands in it, and a model of the test's own as one more row."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,18 @@ import pytest
 import torch
 from trainer_tools import trained
 
-from hybridrl.config import load_config, validate
+from hybridrl.config import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig, load_config, validate
 from hybridrl.errors import ConfigError
 from hybridrl.trainer.ppo.memory import memory_advice
-from hybridrl.trainer.ppo.roles import ROLES, Role, active_roles, phases_per_token, register_role, resource_pools
+from hybridrl.trainer.ppo.roles import (
+    ROLES,
+    Role,
+    Update,
+    active_roles,
+    phases_per_token,
+    register_role,
+    resource_pools,
+)
 from hybridrl.trainer.ppo.run_ppo import run_ppo
 from hybridrl.utils.user_code import load_module
 
@@ -61,24 +71,81 @@ def test_phases_are_those_of_the_table(scorer) -> None:
         (["roles.judge.seed=1"], r"roles\.judge.*actor_rollout, ref, critic, scorer"),
         (["roles.scorer.seed=1", "roles.scorer.sed=1"], r"roles\.scorer\.sed.*seed, vocabulary"),
         (["roles.scorer.vocabulary=9"], r"roles\.scorer\.seed is missing"),
+        (["roles.scorer.seed=x"], r"roles\.scorer\.seed='x'"),
+        (["roles.ref.seed=1"], r"roles\.ref: .*actor_rollout_ref\.ref"),
+        (["roles.scorer.seed=1", "placement.roles.scoer=global"], r"placement\.roles\.scoer.*ref, critic, scorer"),
     ],
 )
 def test_settings_of_a_role_that_cannot_work_are_refused(scorer, words, named) -> None:
     with pytest.raises(ConfigError, match=named):
-        for spec in active_roles(config_of(*words)):
-            spec.config_of(config_of(*words))
+        validate(config_of(*words))
 
 
-def test_external_lib_registers_roles_before_workers_start(micro_model, tmp_path) -> None:
+@dataclass
+class JudgeSettings:
+    """A model that learns, with the library's groups and without a default for its seed."""
+
+    seed: int
+    ppo_mini_batch_size: int = 256
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 16384
+    rollout_n: int = 1
+    strategy: str = "fsdp2"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: FSDPConfig = field(default_factory=FSDPConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("ppo_mini_batch_size=3", r"train_batch_size=1024 is not a multiple of roles\.judge\.ppo_mini_batch_size=3"),
+        ("rollout_n=2", r"roles\.judge\.rollout_n=2 and actor_rollout_ref\.rollout\.n=1"),
+        ("{use_dynamic_bsz: true, ppo_max_token_len_per_gpu: 9}", r"roles\.judge\.ppo_max_token_len_per_gpu=9 is less"),
+        ("{strategy: nowhere, engine: {strategy: nowhere}}", r"roles\.judge\.strategy=nowhere: unknown; .* fsdp2"),
+        ("model.path=./gone", r"roles\.judge\.model\.path=\./gone"),
+        ("engine.forward_only=true", r"roles\.judge\.engine\.forward_only=True: roles\.judge is trained"),
+        ("optim.optimizer_impl=nowhere.optim", r"roles\.judge\.optim\.optimizer_impl=nowhere\.optim.*no package"),
+        ("checkpoint.save_contents=[hf_model]", r"roles\.judge\.checkpoint\.load_contents has model"),
+        ("optim.lr=-1", r"roles\.judge\.optim\.lr=-1"),
+    ],
+)
+def test_a_role_that_learns_is_checked_like_the_critic(micro_model, sort_data, monkeypatch, word, named) -> None:
+    update = Update("update_judge", "update_judge", fields=())
+    spec = dataclasses.replace(
+        ROLES["critic"], name="judge", path="", settings=JudgeSettings, placement=("actor_rollout_ref",), update=update
+    )
+    spec = dataclasses.replace(spec, needed=lambda config: "judge" in config.roles, saved="judge")
+    monkeypatch.setitem(ROLES, "judge", spec)
+    common = [f"actor_rollout_ref.model.path={micro_model}", f"data.train_files={sort_data / 'train.parquet'}"]
+    own = f"roles.judge={word}" if word.startswith("{") else f"roles.judge.{word}"
+    settings = [own, "roles.judge.seed=1"]
+    if "model" not in word.split("=")[0]:
+        settings.append(f"roles.judge.model.path={micro_model}")
+    validate(config_of(*common, "roles.judge.seed=1", f"roles.judge.model.path={micro_model}"))
+    with pytest.raises(ConfigError, match=named) as caught:
+        validate(config_of(*common, *settings))
+    assert len(caught.value.faults) == 1
+
+
+def test_external_lib_registers_roles_before_workers_start(micro_model, sort_data, tmp_path) -> None:
     module = tmp_path / "own_role.py"
     module.write_text(
         "import dataclasses\n"
         "from hybridrl.trainer.ppo.roles import ROLES\n"
+        "@dataclasses.dataclass\n"
+        "class Settings:\n"
+        "    x: int\n"
         "def needed(config):\n"
         "    raise LookupError('asked for ' + str(config.roles))\n"
-        "ROLES['own'] = dataclasses.replace(ROLES['ref'], name='own', needed=needed)\n"
+        "ROLES['own'] = dataclasses.replace(ROLES['ref'], name='own', needed=needed, settings=Settings)\n"
     )
-    words = [f"actor_rollout_ref.model.path={micro_model}", f"actor_rollout_ref.model.external_lib={module}"]
+    words = [
+        f"actor_rollout_ref.model.path={micro_model}",
+        f"actor_rollout_ref.model.external_lib={module}",
+        f"data.train_files={sort_data / 'train.parquet'}",
+    ]
     try:
         with pytest.raises(LookupError, match=r"asked for .*'own': .*'x': 1"):
             run_ppo(config_of(*words, "roles.own.x=1"))
@@ -130,5 +197,9 @@ def test_a_second_frozen_model_is_one_more_row(scorer, ray_session, micro_model,
     (record,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert record["scorer/score/mean"] == pytest.approx(0.5 * expected.sum(1).mean().item(), abs=1e-5)
     assert record["timing_s/scorer"] > 0 and record["timing_per_token_ms/scorer"] > 0
+    for phase in ("gen", "update_actor"):
+        assert 0.1 < record[f"perf/memory_gb/{phase}"] < 100
+    assert record["perf/max_memory_allocated_gb"] >= record["perf/memory_gb/update_actor"] * 0.99
+    assert record["perf/max_memory_reserved_gb"] > 0.1 and record["perf/cpu_memory_used_gb"] > 0.1
     saved = tmp_path / "run" / "global_step_1"
     assert (saved / "actor").is_dir() and not (saved / "scorer").exists()

@@ -9,13 +9,13 @@ import torch
 
 from hybridrl.config import load_config
 from hybridrl.data import PromptLoader
-from hybridrl.errors import RolloutError
+from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.rollout import Rollout
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
-from hybridrl.trainer.ppo.sampler import Sampler, respond
+from hybridrl.trainer.ppo.sampler import Sampler, respond, without_failed
 
 PAD = 0
 WIDTH = 4
@@ -174,7 +174,7 @@ def test_batches_come_one_after_the_other_with_their_metrics() -> None:
     assert uids == [["0-0", "0-1", "0-2"], ["0-3", "0-4", "0-5"], ["0-6", "0-7", "0-8"]]
     assert first.metrics["reward/timeouts"] == 2.0 and second.metrics["reward/timeouts"] == 1.0  # a call is a timeout
     assert second.metrics["filter_groups/carried_over"] == 1.0
-    assert first.timing.keys() == {"gen", "reward"} and first.reward_columns == ("acc",)
+    assert first.timing.keys() == {"data", "gen", "reward"} and first.reward_columns == ("acc",)
     assert [asked.meta_info["global_steps"] for asked in rollout.asked] == [1, 1, 2, 3, 3]
     scores = first.batch.batch["token_level_scores"].sum(1)
     torch.testing.assert_close(scores, torch.tensor([1.0, 1.01, 2.0, 2.01, 3.0, 3.01]))
@@ -220,3 +220,70 @@ def test_the_first_batch_brings_a_probe_where_sampling_is_truncated() -> None:
     assert first.probe is not None and second.probe is None
     assert first.probe.batch["prompts"].tolist() == first.batch.batch["prompts"].tolist()
     assert rollout.asked[1].meta_info["top_k"] == -1
+
+
+def test_samples_that_failed_are_left_out_and_prompts_with_nothing_to_compare() -> None:
+    """Prompt a keeps two of three samples; b keeps one, which is left out, too; of c nothing failed."""
+    uids, samples = list("aaaabbbc"), [0, 0, 1, 2, 0, 1, 2, 0]
+    failed = [False, True, False, False, True, False, True, False]
+    batch = DataProto.from_dict(
+        tensors={"row": torch.arange(8)},
+        non_tensors={"uid": np.array(uids, dtype=object), "sample": np.array(samples, dtype=object)},
+    )
+    # The first sample of a has two rows, one of which failed.
+    assert without_failed(batch, failed).batch["row"].tolist() == [2, 3, 7]
+    assert len(without_failed(batch, [True] * 8)) == 0
+
+
+def test_prompts_that_lost_samples_are_replaced_from_the_data() -> None:
+    """Every sample of the first prompt fails: a further generation batch fills the step."""
+
+    def failing(batch: DataProto, return_dict: bool = False):
+        result = reward(batch, return_dict)
+        result["failed"] = [uid == "0-0" for uid in batch.non_tensor_batch["uid"]]
+        return result
+
+    sampler = sampler_of(OwnRollout(same), "reward.on_error=drop")
+    sampler.reward_fn = failing  # type: ignore[assignment]
+    first = sampler.next()
+    assert list(dict.fromkeys(first.batch.non_tensor_batch["uid"])) == ["0-1", "0-2", "0-3"]
+    assert first.metrics["reward/acc/mean"] == 0.5
+
+
+def test_prompts_whose_greedy_baseline_failed_are_not_trained_on() -> None:
+    """Their advantage would be the whole score."""
+
+    def failing(batch: DataProto, return_dict: bool = False):
+        result = reward(batch, return_dict=True)
+        is_greedy = len(batch) == len(set(batch.non_tensor_batch["uid"]))
+        result["failed"] = [is_greedy and uid == "0-1" for uid in batch.non_tensor_batch["uid"]]
+        result["metrics"]["reward/errors"] = float(sum(result["failed"]))
+        return result if return_dict else result["reward_tensor"]
+
+    sampler = sampler_of(OwnRollout(same), "reward.on_error=drop", "algorithm.adv_estimator=remax")
+    sampler.reward_fn = failing  # type: ignore[assignment]
+    first = sampler.next()
+    assert list(dict.fromkeys(first.batch.non_tensor_batch["uid"])) == ["0-0", "0-2", "0-3"]
+    assert first.batch.batch["reward_baselines"].tolist() == [1, 1, 3, 3, 4, 4]
+    assert first.metrics["reward/errors"] == 1 and first.metrics["reward/timeouts"] == 4  # two calls per batch
+
+    sampler = sampler_of(OwnRollout(same), "reward.on_error=zero", "algorithm.adv_estimator=remax")
+    sampler.reward_fn = failing  # type: ignore[assignment]
+    assert list(dict.fromkeys(sampler.next().batch.non_tensor_batch["uid"])) == ["0-0", "0-1", "0-2"]
+
+
+def test_a_manager_that_does_not_say_what_failed_is_refused_where_that_matters() -> None:
+    with pytest.raises(RewardError, match=r"reward\.on_error=drop"):
+        sampler_of(OwnRollout(same), "reward.on_error=drop").next()
+
+
+def test_a_step_that_failed_can_be_taken_back() -> None:
+    """The next attempt draws the same prompts, with those that waited."""
+    sampler = sampler_of(OwnRollout(same), "data.gen_batch_size=2")
+    sampler.next()  # one prompt is left over
+    before = sampler.position()
+    expected = sampler.next().batch
+    sampler.rewind(before)
+    found = sampler.next().batch
+    assert found.non_tensor_batch["uid"].tolist() == expected.non_tensor_batch["uid"].tolist()
+    assert sampler.step == 2 and torch.equal(found.batch["token_level_scores"], expected.batch["token_level_scores"])

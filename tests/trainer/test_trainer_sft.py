@@ -117,9 +117,12 @@ class PlainLoop:
         return loss.item(), norm.item()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_training_equals_a_plain_loop(micro_model: Path, conversations: Path, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "sharing"), [(1, 1), (2, 1), (2, 2)])
+def test_training_equals_a_plain_loop(
+    micro_model: Path, conversations: Path, tmp_path: Path, ranks: int, sharing: int
+) -> None:
     settings = [
+        f"engine.ulysses_sequence_parallel_size={sharing}",
         "trainer.test_freq=1",
         f"trainer.save_freq={STEPS}",
         "checkpoint.save_contents=[hf_model]",

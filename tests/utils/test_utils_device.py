@@ -7,6 +7,8 @@ import socket
 import pytest
 import torch
 
+from hybridrl.errors import UserError
+from hybridrl.single_controller.base.worker import WorkerSettings, set_up_process
 from hybridrl.utils import device, distributed
 
 
@@ -29,6 +31,22 @@ def test_memory_and_seed() -> None:
     assert torch.equal(torch.rand(2), first)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures main memory")
+def test_the_peak_of_memory_begins_anew() -> None:
+    def peak() -> float:
+        return device.memory_stats()["max_memory_allocated_gb"]
+
+    device.reset_peak_memory()
+    before = peak()
+    assert before == pytest.approx(device.resident_memory(), abs=0.05)
+    taken = torch.ones(300 * 2**20, dtype=torch.uint8)
+    assert device.resident_memory() > before + 0.25
+    del taken
+    assert peak() > before + 0.25 > device.resident_memory()
+    device.reset_peak_memory()
+    assert peak() < before + 0.05
+
+
 def test_a_world_of_one_without_a_group() -> None:
     assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
     assert distributed.all_reduce_max(7) == 7 and distributed.all_gather_object("x") == ["x"]
@@ -43,3 +61,62 @@ def test_a_port_in_use_is_named() -> None:
         with pytest.raises(RuntimeError, match=rf"rank 0 of 1 could not join .*127\.0\.0\.1:{port}"):
             distributed.init_process_group(0, 1, "127.0.0.1", port, timeout_seconds=5)
     assert not distributed.is_distributed()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what holds on a machine without a GPU")
+@pytest.mark.parametrize(
+    ("cuda", "driver", "expected"),
+    [
+        ("13.0", "550.54.15", "CUDA 13.0, and NVIDIA driver 550.54.15.*driver 580 or newer"),
+        ("12.8", None, "CUDA 12.8, and no NVIDIA driver.*driver 525 or newer"),
+        (None, "580.65.06", "without CUDA, and NVIDIA driver 580.65.06.*install.sh cuda"),
+    ],
+)
+def test_a_worker_with_a_gpu_that_cannot_be_used_is_refused(monkeypatch, tmp_path, cuda, driver, expected) -> None:
+    """With a driver older than its CUDA, PyTorch says that there is no GPU, while Ray counts GPUs by the driver."""
+    if driver:
+        (tmp_path / "version").write_text(
+            f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Thu Feb 22 01:44:30 UTC 2024\n"
+            "GCC version:  gcc version 11.4.0\n"
+        )
+    monkeypatch.setattr(device, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    settings = WorkerSettings(role="actor", rank=0, world_size=1, local_rank=0, local_world_size=1, use_gpu=True)
+    with pytest.raises(UserError, match=expected):
+        set_up_process(settings, "127.0.0.1", 0)
+
+
+def test_the_driver_of_open_kernel_modules_is_read(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "version"
+    monkeypatch.setattr(device, "_DRIVER_FILE", file)
+    assert device.driver_version() is None
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs)\n")
+    assert device.driver_version() == "580.65.06"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        "expandable_segments:True",
+        "max_split_size_mb:512,expandable_segments:True,roundup_power2_divisions:4",
+        "garbage_collection_threshold:0.8",
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_other_settings_of_the_allocator_are_kept(name, found) -> None:
+    changed = device.without_expandable_segments({name: found, "HOME": "/root"})
+    rest = [part for part in found.split(",") if not part.startswith("expandable")]
+    assert changed == {name: ",".join([*rest, "expandable_segments:False"])}
+    torch._C._accelerator_setAllocatorSettings(changed[name])  # PyTorch's own parser takes it
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+def test_an_allocator_without_settings_is_left_alone() -> None:
+    assert device.without_expandable_segments({"HOME": "/root", "PYTORCH_ALLOC_CONF": ""}) == {}
+
+
+def test_memory_that_another_process_cannot_open_says_why() -> None:
+    """Sandboxes refuse it only when it is opened; here there is nothing to open."""
+    reason = device.opened_by_child(b"no handle", 0)
+    assert reason is not None and "status 1" in reason and "UnpicklingError" in reason
+    assert "timed out" in str(device.opened_by_child(b"no handle", 0, limit=0.01))

@@ -41,7 +41,8 @@ class RecordingEngine(Engine):
         self.geometry = Geometry(
             dp_rank=rank // TENSOR_PARALLEL,
             dp_size=world_size // TENSOR_PARALLEL,
-            collects=rank % TENSOR_PARALLEL == 0,
+            tp_rank=rank % TENSOR_PARALLEL,
+            tp_size=TENSOR_PARALLEL,
         )
         self.seen: list[list[int]] = []
 

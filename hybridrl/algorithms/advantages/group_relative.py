@@ -36,7 +36,7 @@ def _centred(scores: Tensor, groups: Groups) -> Tensor:
     return scores - torch.where(groups.size > 1, groups.mean(scores), 0.0)
 
 
-@outcome_estimator("grpo", compares_samples=True)
+@outcome_estimator("grpo", compares_samples=True, alone=True)
 def compute_grpo_outcome_advantage(
     scores: Tensor,
     groups: Groups,
@@ -58,7 +58,7 @@ def compute_grpo_outcome_advantage(
 
 
 # `grpo` is already vectorised, so both names refer to the same function.
-compute_grpo_vectorized_outcome_advantage = register_adv_est("grpo_vectorized", compares_samples=True)(
+compute_grpo_vectorized_outcome_advantage = register_adv_est("grpo_vectorized", compares_samples=True, alone=True)(
     compute_grpo_outcome_advantage
 )
 
@@ -103,7 +103,7 @@ def _gdpo_components(
     if not keys:
         raise AlgorithmError(
             "adv_estimator=gdpo needs algorithm.gdpo_reward_keys: the names of the reward components that the reward "
-            "function returns beside 'score', for example [accuracy, format]."
+            "function returns besides 'score', for example [accuracy, format]."
         )
     given = {} if non_tensor_batch is None else non_tensor_batch
     missing = [key for key in keys if key not in given]
@@ -132,7 +132,7 @@ def _gdpo_components(
     return components, weights
 
 
-@outcome_estimator("gdpo", compares_samples=True, reads_components=True, whitened=True)
+@outcome_estimator("gdpo", compares_samples=True, alone=True, reads_components=True, whitened=True)
 def compute_gdpo_outcome_advantage(
     scores: Tensor,
     groups: Groups,
@@ -165,7 +165,7 @@ def compute_gdpo_outcome_advantage(
     return total
 
 
-@outcome_estimator("rloo", compares_samples=True)
+@outcome_estimator("rloo", compares_samples=True, alone=True)
 def compute_rloo_outcome_advantage(
     scores: Tensor,
     groups: Groups,
@@ -194,7 +194,7 @@ def compute_rloo_vectorized_outcome_advantage(
     return torch.where(size > 1, (scores - groups.mean(scores)) * size / (size - 1).clamp(min=1), 0.0)
 
 
-@outcome_estimator("opo", compares_samples=True)
+@outcome_estimator("opo", compares_samples=True, alone=True)
 def compute_opo_outcome_advantage(
     scores: Tensor,
     groups: Groups,
@@ -213,7 +213,7 @@ def compute_opo_outcome_advantage(
     return scores - torch.where(groups.size > 1, baseline, 0.0)
 
 
-@outcome_estimator("gpg", compares_samples=True)
+@outcome_estimator("gpg", compares_samples=True, alone=True)
 def compute_gpg_outcome_advantage(
     scores: Tensor,
     groups: Groups,
@@ -238,7 +238,7 @@ def compute_gpg_outcome_advantage(
     return factor * centred / f_norm
 
 
-@outcome_estimator("reinforce_plus_plus_baseline", compares_samples=True, whitened=True)
+@outcome_estimator("reinforce_plus_plus_baseline", compares_samples=True, alone=True, whitened=True)
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     scores: Tensor,
     groups: Groups,

@@ -51,7 +51,9 @@ def _baseline(
     return baseline
 
 
-@register_adv_est("optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"), compares_samples=True)
+@register_adv_est(
+    "optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"), compares_samples=True, alone=True
+)
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
@@ -95,7 +97,9 @@ def compute_optimal_token_baseline_advantage(
     return keep(returns - baseline, response_mask), returns
 
 
-@register_adv_est("tir_optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"), compares_samples=True)
+@register_adv_est(
+    "tir_optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"), compares_samples=True, alone=True
+)
 @torch.no_grad()
 def compute_multi_turn_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,

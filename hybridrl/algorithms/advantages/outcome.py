@@ -23,6 +23,7 @@ def outcome_estimator(
     *,
     needs: Iterable[str] = (),
     compares_samples: bool = False,
+    alone: bool = False,
     reads_components: bool = False,
     settings: type | None = None,
     whitened: bool = False,
@@ -40,7 +41,7 @@ def outcome_estimator(
     mask.
 
     Args:
-        name, needs, compares_samples, reads_components, settings: see `register_adv_est`.
+        name, needs, compares_samples, alone, reads_components, settings: see `register_adv_est`.
         whitened: whether advantages are whitened over all response tokens of the batch.
     """
 
@@ -79,6 +80,7 @@ def outcome_estimator(
             name,
             needs=needs,
             compares_samples=compares_samples,
+            alone=alone,
             reads_components=reads_components,
             settings=settings,
         )(estimate)

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridrl.algorithms.advantages.scan import rewards_to_go, unit_interval
 from hybridrl.algorithms.config_access import number
 from hybridrl.algorithms.functional import keep, masked_whiten
+from hybridrl.algorithms.groups import outcome_scores, spread
 from hybridrl.algorithms.registry import register_adv_est
 from hybridrl.errors import AlgorithmError
 
@@ -40,6 +41,36 @@ def compute_reinforce_plus_plus_outcome_advantage(
     gamma = unit_interval(number(config, "gamma", who="reinforce_plus_plus", root="algorithm"), "gamma")
     returns = rewards_to_go(token_level_rewards, response_mask, gamma)
     return masked_whiten(returns, response_mask), returns
+
+
+@register_adv_est("flash_reinforce")
+@torch.no_grad()
+def compute_flash_reinforce_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """FlashREINFORCE (Zhang et al. 2026, `yifanzhang-pro.github.io/FlashREINFORCE`; OpenRLHF 0.11): A_i = R_i - mean R.
+
+    R_i is the sum of sequence i's rewards, and the mean is that of the whole batch, over sequences with a response
+    token. There is one sample per prompt, hence no group, and no division by a standard deviation. This is the
+    estimator only: the paper's importance weights and its rejection of sequences belong to the policy loss.
+
+    Args:
+        token_level_rewards, response_mask: [B, T].
+        config: not used.
+
+    Returns:
+        (advantages, returns = R_i on each response token): [B, T], zero outside the mask.
+
+    Raises:
+        AlgorithmError: rewards are not finite.
+    """
+    scores = outcome_scores(token_level_rewards, response_mask)
+    counted = response_mask.bool().any(-1)
+    mean = torch.where(counted, scores, 0.0).sum() / counted.sum().clamp(min=1)
+    return (
+        spread(scores - mean, token_level_rewards, response_mask),
+        spread(scores, token_level_rewards, response_mask),
+    )
 
 
 @register_adv_est("remax", needs=("reward_baselines",))

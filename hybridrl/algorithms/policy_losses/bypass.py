@@ -80,7 +80,7 @@ def _remaining(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> tuple
     return remaining, metrics
 
 
-@register_policy_loss("bypass_mode", selectable=False, prepare=prepare_bypass_mode, prepare_needed=needs_preparation)
+@register_policy_loss("bypass_mode", samplers_old=True, prepare=prepare_bypass_mode, prepare_needed=needs_preparation)
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,

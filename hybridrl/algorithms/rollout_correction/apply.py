@@ -17,11 +17,13 @@ from hybridrl.algorithms.rollout_correction.rejection import compute_rollout_rej
 from hybridrl.algorithms.rollout_correction.thresholds import ROOT, check_same_shape, require_tokens
 from hybridrl.algorithms.rollout_correction.weights import compute_rollout_correction_weights
 from hybridrl.errors import AlgorithmError
+from hybridrl.registry import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
+DEFAULT_LOSS, BYPASS_LOSS = "vanilla", "bypass_mode"
 
 
 @dataclass
@@ -130,8 +132,8 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
 def _require_rollout_log_probs(fields: Mapping[str, Any], who: str) -> None:
     if "rollout_log_probs" not in fields.keys():
         raise AlgorithmError(
-            f"{who} needs the sampler's log-probabilities, but the batch has no rollout_log_probs. Set "
-            "actor_rollout_ref.rollout.calculate_log_probs=True."
+            f"{who} needs the sampler's log-probabilities, but the batch has no rollout_log_probs. Every "
+            "rollout returns them; keep the field."
         )
 
 
@@ -149,12 +151,12 @@ def effective_loss_mode(loss_mode: str, rollout_corr_config: Any) -> str:
     loss_type = setting(rollout_corr_config, "loss_type", "ppo_clip", who="bypass mode", root=ROOT)
     if loss_type not in LOSS_TYPES:
         raise AlgorithmError(f"{ROOT}.loss_type is {loss_type!r}; known are {', '.join(LOSS_TYPES)}.")
-    if loss_mode not in ("vanilla", "bypass_mode"):
+    if loss_mode != DEFAULT_LOSS and not POLICY_LOSSES.facts(loss_mode).samplers_old:
         raise AlgorithmError(
             f"{ROOT}.bypass_mode=True replaces the policy loss, but actor_rollout_ref.actor.policy_loss.loss_mode is "
-            f"{loss_mode!r}. Leave it at vanilla, or turn bypass_mode off."
+            f"{loss_mode!r}. Leave it at {DEFAULT_LOSS}, or turn bypass_mode off."
         )
-    return "bypass_mode"
+    return BYPASS_LOSS
 
 
 def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
@@ -171,7 +173,7 @@ def apply_bypass_mode(batch: Any, rollout_corr_config: Any = None, policy_loss_c
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     if policy_loss_config is None:
         return
-    mode = setting(policy_loss_config, "loss_mode", "vanilla", who="bypass mode")
+    mode = setting(policy_loss_config, "loss_mode", DEFAULT_LOSS, who="bypass mode")
     # Calling apply_bypass_mode is the decision to bypass, regardless of the flag in the settings.
     for name, value in (
         ("loss_mode", effective_loss_mode(mode, {"bypass_mode": True, **_loss_type(rollout_corr_config)})),

@@ -127,7 +127,8 @@ def check_probe(
             f"the sampler's log-probabilities differ from the trainer's by {mean:.3g} on average (largest "
             f"{largest:.3g}) on {len(difference)} tokens sampled at temperature alone; at most {threshold:g} is "
             "tolerated. The two do not hold the same model: look for weights that were not transferred (LoRA, tied "
-            "embeddings), another dtype or quantisation, a chat template or position ids that differ, or a temperature "
-            "that only one side applies."
+            "embeddings), another dtype or quantisation, a chat template or position ids that differ, a temperature "
+            "that only one side applies, or an engine that loses more than its weights when it sleeps "
+            "(actor_rollout_ref.rollout.sleep_level=1 keeps it)."
         )
     return {"rollout_corr/probe_mean_abs_diff": mean, "rollout_corr/probe_max_abs_diff": largest}

@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridrl.config.convert import nearest
 from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.config.strategies import engine_group, engine_settings
 from hybridrl.errors import ModelError, UserError
 from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry, import_external_lib
 
@@ -50,10 +51,10 @@ def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
             where = f"{_ACTOR}.policy_loss"
             yield f"{where}.loss_mode={policy_loss.loss_mode} without {where}.{required}; set it"
     samples = config.actor_rollout_ref.rollout.n
-    if facts.compares_samples and samples == 1:
+    if facts.compares_samples and samples == 1 and not facts.alone:
         yield (
-            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and {_ROLLOUT}.n=1; "
-            "set it to 2 or more, 8 is usual"
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other and has no advantage for "
+            f"a single one, and {_ROLLOUT}.n=1; set it to 2 or more, 8 is usual"
         )
     if "values" in facts.needs and not config.use_critic:
         yield f"algorithm.adv_estimator={name} needs values, and critic.enable=False; leave it null, or use grpo"
@@ -115,11 +116,6 @@ def check_rewards_to_advantages(config: PPOTrainerConfig) -> Iterator[str]:
 def check_correction(config: PPOTrainerConfig) -> Iterator[str]:
     """Find settings of the rollout correction that would have no effect."""
     where, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
-        yield (
-            f"{where}.rollout_is={correction.rollout_is} does nothing with bypass_mode=True and loss_type=ppo_clip, "
-            "whose clipped ratio is against the sampler already; set rollout_is=null, or loss_type=reinforce"
-        )
     if not correction.bypass_mode and correction.loss_type != "ppo_clip":
         yield (
             f"{where}.loss_type={correction.loss_type} acts with bypass_mode=True only; set that, or "
@@ -148,12 +144,12 @@ def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
             f"placement.roles.ref={roles['ref']} is not the actor's pool {own}; remove placement.roles.ref, or use "
             "low_var_kl"
         )
-    dtypes = [part.fsdp_config.dtype for part in (actor, config.actor_rollout_ref.ref)]
+    dtypes = [engine_settings(part).dtype for part in (actor, config.actor_rollout_ref.ref)]
     if dtypes[0] != dtypes[1]:
+        group = engine_group(actor)
         yield (
-            f"{where}=full compares both policies on the same micro-batches, and "
-            f"{_ACTOR}.fsdp_config.dtype={dtypes[0]} differs from "
-            f"actor_rollout_ref.ref.fsdp_config.dtype={dtypes[1]}; set them alike"
+            f"{where}=full compares both policies on the same micro-batches, and {_ACTOR}.{group}.dtype={dtypes[0]} "
+            f"differs from actor_rollout_ref.ref.{group}.dtype={dtypes[1]}; set them alike"
         )
     if in_reward and algorithm.rollout_correction.bypass_mode:
         yield (

@@ -1,14 +1,34 @@
 """Settings of the policy: `actor_rollout_ref.actor` and `actor_rollout_ref.ref`."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from typing import Any
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
+from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
-from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
+from hybridrl.config.schema.profiler import RoleProfilerConfig
+from hybridrl.errors import ConfigError
+from hybridrl.notify import notify
+from hybridrl.registry import POLICY_LOSSES
 
 #: sequences that a process runs through a model at once, unless set otherwise
 MICRO_BATCH_SIZE = 8
+#: settings that the reference policy shares with the actor unless they are set for it
+_REF_FOLLOWS: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "param_offload": False,
+    "seed": 42,
+    "override_transformer_config": {},
+}
+_AS_ACTOR: dict[str, Any] = {
+    name: Follow(f"${{actor_rollout_ref.actor.megatron.{name}}}", value) for name, value in _REF_FOLLOWS.items()
+}
 
 
 @dataclass
@@ -34,17 +54,11 @@ class PolicyLossConfig(ConfigNode):
 class ActorConfig(ConfigNode):
     """`actor_rollout_ref.actor`: how the policy is updated."""
 
-    strategy: str = key(
-        "fsdp2",
-        "training engine; fsdp means fsdp2",
-        registry=TRAIN_ENGINES,
-        later=names.STRATEGIES_LATER,
-        synonyms=names.STRATEGY_SYNONYMS,
-    )
+    strategy: str = strategy_key(follows="${oc.select:model_engine,fsdp2}")
     ppo_mini_batch_size: int = key(256, "prompts per optimizer step, counted over all processes", gt=0)
     ppo_micro_batch_size_per_gpu: int = key(MICRO_BATCH_SIZE, "sequences that a process computes at once", gt=0)
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
-    ppo_max_token_len_per_gpu: int = key(16384, "tokens per micro-batch with use_dynamic_bsz", gt=0)
+    ppo_max_token_len_per_gpu: int = key(16384, "most tokens per micro-batch", gt=0)
     ppo_epochs: int = key(1, "passes over a batch", gt=0)
     shuffle: bool = key(False, "shuffle the batch before it is split into mini-batches")
     data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
@@ -76,25 +90,36 @@ class ActorConfig(ConfigNode):
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     optim: OptimConfig = group(OptimConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
+    profiler: RoleProfilerConfig = group(RoleProfilerConfig)
     fsdp_config: FSDPConfig = group(
         FSDPConfig,
         strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"),
         use_torch_compile=Follow("${actor_rollout_ref.actor.use_torch_compile}", False),
     )
+    megatron: MegatronConfig = group(MegatronConfig, strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"))
+    #: verl's old name, for code that builds these settings; on the command line it is renamed
+    ppo_micro_batch_size: InitVar[int | None] = None
+
+    def __post_init__(self, ppo_micro_batch_size: int | None) -> None:
+        if ppo_micro_batch_size is None:
+            return
+        if self.ppo_micro_batch_size_per_gpu not in (MICRO_BATCH_SIZE, None):
+            raise ConfigError(
+                f"ActorConfig: ppo_micro_batch_size={ppo_micro_batch_size} and "
+                f"ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu} are both set; leave out the first."
+            )
+        self.ppo_micro_batch_size_per_gpu = ppo_micro_batch_size
+        notify(
+            f"ActorConfig: ppo_micro_batch_size={ppo_micro_batch_size} is used as ppo_micro_batch_size_per_gpu; it "
+            "counts sequences per process, not over all processes"
+        )
 
 
 @dataclass
 class RefConfig(ConfigNode):
     """`actor_rollout_ref.ref`: the frozen policy against which KL is measured."""
 
-    strategy: str = key(
-        "fsdp2",
-        "engine",
-        follows="${actor_rollout_ref.actor.strategy}",
-        registry=TRAIN_ENGINES,
-        later=names.STRATEGIES_LATER,
-        synonyms=names.STRATEGY_SYNONYMS,
-    )
+    strategy: str = strategy_key(follows="${actor_rollout_ref.actor.strategy}")
     log_prob_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
         "sequences that a process computes at once",
@@ -108,7 +133,7 @@ class RefConfig(ConfigNode):
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
-        "tokens per micro-batch",
+        "most tokens per micro-batch",
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
     )
@@ -123,4 +148,13 @@ class RefConfig(ConfigNode):
         forward_only=True,
         strategy=Follow("${actor_rollout_ref.ref.strategy}", "fsdp2"),
         use_torch_compile=Follow("${actor_rollout_ref.ref.use_torch_compile}", False),
+        ulysses_sequence_parallel_size=Follow(
+            "${oc.select:actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size,1}", 1
+        ),
+    )
+    megatron: MegatronConfig = group(
+        MegatronConfig,
+        forward_only=True,
+        strategy=Follow("${actor_rollout_ref.ref.strategy}", "fsdp2"),
+        **_AS_ACTOR,
     )

@@ -46,8 +46,8 @@ class FilterGroupsConfig(ConfigNode):
     enable: bool = key(False, "drop prompts whose samples all score the same, and generate until the batch is full")
     metric: str | None = key(
         None,
-        "score, seq_reward (both the summed score, with the overlong penalty), or what the reward function returns "
-        "beside it; null: score",
+        "score, reward, seq_reward (each the summed score, with the overlong penalty), or what the reward function "
+        "returns besides it; null: score",
     )
     max_num_gen_batches: int = key(
         0, "stop the run if a step needs more generation batches; 0: if one pass over the data does not fill it", ge=0

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
-from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig, strategy_key
+from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
-from hybridrl.registry import TRAIN_ENGINES
+from hybridrl.config.schema.profiler import RoleProfilerConfig
 
 _POLICY = "${actor_rollout_ref.model."
 
@@ -17,14 +18,7 @@ class CriticConfig(ConfigNode):
     """`critic`: the value model and how it is updated."""
 
     enable: bool | None = key(None, "null: there is a critic when algorithm.adv_estimator=gae")
-    strategy: str = key(
-        "fsdp2",
-        "training engine",
-        follows="${oc.select:actor_rollout_ref.actor.strategy,fsdp2}",
-        registry=TRAIN_ENGINES,
-        later=names.STRATEGIES_LATER,
-        synonyms=names.STRATEGY_SYNONYMS,
-    )
+    strategy: str = strategy_key(follows="${oc.select:actor_rollout_ref.actor.strategy,fsdp2}")
     model: ModelConfig = group(
         ModelConfig,
         path=Follow(_POLICY + "path}", ""),
@@ -57,9 +51,9 @@ class CriticConfig(ConfigNode):
         "fill micro-batches by tokens, not by sequences",
         follows="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
     )
-    ppo_max_token_len_per_gpu: int = key(32768, "tokens per micro-batch with use_dynamic_bsz", gt=0)
+    ppo_max_token_len_per_gpu: int = key(32768, "most tokens per micro-batch", gt=0)
     forward_max_token_len_per_gpu: int = key(
-        32768, "sequences that a process computes at once for values", follows="${.ppo_max_token_len_per_gpu}", gt=0
+        32768, "most tokens per micro-batch for values", follows="${.ppo_max_token_len_per_gpu}", gt=0
     )
     ppo_epochs: int = key(1, "passes over a batch", follows="${oc.select:actor_rollout_ref.actor.ppo_epochs,1}", gt=0)
     shuffle: bool = key(
@@ -83,4 +77,6 @@ class CriticConfig(ConfigNode):
     )
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
+    profiler: RoleProfilerConfig = group(RoleProfilerConfig)
     fsdp: FSDPConfig = group(FSDPConfig, strategy=Follow("${critic.strategy}", "fsdp2"))
+    megatron: MegatronConfig = group(MegatronConfig, strategy=Follow("${critic.strategy}", "fsdp2"))

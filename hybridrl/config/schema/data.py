@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridrl.config.schema.node import ConfigNode, group, key
 
+_FILES = "files (parquet, json, jsonl, csv, tsv), globs, or data sets of the hub (org/name@config:split)"
 _TRUNCATION = ("error", "left", "right", "middle")
 
 
@@ -28,7 +29,11 @@ class SamplerConfig(ConfigNode):
 class PromptConfig(ConfigNode):
     """How rows become prompts, for training and for generation."""
 
-    prompt_key: str = key("prompt", "column of the chat messages")
+    prompt_key: str = key("prompt", "column of the prompts: chat messages, or text, which becomes a user message")
+    system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
+    ground_truth_key: str | None = key(
+        None, "column of the ground truth; null: reward_model holds it, as {style, ground_truth}"
+    )
     max_prompt_length: int = key(512, "maximum tokens per prompt", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
     filter_overlong_prompts: bool = key(False, "drop prompts that are longer than max_prompt_length")
@@ -44,8 +49,8 @@ class PromptConfig(ConfigNode):
 class DataConfig(PromptConfig):
     """`data` of `ppo_trainer`."""
 
-    train_files: list[str] = key([], "training files (parquet, json, jsonl), one or several; must be set")
-    val_files: list[str] = key([], "validation files; none: no validation")
+    train_files: list[str] = key([], f"training data: {_FILES}; must be set")
+    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1)
     reward_fn_key: str = key("data_source", "column that selects the reward function")
@@ -64,17 +69,20 @@ class DataConfig(PromptConfig):
 class SFTDataConfig(ConfigNode):
     """`data` of `sft_trainer`."""
 
-    train_files: list[str] = key([], "training files (parquet, json, jsonl), one or several; must be set")
-    val_files: list[str] = key([], "validation files; none: no validation")
+    train_files: list[str] = key([], f"training data: {_FILES}; must be set")
+    val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1)
+    system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
     messages_key: str = key("messages", "column of the chat messages; used unless prompt_key and response_key are set")
     prompt_key: str | None = key(None, "column of the prompt, if rows are prompt and response")
     response_key: str | None = key(None, "column of the response")
+    prompt_dict_keys: list[str] = key([], "names inside the column prompt_key, outermost first: prompt_key.a.b")
+    response_dict_keys: list[str] = key([], "names inside the column response_key, outermost first")
     train_batch_size: int = key(256, "sequences per optimizer step, counted over all processes", gt=0)
     micro_batch_size_per_gpu: int = key(8, "sequences that a process computes at once", gt=0)
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
-    max_token_len_per_gpu: int = key(8192, "tokens per micro-batch with use_dynamic_bsz", gt=0)
+    max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0)
     max_length: int = key(1024, "maximum tokens per sequence", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
     shuffle: bool = key(True, "shuffle training rows each epoch")
@@ -88,7 +96,7 @@ class SFTDataConfig(ConfigNode):
 class GenerationDataConfig(PromptConfig):
     """`data` of `generation`."""
 
-    path: list[str] = key([], "files with prompts (parquet, json, jsonl), one or several; must be set")
+    path: list[str] = key([], f"prompts: {_FILES}; must be set")
     max_samples: int = key(-1, "number of rows to use; -1: all", ge=-1)
     n_samples: int = key(1, "responses per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     batch_size: int = key(
@@ -104,10 +112,12 @@ class GenerationDataConfig(PromptConfig):
 class EvaluationDataConfig(ConfigNode):
     """`data` of `evaluation`."""
 
-    path: list[str] = key([], "files with responses (parquet, json, jsonl), one or several; must be set")
+    path: list[str] = key([], f"responses: {_FILES}; must be set")
     max_samples: int = key(-1, "number of rows to score, from the first; -1: all", ge=-1)
     response_key: str = key("responses", "column of the responses, a list of texts")
+    prompt_key: str = key("prompt", "column of the prompts, for functions that take them")
     data_source_key: str = key("data_source", "column that selects the reward function")
     reward_model_key: str = key("reward_model", "column with {style, ground_truth}")
+    ground_truth_key: str | None = key(None, "column of the ground truth; null: reward_model_key holds it")
     extra_info_key: str = key("extra_info", "column of further information for the reward function")
     output_path: str | None = key(None, "JSON file to write; null: that of the first file, ending in .eval.json")

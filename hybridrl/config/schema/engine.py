@@ -8,6 +8,18 @@ from hybridrl.config.schema.node import ConfigNode, group, key
 from hybridrl.registry import TRAIN_ENGINES
 
 
+def strategy_key(follows: str | None = None) -> Any:
+    """Declare the choice of a training engine."""
+    return key(
+        "fsdp2",
+        "training engine; fsdp means fsdp2",
+        follows=follows,
+        registry=TRAIN_ENGINES,
+        later=names.STRATEGIES_LATER,
+        synonyms=names.STRATEGY_SYNONYMS,
+    )
+
+
 @dataclass
 class WrapPolicyConfig(ConfigNode):
     """`fsdp_config.wrap_policy`."""
@@ -18,26 +30,12 @@ class WrapPolicyConfig(ConfigNode):
 
 
 @dataclass
-class FSDPConfig(ConfigNode):
-    """`actor.fsdp_config`, `ref.fsdp_config`, `critic.fsdp`, and `engine` of supervised fine-tuning."""
+class EngineConfig(ConfigNode):
+    """What every training engine has."""
 
-    strategy: str = key(
-        "fsdp2",
-        "engine; fsdp means fsdp2",
-        registry=TRAIN_ENGINES,
-        later=names.STRATEGIES_LATER,
-        synonyms=names.STRATEGY_SYNONYMS,
-    )
-    wrap_policy: WrapPolicyConfig = group(WrapPolicyConfig)
-    fsdp_size: int = key(-1, "ranks that share one copy of the weights; -1: all (smaller: HSDP)", ge=-1)
+    strategy: str = strategy_key()
     param_offload: bool = key(False, "keep parameters in host memory between uses")
     optimizer_offload: bool = key(False, "keep optimizer state in host memory between updates")
-    offload_policy: bool = key(False, "let FSDP2 itself keep parameters, gradients and optimizer state in host memory")
-    reshard_after_forward: bool = key(True, "free gathered weights after the forward pass and gather them again")
-    forward_prefetch: bool = key(False, "gather the next block's weights while the current one computes")
-    model_dtype: str = key(
-        "float32", "dtype of the master weights", choices=names.DTYPES, synonyms=names.DTYPE_SYNONYMS
-    )
     dtype: str = key(
         "auto",
         "dtype of the computation; auto: bfloat16 on a GPU, float32 on a CPU",
@@ -46,8 +44,25 @@ class FSDPConfig(ConfigNode):
         synonyms=names.DTYPE_SYNONYMS,
     )
     forward_only: bool = key(False, "no gradients, no optimizer")
-    use_torch_compile: bool = key(False, "compile the model with torch.compile")
     seed: int = key(42, "seed of each rank's random numbers", ge=0)
+
+
+@dataclass
+class FSDPConfig(EngineConfig):
+    """`actor.fsdp_config`, `ref.fsdp_config`, `critic.fsdp`, and `engine` of supervised fine-tuning."""
+
+    wrap_policy: WrapPolicyConfig = group(WrapPolicyConfig)
+    fsdp_size: int = key(-1, "ranks that share one copy of the weights; -1: all (smaller: HSDP)", ge=-1)
+    ulysses_sequence_parallel_size: int = key(
+        1, "ranks that share each sequence (Ulysses), for long ones; 1: none", ge=1
+    )
+    offload_policy: bool = key(False, "let FSDP2 itself keep parameters, gradients and optimizer state in host memory")
+    reshard_after_forward: bool = key(True, "free gathered weights after the forward pass and gather them again")
+    forward_prefetch: bool = key(False, "gather the next block's weights while the current one computes")
+    model_dtype: str = key(
+        "float32", "dtype of the master weights", choices=names.DTYPES, synonyms=names.DTYPE_SYNONYMS
+    )
+    use_torch_compile: bool = key(False, "compile the model with torch.compile")
     full_determinism: bool = key(False, "use deterministic kernels only; slower")
 
 
@@ -55,7 +70,11 @@ class FSDPConfig(ConfigNode):
 class OptimConfig(ConfigNode):
     """`actor.optim`, `critic.optim`, and `optim` of supervised fine-tuning."""
 
-    optimizer: str = key("AdamW", "class name in `optimizer_impl`; Muon: with AdamW for everything but hidden matrices")
+    optimizer: str = key(
+        "AdamW",
+        "class name in `optimizer_impl`; Muon: with AdamW for everything but hidden matrices; adam means AdamW",
+        synonyms=names.OPTIMIZER_SYNONYMS,
+    )
     optimizer_impl: str = key(
         "torch.optim", "module that holds the optimizer class; torchao.optim: AdamW8bit, Adam8bit"
     )
@@ -67,6 +86,7 @@ class OptimConfig(ConfigNode):
     lr_warmup_steps: int = key(-1, "training steps of linear warm-up; 0 or less: lr_warmup_steps_ratio decides")
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
     min_lr_ratio: float = key(0.0, "learning rate at the end of linear or cosine decay, as a share of lr", ge=0, le=1)
+    min_lr: float | None = key(None, "the same as a learning rate; null: min_lr_ratio decides", ge=0)
     num_cycles: float = key(0.5, "periods of the cosine; 0.5 decays once", gt=0)
     total_training_steps: int = key(-1, "length of the schedule in steps; negative: set by the trainer")
     override_optimizer_config: dict[str, Any] | None = key(
@@ -86,4 +106,7 @@ class CheckpointConfig(ConfigNode):
         "content that is loaded on resume; hf_model is for other programs and is never loaded",
         follows="${.save_contents}",
         choices=names.CHECKPOINT_CONTENTS,
+    )
+    async_save: bool = key(
+        False, "copy the state to main memory and write it while training goes on; the next save waits for it"
     )

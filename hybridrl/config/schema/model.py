@@ -3,7 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema.node import ConfigNode, key
+from hybridrl.config.schema.node import ConfigNode, group, key
+
+
+@dataclass
+class TiledMLPConfig(ConfigNode):
+    """`model.tiled_mlp`."""
+
+    enabled: bool = key(
+        False,
+        "fsdp2: compute MLPs for a part of the tokens at a time: less memory, computed again in the backward pass",
+    )
+    num_shards: int = key(4, "parts of the tokens", ge=1)
 
 
 @dataclass
@@ -15,9 +26,24 @@ class ModelConfig(ConfigNode):
     hf_config_path: str | None = key(None, "directory or hub id of the model's config.json; null: that of the model")
     custom_chat_template: str | None = key(None, "a Jinja chat template that replaces the tokenizer's")
     external_lib: str | None = key(
-        None, "Python module, or several joined by commas, imported before anything is built, to register user code"
+        None,
+        "Python module or file, or several joined by commas, imported before anything is built, to register user code",
     )
     override_config: dict[str, Any] = key({}, "entries that override the model's config.json, e.g. attn_implementation")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, slower")
+    enable_activation_offload: bool = key(
+        False, "fsdp2: keep the inputs of checkpointed layers in host memory until the backward pass"
+    )
+    tiled_mlp: TiledMLPConfig = group(TiledMLPConfig)
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
+    use_fused_kernels: bool = key(
+        False,
+        "fsdp2: compute log-probabilities and entropy by chunks of tokens, so that logits never exist as a whole: less "
+        "memory, and an update computes the output layer once more",
+    )
+    share_prefixes: bool = key(
+        False,
+        "fsdp2: compute tokens once that sequences of a micro-batch share (the prompt of a group, the history of "
+        "sessions), forward and backward; results are the same",
+    )
     use_remove_padding: bool = key(True, "compute without padding if the attention kernel supports it")

@@ -43,11 +43,17 @@ REWARD_NORMS: tuple[str, ...] = ("none", "batch", "running")
 #: actions of a health check when its threshold is exceeded
 HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 
-STRATEGIES_LATER: tuple[str, ...] = ("megatron", "fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
+STRATEGIES_LATER: tuple[str, ...] = ("fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
 
 ROLLOUTS_LATER: tuple[str, ...] = ("trtllm",)
 #: how an engine gets its first weights
 LOAD_FORMATS: tuple[str, ...] = ("dummy", "auto")
+LOAD_FORMAT_SYNONYMS: dict[str, str] = {
+    **{"safetensors": "auto", "hf": "auto"},
+    **{"dummy_dtensor": "dummy", "dummy_hf": "dummy", "dummy_megatron": "dummy"},
+}
+#: how often something is done, other than a number of steps
+FREQUENCIES: tuple[str, ...] = ("after_each_epoch",)
 
 REWARD_MANAGERS_LATER: tuple[str, ...] = ("prime", "gdpo", "rate_limited", "remote")
 
@@ -63,5 +69,6 @@ DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16")
 DTYPES_LATER: tuple[str, ...] = ("float16",)
 
 #: other spellings of a value, mapped to its canonical name
-STRATEGY_SYNONYMS: dict[str, str] = {"fsdp": "fsdp2"}
+OPTIMIZER_SYNONYMS: dict[str, str] = {"adam": "AdamW", "muon": "Muon"}
+STRATEGY_SYNONYMS: dict[str, str] = {"fsdp": "fsdp2", "dp": "fsdp2"}
 DTYPE_SYNONYMS: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}

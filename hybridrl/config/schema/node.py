@@ -6,10 +6,12 @@ The plain value makes a group built directly in Python (`OptimConfig(lr=1e-4)`) 
 
 import copy
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
+from hybridrl.errors import ConfigError
 from hybridrl.settings import Limits as Limits
 from hybridrl.settings import key as key
 
@@ -17,6 +19,8 @@ from hybridrl.settings import key as key
 @dataclass
 class ConfigNode:
     """Base of every group; it can also be read like a mapping, for user code written for a DictConfig.
+
+    Only settings can be assigned: a misspelt name is refused, because nothing would ever read it.
 
     If the group chooses an entry that the user registered with a dataclass of settings, `own` is an instance of that
     dataclass, and its fields are attributes of the group.
@@ -29,6 +33,16 @@ class ConfigNode:
         if own is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no setting {name}")
         return getattr(own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "own" and name not in self.__dataclass_fields__:
+            if self.own is not None and name in self:
+                setattr(self.own, name, value)
+                return
+            close = difflib.get_close_matches(name, list(self.keys()), n=3, cutoff=0.5)
+            hint = f"; nearest: {', '.join(close)}" if close else ""
+            raise ConfigError(f"{type(self).__name__} has no setting {name}{hint}")
+        object.__setattr__(self, name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The setting called `name`, or `default` if this group has none."""

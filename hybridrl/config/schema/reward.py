@@ -13,9 +13,18 @@ from hybridrl.registry import REWARD_MANAGERS
 class CustomRewardConfig(ConfigNode):
     """`reward.custom_reward_function`."""
 
-    path: str | None = key(None, "Python file with the user's function; null: built-in scorers by data source")
+    path: str | None = key(
+        None, "Python file with the user's function, or a .pkl file of one; null: built-in scorers by data source"
+    )
     name: str | None = key(None, "its name; null: compute_score, compute_reward, or the only function of the file")
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function")
+
+
+@dataclass
+class RewardPartConfig(CustomRewardConfig):
+    """One entry of `reward.functions`."""
+
+    weight: float = key(1.0, "factor of its score in the sum")
 
 
 @dataclass
@@ -69,10 +78,15 @@ class DapoConfig(ConfigNode):
 
 @dataclass
 class ScoringConfig(ConfigNode):
-    """`reward` of `evaluation`: which function scores, and its processes."""
+    """`reward` of `evaluation`: which functions score, and their processes."""
 
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
-    num_workers: int | None = key(None, "processes that score; null: as many as the machine has room for", gt=0)
+    functions: dict[str, Any] = key(
+        {}, "several functions in place of one, {name: {path, name, weight, reward_kwargs}}; their weighted sum counts"
+    )
+    num_workers: int | None = key(
+        None, "processes that score, per function; null: one per core that may be used, at most 8", gt=0
+    )
     timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
 
 
@@ -83,4 +97,12 @@ class RewardConfig(ScoringConfig):
     reward_manager: RewardManagerConfig = group(RewardManagerConfig)
     reward_kwargs: dict[str, Any] = key(
         {}, "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}"
+    )
+    on_error: str = key(
+        "stop",
+        "a sample that the reward function fails for; stop: ends the run; zero: scores 0; drop: is not trained on",
+        choices=("stop", "zero", "drop"),
+    )
+    max_error_rate: float = key(
+        0.1, "with on_error=zero or drop, the run ends if a larger share of a batch's samples fails", ge=0, le=1
     )

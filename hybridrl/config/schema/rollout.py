@@ -32,8 +32,22 @@ class EngineKwargsConfig(ConfigNode):
 class WeightTransferConfig(ConfigNode):
     """`rollout.checkpoint_engine`: how new weights reach the engines."""
 
+    method: str = key(
+        "auto",
+        "planned: each engine process gets the part of the weights that it needs; streamed: all parameters pass by "
+        "every engine, whole; auto: planned where training and engine support it",
+        choices=("auto", "planned", "streamed"),
+    )
+    check_weights: bool = key(
+        False, "planned: compare a digest of every part of every tensor in the engines with training's at each update"
+    )
+    delta: bool = key(
+        False,
+        "send replicas on devices of their own (rollout.nnodes) only the elements that have changed since the last "
+        "update; both sides keep a copy of the last ones in main memory",
+    )
     update_weights_bucket_megabytes: int = key(
-        2048, "size of a bucket of weights in MiB; one parameter is never split, so it may be larger", gt=0
+        2048, "maximum size of a bucket of weights in MiB; one parameter is never split, so it may be larger", gt=0
     )
 
 
@@ -47,6 +61,8 @@ class ServerConfig(ConfigNode):
     api_key_env: str | None = key(
         None, "environment variable with the bearer token that clients send; null: a random token per run"
     )
+    max_connections: int = key(1024, "clients connected at once; more are refused (503)", gt=0)
+    max_requests: int = key(4096, "samples generated or waiting at once; more are refused (429)", gt=0)
 
 
 @dataclass
@@ -100,7 +116,7 @@ class RolloutConfig(ConfigNode):
         later=names.ROLLOUTS_LATER,
     )
     n: int = key(1, "samples per prompt", gt=0)
-    temperature: float = key(1.0, "softmax temperature, of the sampler and of the trained distribution", gt=0)
+    temperature: float = key(1.0, "softmax temperature, of the sampler and of the trained distribution; above 0", ge=0)
     top_k: int = key(-1, "sample from the k likeliest tokens; -1: all", ge=-1)
     top_p: float = key(1.0, "sample from the smallest set of tokens with this probability", gt=0, le=1)
     do_sample: bool = key(True, "false: greedy")
@@ -133,10 +149,17 @@ class RolloutConfig(ConfigNode):
     )
     gpu_memory_utilization: float = key(0.5, "engines: share of a GPU's memory for weights and KV cache", gt=0, le=1)
     free_cache_engine: bool = key(True, "engines: release that memory while the policy trains")
+    sleep_level: int = key(
+        2,
+        "engines on a GPU, while the policy trains: 2: their weights are dropped; 1: copied to host memory, for models "
+        "that keep more than weights in the same memory",
+        choices=(1, 2),
+    )
     load_format: str = key(
         "dummy",
         "engines: dummy: start without weights, which come from the trainer; auto: load the checkpoint first",
         choices=names.LOAD_FORMATS,
+        synonyms=names.LOAD_FORMAT_SYNONYMS,
     )
     enforce_eager: bool = key(False, "engines: no CUDA graphs")
     cudagraph_capture_sizes: list[int] | None = key(
@@ -145,16 +168,22 @@ class RolloutConfig(ConfigNode):
     enable_chunked_prefill: bool = key(True, "engines: process long prompts in chunks, interleaved with other requests")
     enable_prefix_caching: bool = key(True, "engines: compute common prefixes of prompts once")
     max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0)
-    scheduling_policy: str = key("fcfs", "engines: order of requests", choices=("fcfs", "priority"))
+    scheduling_policy: str = key(
+        "fcfs",
+        "order of requests inside an engine; priority: by `Request.priority`, so HTTP clients come after training",
+        choices=("fcfs", "priority"),
+    )
     engine_kwargs: EngineKwargsConfig = group(EngineKwargsConfig)
     checkpoint_engine: WeightTransferConfig = group(WeightTransferConfig)
+    start_timeout_s: float = key(
+        1200.0, "engines: seconds that a replica may take to start; large models compile and capture graphs", gt=0
+    )
     stuck_timeout_s: float = key(
         300.0, "engines: seconds without progress, with requests waiting, after which a replica is restarted", gt=0
     )
     max_restarts: int = key(
         3, "engines: restarts of a replica, without a finished request in between, before the run ends", ge=0
     )
-    calculate_log_probs: bool = key(True, "keep the sampler's own log-probabilities")
     log_prob_micro_batch_size_per_gpu: int = key(
         MICRO_BATCH_SIZE,
         "sequences that a process computes at once for old log-probabilities",
@@ -168,7 +197,7 @@ class RolloutConfig(ConfigNode):
     )
     log_prob_max_token_len_per_gpu: int = key(
         16384,
-        "tokens per such micro-batch",
+        "most tokens per such micro-batch",
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
     )

@@ -7,13 +7,18 @@ from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
 from hybridrl.config.schema.critic import CriticConfig
 from hybridrl.config.schema.data import DataConfig, EvaluationDataConfig, GenerationDataConfig, SFTDataConfig
-from hybridrl.config.schema.engine import CheckpointConfig, FSDPConfig, OptimConfig
+from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
+from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.config.schema.profiler import GlobalProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
-from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, RunConfig, TrainerConfig
+from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, SFTRunConfig, TrainerConfig
 from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES
+
+#: groups of files in `configs/` that choose a training engine for all roles
+MODEL_ENGINES = ("dp", "megatron")
 
 
 @dataclass
@@ -31,7 +36,7 @@ class ActorRolloutRefConfig(ConfigNode):
 class PPOTrainerConfig(ConfigNode):
     """`ppo_trainer`: all settings of `python -m hybridrl.trainer.main_ppo`."""
 
-    model_engine: str = key("dp", "family of training engines; dp: FSDP2", choices=("dp",), later=("megatron",))
+    model_engine: str = key("dp", "training engine of every role that chooses none; dp: fsdp2", choices=MODEL_ENGINES)
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
     critic: CriticConfig = group(CriticConfig)
     roles: dict[str, Any] = key({}, "settings of roles that a module of external_lib registers, by role")
@@ -41,6 +46,7 @@ class PPOTrainerConfig(ConfigNode):
     trainer: TrainerConfig = group(TrainerConfig)
     placement: PlacementConfig = group(PlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)
+    global_profiler: GlobalProfilerConfig = group(GlobalProfilerConfig)
 
     @property
     def use_critic(self) -> bool:
@@ -62,11 +68,11 @@ class SFTTrainerConfig(ConfigNode):
     """`sft_trainer`: all settings of `python -m hybridrl.trainer.main_sft`."""
 
     model: ModelConfig = group(ModelConfig)
-    engine: FSDPConfig = group(FSDPConfig)
+    engine: SFTEngineConfig = group(SFTEngineConfig)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
     data: SFTDataConfig = group(SFTDataConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
-    trainer: RunConfig = group(RunConfig)
+    trainer: SFTRunConfig = group(SFTRunConfig)
     placement: PlacementConfig = group(PlacementConfig, roles={"model": "global"})
     ray_kwargs: RayConfig = group(RayConfig)
 

@@ -38,7 +38,8 @@ class RunConfig(JobConfig):
     )
     total_epochs: int = key(30, "passes over the training data", gt=0)
     total_training_steps: int | None = key(None, "end after this many steps; null: total_epochs decides", gt=0)
-    save_freq: int = key(-1, "steps between checkpoints; -1: none", ge=-1)
+    save_freq: int = key(-1, "steps between checkpoints; -1: only the last step (save_last)", ge=-1)
+    save_last: bool = key(True, "keep a checkpoint of the last step also with save_freq=-1")
     test_freq: int = key(-1, "steps between validations; -1: none", ge=-1)
     max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; null: all", gt=0)
     resume_mode: str = key(
@@ -51,6 +52,24 @@ class RunConfig(JobConfig):
         "stop", "NaN or infinity in loss or gradient: stop the run, or skip the step", choices=("stop", "skip")
     )
     report: bool = key(True, "write report.html at the end")
+    peak_tflops: float | None = key(
+        None, "TFLOPs per second that a device can do, for perf/mfu/*; null: as its name says, in bfloat16", gt=0
+    )
+
+
+@dataclass
+class SFTRunConfig(RunConfig):
+    """`trainer` of `sft_trainer`."""
+
+    save_freq: int | str = key(  # type: ignore[assignment]  # `SFTTrainer` gives a run the number of steps
+        -1,
+        "steps between checkpoints, or after_each_epoch; -1: only the last step (save_last)",
+        ge=-1,
+        choices=names.FREQUENCIES,
+    )
+    test_freq: int | str = key(  # type: ignore[assignment]
+        -1, "steps between validations, or after_each_epoch; -1: none", ge=-1, choices=names.FREQUENCIES
+    )
 
 
 @dataclass
@@ -135,3 +154,6 @@ class RayConfig(ConfigNode):
     """`ray_kwargs`."""
 
     ray_init: dict[str, Any] = key({"num_cpus": None}, "arguments of ray.init")
+    timeline_json_file: str | None = key(
+        None, "file for Ray's timeline of tasks, written at the end of the run, for chrome://tracing or Perfetto"
+    )

@@ -4,15 +4,16 @@ Every assignment, from the command line or from a file, goes through `KeyBook.re
 """
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.config.convert import nearest, show
+from hybridrl.config.convert import show
 from hybridrl.config.own_settings import may_be_own
-from hybridrl.config.schema.node import declared, default_of, is_free
+from hybridrl.config.schema.node import declared, is_free
 from hybridrl.config.schema.root import ROOTS, SHARED_GROUPS
-from hybridrl.config.verl.tables import Pending, Unselected, aliases, pending, unselected
+from hybridrl.config.verl.tables import NoEffect, Pending, aliases, no_effect, pending
 
 
 @dataclass(frozen=True)
@@ -25,27 +26,99 @@ class Assignment:
     delete: bool = False
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A key of something that is not supported yet, set to a value."""
+
+    entry: Pending
+    item: Assignment
+    is_default: bool
+
+    def told(self) -> str:
+        return f"{self.item.key}={show(self.item.value)}{self.item.origin}"
+
+
 @dataclass
 class Outcome:
-    """The result of rewriting a number of assignments."""
+    """The result of rewriting a number of assignments.
+
+    Attributes:
+        assignments: those to make, under present names.
+        renamed: notices about old names.
+        without_effect: keys that are passed with a notice.
+        wrong: a sentence for each assignment that cannot be made, except those of `waiting`.
+        waiting: the last value of each key of something that is not supported yet.
+        unread: keys that the chosen training engine does not read, by that choice.
+    """
 
     assignments: list[Assignment] = field(default_factory=list)
     renamed: list[str] = field(default_factory=list)
-    unselected: dict[Unselected, list[str]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    without_effect: dict[NoEffect, list[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    unread: dict[str, list[str]] = field(default_factory=dict)
+
+    def set_aside(self, reader: Callable[[str, str], str | None]) -> None:
+        """Move the waiting keys of training engines that were not chosen to `unread`.
+
+        Args:
+            reader: returns, for a key and the name of the group class that it belongs to, the choice by which it is
+                not read; None if it is read.
+        """
+        for key, value in list(self.waiting.items()):
+            choice = reader(key, value.entry.reads) if value.entry.reads else None
+            if choice is not None:
+                del self.waiting[key]
+                if not value.is_default:
+                    self.unread.setdefault(choice, []).append(f"{key}{value.item.origin}")
 
     def add(self, other: "Outcome") -> None:
-        """Add the result of further assignments."""
+        """Add the result of further assignments, which come later than those before."""
         self.assignments += other.assignments
         self.renamed += other.renamed
-        self.faults += other.faults
-        for entry, keys in other.unselected.items():
-            self.unselected.setdefault(entry, []).extend(keys)
+        self.wrong += other.wrong
+        self.waiting |= other.waiting
+        for entry, keys in other.without_effect.items():
+            self.without_effect.setdefault(entry, []).extend(keys)
+
+    @property
+    def faults(self) -> list[str]:
+        """A sentence for each fault; keys of one unsupported thing share a sentence with the key that turns it on."""
+        found = [*self.wrong]
+        for key, value in self.waiting.items():
+            switches = value.entry.switches_of(key)
+            if value.is_default or (switches and key not in switches):
+                continue
+            others = [
+                name
+                for name, other in self.waiting.items()
+                if other.entry is value.entry and name not in switches and other.entry.switches_of(name) == switches
+                if not other.is_default
+            ]
+            too = f" {', '.join(others)} {'go' if len(others) > 1 else 'goes'} with it." if others and switches else ""
+            found.append(f"{value.told()}: not supported yet: {value.entry.why}. {value.entry.instead}{too}")
+        return found
 
     def notices(self) -> list[str]:
-        """The notices for the user, each once; the keys of one unselected engine share a line."""
-        without_effect = [entry.notice(list(dict.fromkeys(keys))) for entry, keys in self.unselected.items()]
+        """The notices for the user, each once; keys of one entry share a line."""
+        without_effect = [entry.notice(list(dict.fromkeys(keys))) for entry, keys in self.without_effect.items()]
+        for choice, keys in self.unread.items():
+            without_effect.append(f"no effect here, {choice} does not read: {', '.join(dict.fromkeys(keys))}")
+        idle: dict[str, list[str]] = {}
+        for key, value in self.waiting.items():
+            switches = value.entry.switches_of(key)
+            on = any(name in self.waiting and not self.waiting[name].is_default for name in switches)
+            if switches and key not in switches and not value.is_default and not on:
+                idle.setdefault(" or ".join(switches), []).append(f"{key}{value.item.origin}")
+        for names, keys in idle.items():
+            without_effect.append(f"no effect here without {names}: {', '.join(keys)}")
         return list(dict.fromkeys([*self.renamed, *without_effect]))
+
+
+@functools.cache
+def key_book(root: str) -> "KeyBook":
+    """The keys of the tree `root`, built once."""
+    return KeyBook(root)
 
 
 class KeyBook:
@@ -59,14 +132,16 @@ class KeyBook:
         self.root = root
         self.fields = declared(ROOTS[root])
         self.free = {name for name, item in self.fields.items() if is_free(item)}
-        self._aliases = {alias.old: alias for alias in aliases() if self._has(alias.roots, alias.old, alias.new)}
+        known = [alias for alias in aliases() if self._has(alias.roots, alias.old, alias.new)]
+        self._aliases = {alias.old: alias for alias in known if not alias.twin}
+        self.twins = {alias.old: alias.new for alias in known if alias.twin and alias.new is not None}
         self._pending = {
             key: (entry, value) for entry in pending() for key, value in entry.items() if self._has(entry.roots, key)
         }
-        self._unselected = {
-            key: entry for entry in unselected() for key in entry.items() if self._has(entry.roots, key)
+        self._no_effect = {
+            key: (entry, value) for entry in no_effect() for key, value in entry.items() if self._has(entry.roots, key)
         }
-        every = (*self.fields, *self._pending, *self._unselected, *self._aliases)
+        every = (*self.fields, *self._pending, *self._no_effect, *self._aliases)
         self.groups = {name[:i] for name in every for i, letter in enumerate(name) if letter == "."}
 
     def _has(self, roots: Sequence[str], *keys: str | None) -> bool:
@@ -77,22 +152,22 @@ class KeyBook:
 
     def known(self) -> list[str]:
         """Every key that may be written, for suggestions."""
-        return sorted({*self.fields, *self._pending, *self._unselected})
+        return sorted({*self.fields, *self._pending, *self._no_effect})
 
     def free_parent(self, name: str) -> str | None:
         """The free-form mapping that holds this key, if any."""
         return next((name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in self.free), None)
 
     def kind(self, name: str) -> str:
-        """`acting`, `alias`, `pending`, `unselected`, `group` or `unknown`."""
+        """`acting`, `alias`, `pending`, `no effect`, `group` or `unknown`."""
         if self._find(self._aliases, name):
             return "alias"
         if self._find(self._pending, name):
             return "pending"
         if name in self.fields or self.free_parent(name):
             return "acting"
-        if self._find(self._unselected, name):
-            return "unselected"
+        if self._find(self._no_effect, name):
+            return "no effect"
         return "group" if name in self.groups else "unknown"
 
     def flatten(self, tree: Mapping[str, Any], origins: Mapping[str, str], prefix: str = "") -> Iterable[Assignment]:
@@ -139,7 +214,7 @@ class KeyBook:
         try:
             value = item.value if item.delete else alias.translated(item.value)
         except KeyError:
-            out.faults.append(f"{item.key}={show(item.value)}{item.origin}: {alias.note}")
+            out.wrong.append(f"{item.key}={show(item.value)}{item.origin}: {alias.note}")
             return []
         if target is None or (value is None and item.value is not None):
             out.renamed.append(f"{item.key}={show(item.value)}{item.origin} has no effect: {alias.note}")
@@ -159,40 +234,43 @@ class KeyBook:
             self._weigh(item, entry, default, out)
         elif item.key in self.fields or self.free_parent(item.key):
             out.assignments.append(item)
-        elif (other := self._find(self._unselected, item.key)) is not None:
-            if not item.delete:
-                out.unselected.setdefault(other[1], []).append(f"{item.key}{item.origin}")
+        elif (other := self._find(self._no_effect, item.key)) is not None:
+            idle, usual = other[1]
+            if not item.delete and not (other[0] == item.key and _same(item.value, usual)):
+                out.without_effect.setdefault(idle, []).append(f"{item.key}{item.origin}")
         elif may_be_own(item.key, self.groups, self.fields):
             out.assignments.append(item)  # checked against its group once the chosen entry is known
         elif item.key in self.groups:
             if item.delete or item.value not in ({}, None):  # null: a group without any value set
                 what = "deleted" if item.delete else f"set to {show(item.value)}"
-                out.faults.append(
-                    f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it"
-                )
+                out.wrong.append(f"{item.key}{item.origin}: a group of settings cannot be {what}; name a key inside it")
         else:
-            out.faults.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
+            out.wrong.append(f"{item.key}{item.origin}: unknown key{self.suggest(item.key)}")
 
     def _weigh(self, item: Assignment, entry: Pending, default: Any, out: Outcome) -> None:
-        """Handle a key that is not supported yet: accepted at its default, refused otherwise."""
-        if item.key in self.fields:
-            out.assignments.append(item)
-            default = default_of(self.fields[item.key])
-        if item.delete or item.value is None or _same(item.value, default):
-            return
-        out.faults.append(
-            f"{item.key}={show(item.value)}{item.origin}: not supported yet: {entry.why}. {entry.instead}"
-        )
+        """Note a key of something that is not supported yet: at its default nothing would be different."""
+        is_default = item.delete or item.value is None or _same(item.value, default)
+        out.waiting[item.key] = _Waiting(entry, item, is_default)
 
     def suggest(self, name: str) -> str:
-        """The nearest valid keys for an unknown one: by whole name, and by equal last part."""
-        known = self.known()
-        last = name.rsplit(".", 1)[-1]
-        same_end = [key for key in known if key.rsplit(".", 1)[-1] == last and key in self.fields]
-        if same_end:
-            close = sorted(same_end, key=lambda key: -_likeness(key, name))[:3]
-            return f"; nearest: {', '.join(close)}"
-        return nearest(name, known) or "; `--cfg job` prints every key"
+        """The nearest valid keys for an unknown one, as the end of a sentence: those of the same branch first.
+
+        In each group, from the innermost that exists outwards, a key with the same last part counts as nearest.
+        """
+        known, parts = self.known(), name.split(".")
+        for depth in range(len(parts) - 1, -1, -1):
+            group = "".join(f"{part}." for part in parts[:depth])
+            if group and group[:-1] not in self.groups:
+                continue
+            inside = [key for key in known if key.startswith(group)]
+            same_end = [key for key in inside if key.rsplit(".", 1)[-1] == parts[-1] and key in self.fields]
+            if same_end:
+                close = sorted(same_end, key=lambda key: -_likeness(key, name))[:3]
+                return f"; nearest: {', '.join(close)}"
+            rest = name.removeprefix(group)
+            if close := difflib.get_close_matches(rest, [key.removeprefix(group) for key in inside], n=3, cutoff=0.5):
+                return f"; nearest: {', '.join(group + key for key in close)}"
+        return "; `--cfg job` prints every key"
 
 
 def _likeness(first: str, second: str) -> float:

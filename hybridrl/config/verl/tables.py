@@ -18,6 +18,7 @@ class Alias:
     note: str = ""
     values: Mapping[str, Any] | None = None
     weak: bool = False
+    twin: bool = False
     roots: Sequence[str] = _PPO
 
     def target(self, name: str) -> str | None:
@@ -29,42 +30,98 @@ class Alias:
         return value if self.values is None else self.values[str(value).lower()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pending:
-    """Settings that are not supported yet; the fields are explained in pending.yaml."""
+    """Settings of something that is not supported yet; the fields are explained in pending.yaml."""
 
     prefixes: Sequence[str]
     keys: Mapping[str, Any]
     why: str
     instead: str
-    declared: Sequence[str] = field(default=())
+    switch: Sequence[str] = ()
+    reads: str = ""
     roots: Sequence[str] = _PPO
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Dotted keys with their defaults; `...` for keys whose default the schema declares."""
+        """Dotted keys with their defaults."""
         for prefix in self.prefixes:
-            for name, default in {**self.keys, **dict.fromkeys(self.declared, ...)}.items():
-                yield f"{prefix}.{name}", default
+            for name, default in self.keys.items():
+                yield _below(prefix, name), default
+
+    def switches_of(self, key: str) -> list[str]:
+        """The keys that turn on what `key` belongs to; empty if each key of this entry stands for itself."""
+        prefix = max((prefix for prefix in self.prefixes if key.startswith(_below(prefix, ""))), key=len)
+        return [_below(prefix, name) for name in self.switch]
 
 
 @dataclass(frozen=True, eq=False)
-class Unselected:
-    """Settings of an engine that is not selected; the fields are explained in unselected.yaml."""
+class NoEffect:
+    """Settings without effect here; the fields are explained in no_effect.yaml."""
 
-    engine: str
-    selected_by: str
+    why: str
     prefixes: Sequence[str]
-    keys: Sequence[str]
+    keys: Sequence[str] | Mapping[str, Any]
     roots: Sequence[str] = _PPO
 
-    def items(self) -> Iterator[str]:
-        """Dotted keys."""
-        return (f"{prefix}.{name}" for prefix in self.prefixes for name in self.keys)
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Dotted keys with their defaults; `...` for keys that always deserve a notice."""
+        defaults = self.keys if isinstance(self.keys, Mapping) else dict.fromkeys(self.keys, ...)
+        for prefix in self.prefixes:
+            for name, default in defaults.items():
+                yield _below(prefix, name), default
 
     def notice(self, names: Sequence[str]) -> str:
         """The one notice for all such keys that are set."""
-        they = "they belong" if len(names) > 1 else "it belongs"
-        return f"no effect in this run, {they} to {self.engine} and {self.selected_by}: {', '.join(names)}"
+        return f"no effect here, {self.why}: {', '.join(names)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choices of some of verl's config groups; the fields are explained in choices.yaml."""
+
+    roots: Sequence[str]
+    groups: Sequence[str]
+    same: Sequence[str] = ()
+    means: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+    instead: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Every option that verl has."""
+        return (*self.same, *self.means, *self.why)
+
+
+@dataclass(frozen=True)
+class Base:
+    """One of verl's base files; the fields are explained in bases.yaml."""
+
+    tree: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of verl's programs; the fields are explained in programs.yaml."""
+
+    tree: str | None
+    module: str | None = None
+    why: str = ""
+    instead: str = ""
+
+
+@functools.cache
+def bases() -> Mapping[str, Base]:
+    """verl's base files, by name."""
+    return {name: Base(**entry) for name, entry in _read("bases").items()}
+
+
+@functools.cache
+def programs() -> Mapping[str, Program]:
+    """verl's programs, by module."""
+    return {name: Program(**entry) for name, entry in _read("programs").items()}
 
 
 @functools.cache
@@ -84,9 +141,20 @@ def pending() -> tuple[Pending, ...]:
 
 
 @functools.cache
-def unselected() -> tuple[Unselected, ...]:
-    """Settings of engines that are not selected."""
-    return tuple(Unselected(**entry) for entry in _read("unselected"))
+def no_effect() -> tuple[NoEffect, ...]:
+    """Settings without effect here."""
+    return tuple(NoEffect(**entry) for entry in _read("no_effect"))
+
+
+@functools.cache
+def choices() -> tuple[Choice, ...]:
+    """Choices of verl's config groups."""
+    return tuple(Choice(**entry) for entry in _read("choices"))
+
+
+def _below(prefix: str, name: str) -> str:
+    """The dotted key of a name in a group; the prefix of a whole tree is empty."""
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _read(name: str) -> Any:

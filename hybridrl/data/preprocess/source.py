@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridrl.data.files import SUFFIXES, Table, read_table
+from hybridrl.config.data_names import FORMATS
+from hybridrl.data.files import read_table
+from hybridrl.data.table import Table
 from hybridrl.errors import DataError, UserError
 from hybridrl.utils.files import replacing
 
@@ -22,30 +24,25 @@ def read_split(folder: Path, split: str) -> Table:
     Raises:
         DataError: there is no such file, or it cannot be read.
     """
-    named = [folder / f"{split}{suffix}" for suffix in SUFFIXES if (folder / f"{split}{suffix}").is_file()]
+    named = [folder / f"{split}{suffix}" for suffix in FORMATS if (folder / f"{split}{suffix}").is_file()]
     files = named[:1] or sorted(folder.glob(f"{split}-*.parquet")) or sorted(folder.glob(f"*/{split}-*.parquet"))
     if not files:
-        expected = " or ".join(f"{split}{suffix}" for suffix in SUFFIXES)
+        expected = " or ".join(f"{split}{suffix}" for suffix in FORMATS)
         raise DataError(f"--local_dir {folder}: no {expected} there. Name the folder that holds the data set's files.")
     return read_table(files, "--local_dir")
 
 
-def read_hub(name: str, configuration: str | None, split: str) -> list[Row]:
+def read_hub(name: str, configuration: str | None, split: str) -> Table:
     """Read the rows of one split of a dataset on the Hugging Face hub.
 
     Raises:
         DataError: the hub cannot be reached or has no such dataset.
     """
-    import datasets
-
+    config = "" if configuration is None else f"@{configuration}"
     try:
-        return list(datasets.load_dataset(name, configuration, split=split))
-    except Exception as error:
-        # The hub's client raises a dozen kinds of errors for the same failure: the data could not be downloaded.
-        raise DataError(
-            f"{name} cannot be loaded from the hub ({type(error).__name__}: {error}). Without a connection, download "
-            "the data set elsewhere and name its folder with --local_dir."
-        ) from error
+        return read_table(f"{name}{config}:{split}", "source")
+    except DataError as error:
+        raise DataError(f"{error} The folder that holds them is named with --local_dir.") from error
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> int:
@@ -96,9 +93,10 @@ def convert(
     """
     converted: dict[str, list[Row]] = {}
     for split in SPLITS:
-        source: Table | list[Row] = read_hub(*hub, split) if local_dir is None else read_split(local_dir, split)
-        locate = source.locate if isinstance(source, Table) else f"{hub[0]}, {split}, row {{}}".format
-        converted[split] = [make_row(source[number], split, number, locate(number)) for number in range(len(source))]
+        source = read_hub(*hub, split) if local_dir is None else read_split(local_dir, split)
+        converted[split] = [
+            make_row(source[number], split, number, source.locate(number)) for number in range(len(source))
+        ]
     out.mkdir(parents=True, exist_ok=True)
     return {split: write_rows(out / f"{split}.parquet", rows) for split, rows in converted.items()}
 

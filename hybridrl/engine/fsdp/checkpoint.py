@@ -1,40 +1,33 @@
-"""An engine's state on disk, readable on any number of ranks and without unpickling anything.
+"""An engine's state on disk, readable on any number of ranks, by other engines, and without unpickling anything.
 
 The folder of a checkpoint:
 
-    model/      float32 master weights: the shards of every rank as safetensors, written and resharded by
-                torch.distributed.checkpoint
-    optimizer/  the optimizer's tensors, in the same way, named `<parameter>/<state>`
+    model/      float32 master weights and saved buffers, as boxes of Hugging Face tensors (`saved_boxes`)
+    optimizer/  the optimizer's tensors, in the same way, named `<tensor>/<state>`
     extra/      schedule.json, and rng_<rank>.json of every rank
     hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+
+A module that keeps several tensors of its checkpoints in one (all experts of a layer) is cut into these. Moments of 8
+bits belong to rows of the module's own parameters and are saved under their names.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
 
+from hybridrl.engine import saved_parts
 from hybridrl.engine.optim import low_bit
-from hybridrl.engine.optim.optimizer import set_rate
-from hybridrl.engine.train_engine import SAVE_CONTENTS
+from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, copied
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.shards import Box, whole
+from hybridrl.hybrid_engine.views import View, within_shape
 from hybridrl.models import loading, value
-from hybridrl.models.tokenizer import load_tokenizer
-from hybridrl.notify import notify
-from hybridrl.utils import distributed
-from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
+from hybridrl.utils import device, distributed
 
 if TYPE_CHECKING:
     from hybridrl.engine.fsdp.engine import FSDPEngine
@@ -42,19 +35,25 @@ if TYPE_CHECKING:
 SEPARATOR = "/"
 
 
-def save(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Write the parts named in `contents` into `folder`. All ranks call it with the same arguments."""
-    _check(contents)
-    folder.mkdir(parents=True, exist_ok=True)
+def state(engine: FSDPEngine, contents: Sequence[str], copy: bool) -> saved_parts.State:
+    """Return what this rank writes of the parts in `contents`. All ranks call it with the same arguments.
+
+    Args:
+        engine: whose state it is.
+        contents: `model`, `optimizer`, `extra`, `hf_model`.
+        copy: copy everything to main memory, so that training may go on before it is written.
+    """
+    saved_parts.check_contents(contents)
+    made = saved_parts.State()
     if "model" in contents:
-        _write({name: parameter.detach() for name, parameter in engine._parameters.items()}, folder / "model")
+        made.boxes["model"] = copied(_weights(engine)) if copy else _weights(engine)
     if "optimizer" in contents and engine.optimizer is not None:
-        _write(_optimizer_tensors(engine), folder / "optimizer")
+        made.boxes["optimizer"] = copied(_optimizer_state(engine)) if copy else _optimizer_state(engine)
     if "extra" in contents:
-        _save_extra(engine, folder / "extra")
+        made.texts = saved_parts.extra(engine.schedule)
     if "hf_model" in contents:
-        _save_hf(engine, folder / "hf_model")
-    distributed.barrier()
+        made.write_hf = _hf_writer(engine, copy)
+    return made
 
 
 def load(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
@@ -63,195 +62,206 @@ def load(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
     Raises:
         ModelError: a part is missing, or belongs to another model or optimizer.
     """
-    _check(contents)
+    saved_parts.check_contents(contents)
     if "model" in contents:
-        _read({name: parameter.detach() for name, parameter in engine._parameters.items()}, _part(folder, "model"))
+        with SavedBoxes(saved_parts.part(folder, "model")) as saved:
+            _load_weights(engine, saved)
     if "optimizer" in contents and engine.optimizer is not None:
-        _load_optimizer(engine, _part(folder, "optimizer"))
+        with SavedBoxes(saved_parts.part(folder, "optimizer")) as saved:
+            _load_optimizer(engine, saved)
     if "extra" in contents:
-        _load_extra(engine, _part(folder, "extra"))
+        saved_parts.load_extra(engine.schedule, engine.engine_config.seed, saved_parts.part(folder, "extra"))
 
 
-def _check(contents: Sequence[str]) -> None:
-    unknown = sorted(set(contents) - set(SAVE_CONTENTS))
-    if unknown:
-        raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {', '.join(SAVE_CONTENTS)}")
+def parts_of(
+    engine: FSDPEngine, tensors: Mapping[str, torch.Tensor], views: Mapping[str, View]
+) -> Iterator[tuple[str, SavedBox]]:
+    """Yield what this rank holds of some of the module's tensors, as views of them, by the names in `views`.
+
+    Yields:
+        The name in `tensors`, and the part.
+    """
+    for name, (source, box, shape) in views.items():
+        if source not in tensors:
+            continue
+        held, tensor = engine._shard(tensors[source])
+        both = box.intersect(held)
+        if both is not None:
+            start, sizes = within_shape(both, box, shape)
+            stop = tuple(a + n for a, n in zip(start, sizes, strict=True))
+            yield source, SavedBox(name, shape, Box(start, stop), tensor[both.within(held)].view(sizes))
 
 
-def _part(folder: Path, name: str) -> Path:
-    part = folder / name
-    if not part.is_dir():
-        raise ModelError(
-            f"checkpoint {folder} has no {name}/ (it was saved without {name!r} in checkpoint.save_contents); "
-            f"remove {name!r} from checkpoint.load_contents, or resume from another checkpoint"
-        )
-    return part
+def _own_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, View]:
+    """Tensors as they are, under their own names."""
+    return {name: View(name, whole(tuple(t.shape)), tuple(t.shape)) for name, t in tensors.items()}
 
 
-def _write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _without_notice():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not distributed.is_distributed())
-
-
-def _read(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill `tensors` in place from `folder`, which any number of ranks may have written."""
-    _compare(tensors, _stored(folder), folder)
-    with _without_notice():
-        reader = HuggingFaceStorageReader(str(folder))
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not distributed.is_distributed())
-
-
-def _stored(folder: Path) -> dict[str, Any]:
-    """The tensors in a folder, by name."""
+def _views_to_write(engine: FSDPEngine) -> Mapping[str, View]:
     try:
-        return dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise ModelError(f"checkpoint {folder} cannot be read ({error}); resume from an earlier one") from error
+        return engine.checkpoint_views()
+    except ModelError:  # a conversion that computes; what is saved has the names of the module
+        return _own_views(engine.own_tensors())
 
 
-@contextlib.contextmanager
-def _without_notice() -> Iterator[None]:
-    """A single process saves without a process group on purpose; PyTorch would warn about it every time."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _views_to_read(engine: FSDPEngine, names: Iterable[str]) -> Mapping[str, View]:
+    """The views by which a checkpoint was written: earlier versions used the names of the module."""
+    own = _own_views(engine.own_tensors())
+    return own if set(names) <= own.keys() else engine.checkpoint_views()
 
 
-def _compare(tensors: dict[str, torch.Tensor], stored: dict[str, Any], folder: Path) -> None:
-    missing, surplus = sorted(tensors.keys() - stored.keys()), sorted(stored.keys() - tensors.keys())
-    reshaped = [n for n in sorted(tensors.keys() & stored.keys()) if tuple(tensors[n].shape) != tuple(stored[n].size)]
-    if not (missing or surplus or reshaped):
-        return
-    parts = [
-        f"{len(names)} {what} (first: {names[0]})"
-        for what, names in (("are missing", missing), ("are unexpected", surplus))
-        if names
-    ]
-    if reshaped:
-        name = reshaped[0]
-        parts.append(
-            f"{name} has shape {list(stored[name].size)} in the checkpoint and {list(tensors[name].shape)} in the model"
-        )
-    raise ModelError(
-        f"checkpoint {folder} belongs to another model: of its tensors {'; '.join(parts)}. Set model.path to the "
-        "model that this run was started with, or trainer.resume_mode=disable to start from the beginning"
-    )
+def _weights(engine: FSDPEngine) -> Iterator[SavedBox]:
+    if engine.copy_of_model == 0:
+        yield from (part for _, part in parts_of(engine, engine.own_tensors(), _views_to_write(engine)))
 
 
-def _optimizer_tensors(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
     assert engine.optimizer is not None
-    tensors: dict[str, torch.Tensor] = {}
+    if engine.copy_of_model != 0:
+        return
+    if low_bit.keeps(engine.optimizer):
+        quantised = _quantised_state(engine)
+        yield from (part for _, part in parts_of(engine, quantised, _own_views(quantised)))
+        return
+    views = _views_to_write(engine)
+    names: dict[str, list[str]] = {}
+    for name, view in views.items():
+        names.setdefault(view.source, []).append(name)
     for name, parameter in engine._trainable.items():
-        for key, item in engine.optimizer.state.get(parameter, {}).items():
-            item = item if isinstance(item, torch.Tensor) else torch.tensor(item)
-            tensors |= _stored_state(engine, name, key, item)
-    return tensors
+        for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
+            value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+            if value.ndim:
+                for _, part in parts_of(engine, {name: value}, {one: views[one] for one in names[name]}):
+                    yield replace(part, name=f"{part.name}{SEPARATOR}{key}")
+            elif distributed.get_rank() == 0:
+                for one in names[name]:
+                    yield SavedBox(f"{one}{SEPARATOR}{key}", (), Box((), ()), value)
 
 
-def _stored_state(engine: FSDPEngine, name: str, key: str, item: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor of the optimizer's state with its names on disk; an 8-bit moment has two."""
-    parameter, full_name = engine._trainable[name], f"{name}{SEPARATOR}{key}"
-    if item.ndim and low_bit.keeps(engine.optimizer):
-        return dict(low_bit.stored_parts(parameter, full_name, item))
-    return {full_name: item}
-
-
-def _load_optimizer(engine: FSDPEngine, folder: Path) -> None:
+def _quantised_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """The tensors of an optimizer with moments of 8 bits, under names of the module."""
     assert engine.optimizer is not None
-    wanted: dict[str, torch.Tensor] = {}
-    engine.optimizer.state.clear()
-    for full_name, entry in sorted(_stored(folder).items()):
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in engine._trainable.items():
+        for key, item in sorted(engine.optimizer.state.get(parameter, {}).items()):
+            value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+            full_name = f"{name}{SEPARATOR}{key}"
+            found |= dict(low_bit.stored_parts(parameter, full_name, value)) if value.ndim else {full_name: value}
+    return found
+
+
+def _load_weights(engine: FSDPEngine, saved: SavedBoxes) -> None:
+    views = _views_to_read(engine, saved.names)
+    of_buffers = {name for name, view in views.items() if view.source not in engine._parameters}
+    saved_parts.check_same_model({name: view.shape for name, view in views.items()}, saved, of_buffers)
+    stored = frozenset(saved.names)
+    for _, part in parts_of(engine, engine.own_tensors(), views):
+        if part.name in stored:
+            _read(part, saved)
+
+
+def _read(part: SavedBox, saved: SavedBoxes) -> None:
+    part.values.copy_(saved.read(part.name, part.box))
+
+
+def _load_optimizer(engine: FSDPEngine, saved: SavedBoxes) -> None:
+    assert engine.optimizer is not None
+    keys: dict[str, list[str]] = {}
+    for full_name in sorted(saved.names):
         name, _, key = full_name.rpartition(SEPARATOR)
-        parameter = engine._trainable.get(name)
-        if parameter is None:
-            raise ModelError(
-                f"checkpoint {folder} belongs to another model: it has optimizer state for {name!r}, which this "
-                "model does not train"
-            )
-        if entry.size and low_bit.keeps(engine.optimizer):
-            key = key.removesuffix(low_bit.CODES)
-            if key.endswith(low_bit.SCALE):
-                continue  # read together with its codes
-            state = engine.optimizer.new_moment(parameter, signed=key in low_bit.SIGNED)
-        elif tuple(entry.size) == tuple(parameter.shape) and entry.size:
-            state = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
-        else:
-            on_device = any(group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups)
-            where = _local_device(parameter) if on_device else torch.device("cpu")
-            state = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device=where)
-        engine.optimizer.state[parameter][key] = state
-        wanted |= _stored_state(engine, name, key, state)
-    _read(wanted, folder)
-
-
-def _local_device(parameter: torch.Tensor) -> torch.device:
-    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-
-
-def _save_extra(engine: FSDPEngine, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rng_{distributed.get_rank()}.json").write_text(json.dumps(rng_state()), encoding="utf-8")
-    if distributed.get_rank() == 0 and engine.schedule is not None:
-        (folder / "schedule.json").write_text(json.dumps({"step": engine.schedule.last_epoch}), encoding="utf-8")
-
-
-def _load_extra(engine: FSDPEngine, folder: Path) -> None:
-    schedule_file = folder / "schedule.json"
-    if engine.schedule is not None:
-        try:
-            step = int(json.loads(schedule_file.read_text(encoding="utf-8"))["step"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{schedule_file} cannot be read: {error}") from error
-        # The rate depends on the step alone, so settings that were changed since then take effect.
-        engine.schedule.last_epoch = step
-        for group, base, factor in zip(
-            engine.schedule.optimizer.param_groups, engine.schedule.base_lrs, engine.schedule.lr_lambdas, strict=True
-        ):
-            set_rate(group, base * factor(step))
-        engine.schedule._last_lr = [group["lr"] for group in engine.schedule.optimizer.param_groups]
-    rng_file = folder / f"rng_{distributed.get_rank()}.json"
-    if rng_file.is_file():
-        set_rng_state(json.loads(rng_file.read_text(encoding="utf-8")))
+        keys.setdefault(name, []).append(key)
+    is_low_bit = low_bit.keeps(engine.optimizer)
+    views = _own_views(engine._trainable) if is_low_bit else _views_to_read(engine, keys)
+    sources = {name: view.source for name, view in views.items() if view.source in engine._trainable}
+    if surplus := sorted(keys.keys() - sources.keys()):
+        raise ModelError(
+            f"checkpoint {saved.where} belongs to another model: it has optimizer state for {surplus[0]!r}, which this "
+            "model does not train"
+        )
+    # Not where the parameters are: those may be in main memory between updates while the state stays on the device.
+    where = torch.device("cpu") if engine._keeps_state_in_main_memory else device.current_device()
+    engine.optimizer.state.clear()
+    if is_low_bit:
+        _load_quantised(engine, saved, keys, where)
         return
-    saved, step = len(list(folder.glob("rng_*.json"))), 0 if engine.schedule is None else engine.schedule.last_epoch
-    seed = _seed_of(engine.engine_config.seed, distributed.get_rank(), step)
-    seed_rng(seed)
-    notify(
-        f"{folder} was saved by {saved} ranks and holds no random state of rank {distributed.get_rank()}; its "
-        f"generators are seeded with {seed}, from the run's seed {engine.engine_config.seed}, the rank and the step "
-        f"{step}",
-        "warning",
-    )
+    of_source: dict[str, dict[str, View]] = {}
+    for name, source in sources.items():
+        of_source.setdefault(source, {})[name] = views[name]
+    for source, own in of_source.items():
+        parameter, first = engine._trainable[source], next(iter(own))
+        for key in keys.get(first, ()):
+            full_name = f"{first}{SEPARATOR}{key}"
+            if key.endswith((low_bit.CODES, low_bit.SCALE)):
+                raise ModelError(
+                    f"checkpoint {saved.where} has {full_name} of an optimizer with moments of 8 bits: set "
+                    "optim.optimizer to that of the run, or leave optimizer out of checkpoint.load_contents"
+                )
+            if not saved.shape(full_name) and parameter.ndim:
+                engine.optimizer.state[parameter][key] = _scalar(engine, saved, full_name, where)
+                continue
+            value = torch.empty_like(parameter.detach(), dtype=saved.dtype(full_name), device=where)
+            engine.optimizer.state[parameter][key] = value
+            for _, part in parts_of(engine, {source: value}, own):
+                _read(replace(part, name=f"{part.name}{SEPARATOR}{key}"), saved)
 
 
-def _seed_of(*numbers: int) -> int:
-    """A 32-bit seed that depends on each number, so that new ranks share no stream with each other or with old ones."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+def _load_quantised(
+    engine: FSDPEngine, saved: SavedBoxes, keys: Mapping[str, Sequence[str]], where: torch.device
+) -> None:
+    optimizer: Any = engine.optimizer
+    wanted: dict[str, torch.Tensor] = {}
+    for name, found in keys.items():
+        parameter = engine._trainable[name]
+        for key in found:
+            full_name = f"{name}{SEPARATOR}{key}"
+            if not saved.shape(full_name):
+                optimizer.state[parameter][key] = _scalar(engine, saved, full_name, where)
+            elif not key.endswith(low_bit.SCALE):  # read together with its codes
+                key = key.removesuffix(low_bit.CODES)
+                moment = optimizer.new_moment(parameter, signed=key in low_bit.SIGNED, where=where)
+                optimizer.state[parameter][key] = moment
+                wanted |= dict(low_bit.stored_parts(parameter, f"{name}{SEPARATOR}{key}", moment))
+    for _, part in parts_of(engine, wanted, _own_views(wanted)):
+        _read(part, saved)
 
 
-def _save_hf(engine: FSDPEngine, folder: Path) -> None:
-    """Gather the weights on rank 0 and write them as Hugging Face does.
+def _scalar(engine: FSDPEngine, saved: SavedBoxes, name: str, where: torch.device) -> torch.Tensor:
+    assert engine.optimizer is not None
+    on_device = any(group.get("fused") or group.get("capturable") for group in engine.optimizer.param_groups)
+    value = torch.empty((), dtype=saved.dtype(name), device=where if on_device else torch.device("cpu"))
+    _read(SavedBox(name, (), Box((), ()), value), saved)
+    return value
+
+
+def _hf_writer(engine: FSDPEngine, copy: bool) -> Callable[[Path], None] | None:
+    """Gather the weights on rank 0, and return what writes them as Hugging Face does. All ranks call it together.
 
     They have the dtype of the checkpoint that training started from.
+
+    Args:
+        engine: whose weights they are.
+        copy: rank 0 has copies and writes them without the other ranks.
     """
     dtype = getattr(engine.config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
     state = {}
     for name, tensor in engine.whole_tensors(dtype):
         if distributed.get_rank() == 0:
-            state[name] = tensor.cpu().contiguous()
-    if distributed.get_rank() != 0:
-        return
+            held = tensor.cpu().contiguous()
+            state[name] = held.clone() if copy and held.data_ptr() == tensor.data_ptr() else held
+
+    def write(folder: Path) -> None:
+        _write_hf(engine, folder, state)
+
+    if copy:
+        return write if distributed.get_rank() == 0 else None
+    return lambda folder: distributed.on_rank_0(lambda: write(folder))
+
+
+def _write_hf(engine: FSDPEngine, folder: Path, state: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if engine.model_type == "value_model":
         value.save_value_model(state, engine.config, folder)
     else:
         loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)
-    model = engine.model_config
-    generation = Path(model.path).expanduser() / "generation_config.json"
-    if generation.is_file():  # it lists all EOS ids, which config.json may not
-        shutil.copyfile(generation, folder / generation.name)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
-    tokenizer.save_pretrained(folder)
+    saved_parts.save_tokenizer(engine.model_config, folder)

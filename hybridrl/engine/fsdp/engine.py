@@ -5,31 +5,52 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hybridrl.engine.capabilities import GeneratesInPlace
+from hybridrl.engine.capabilities import ComparesVocabulary, CopiesState, ExportsShards, GeneratesInPlace, WeightShard
+from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import checkpoint
-from hybridrl.engine.fsdp.forward import SelectingHead, compute_outputs, response_logits
+from hybridrl.engine.fsdp.activations import check_activations, save_activations
+from hybridrl.engine.fsdp.forecast import forecast
+from hybridrl.engine.fsdp.forward import (
+    ChangedOutputError,
+    SelectingHead,
+    compute_outputs,
+    response_logits,
+    response_statistics,
+)
 from hybridrl.engine.fsdp.master_weights import MasterWeights
+from hybridrl.engine.fsdp.offload import Offload
+from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.microbatch import Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
-from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, move_optimizer
+from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
+from hybridrl.engine.prefix_plan import TreeLayout
+from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
-from hybridrl.models import loading, value
+from hybridrl.hybrid_engine.shards import Box, whole
+from hybridrl.hybrid_engine.topology import ShardedLayout
+from hybridrl.hybrid_engine.views import View, checkpoint_views
+from hybridrl.models import attention, loading, stored, tree_attention, value
+from hybridrl.models.info import config_of
+from hybridrl.models.work import work_of
+from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 
 
 @TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
-class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
+class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesInPlace, ExportsShards):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
@@ -53,10 +74,27 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: Any = None
         self._sharded: ShardedModule | None = None
+        self._sequences: SequenceParallel | None = None
+        self._fuses = self._fusing_settled = False
         self._masters: MasterWeights | None = None
+        self._views: dict[str, View] | None = None
         self.reference: FSDPEngine | None = None
 
     # ------------------------------------------------------------------ building
+
+    @classmethod
+    def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
+        check_activations(model, engine)
+        if optim is not None:
+            check_optimizer(optim)
+        if model.share_prefixes:
+            _check_sharing(model, engine)
+        if engine.ulysses_sequence_parallel_size > 1:
+            check_sequence_parallel(engine.ulysses_sequence_parallel_size, ranks, model, config_of(model))
+
+    @classmethod
+    def forecast(cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
+        return forecast(model_type, model, engine, optim, ranks, work)
 
     def initialize(self) -> None:
         model, engine = self.model_config, self.engine_config
@@ -67,26 +105,33 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
                 "float16 training needs loss scaling, which this engine does not support; set "
                 "fsdp_config.dtype to bfloat16"
             )
-        if self.optim_config is None:
-            self.model_dtype = self.model_dtype if distributed.get_world_size() > 1 else self.compute_dtype
+        if self.optim_config is None:  # nothing accumulates in these weights, so they need no more precision
+            self.model_dtype = self.compute_dtype
         self._seed()
-        self.config = loading.load_model_config(
-            model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
-        )
+        self.config = config_of(model)
         loading.check_weights(loading.checked_source(model.path))
-        if self.compute_dtype == torch.float32 and "attn_implementation" not in model.override_config:
+        self._sequences = of_settings(engine.ulysses_sequence_parallel_size, model, self.config)
+        if self._sequences is not None:
+            self.config._attn_implementation = attention.VARLEN
+        elif self.compute_dtype == torch.float32 and "attn_implementation" not in model.override_config:
             self.config._attn_implementation = "sdpa"  # flash attention supports half precision only
-        self.flash_attention = str(self.config._attn_implementation).startswith("flash_attention")
-        self.packed = bool(model.use_remove_padding) and self.flash_attention
-        if distributed.get_world_size() > 1:
+        self._takes_boundaries = attention.takes_boundaries(str(self.config._attn_implementation))
+        self.shares_prefixes = bool(model.share_prefixes) and self._may_share()
+        if self.shares_prefixes:
+            self.config._attn_implementation = tree_attention.TREE
+        self.packed = bool(model.use_remove_padding) and not self.shares_prefixes and self._may_pack()
+        if self.packed:
+            self.work = work_of(self.config)
+        if self._is_sharded():
             self._sharded = ShardedModule(self._prepare(self._build()), engine, self.compute_dtype)
-            self._sharded.fill(lambda: self._load("auto"))
+            self._sharded.fill(self._open)
             self.module = self._sharded.module
         else:
-            self.module = self._prepare(self._load(self.model_dtype)).to(device.current_device())
+            self.module = self._prepare(self._load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
+        self._fuses = self._may_fuse()
         self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
         # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
@@ -98,32 +143,100 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
             )
             self.schedule = build_schedule(self.optimizer, self.optim_config)
         self.module.eval()
-        self._offload()
+        self._offload = Offload(
+            self.module,
+            self._masters,
+            self.optimizer,
+            parameters=engine.param_offload and not engine.offload_policy,
+            states=engine.optimizer_offload and not self._steps_in_main_memory,
+        )
+        self._offload.unload(changed=True)
+        device.empty_cache()  # what loading and converting left would count as used while an engine is started
 
     @property
     def geometry(self) -> Geometry:
+        if self._sequences is not None:
+            return self._sequences.geometry
         return Geometry(dp_rank=distributed.get_rank(), dp_size=distributed.get_world_size())
+
+    def _is_sharded(self) -> bool:
+        """Whether FSDP2 is used; one rank alone computes faster without it."""
+        return distributed.get_world_size() > 1
+
+    @property
+    def _steps_in_main_memory(self) -> bool:
+        """Whether FSDP2 keeps shards and optimizer state in main memory, and updates them there."""
+        return self._sharded is not None and bool(self.engine_config.offload_policy)
+
+    @property
+    def _keeps_state_in_main_memory(self) -> bool:
+        """Whether the optimizer's state is in main memory between updates."""
+        return bool(self.engine_config.optimizer_offload) or self._steps_in_main_memory
 
     def _seed(self) -> None:
         device.manual_seed(self.engine_config.seed + distributed.get_rank())
         if self.engine_config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
             torch.use_deterministic_algorithms(True)
+
+    def _may_pack(self) -> bool:
+        """Whether micro-batches may be packed; on a GPU, tell why not."""
+        reason = attention.why_not_packed(self.config)
+        if reason is None and not self._takes_boundaries:
+            chosen = f"its attention is {self.config._attn_implementation}, in {self.compute_dtype}"
+            reason = attention.why_not_varlen(self.config) or chosen
+        if reason and device.is_gpu() and distributed.get_rank() == 0:
+            notify(
+                f"sequences of {self.model_config.path} are padded to the longest of their micro-batch and not packed "
+                f"(model.use_remove_padding): {reason}"
+            )
+        return reason is None
+
+    def _may_share(self) -> bool:
+        """Whether tokens that rows share may be computed once (`share_prefixes`); tell why not."""
+        _check_sharing(self.model_config, self.engine_config)
+        reason = tree_attention.why_not_shared(self.config)
+        if reason and distributed.get_rank() == 0:
+            notify(f"{self.model_config.path}: model.share_prefixes has no effect, because {reason}")
+        return reason is None
+
+    def _may_fuse(self) -> bool:
+        """Whether to compute statistics of tokens without logits (`use_fused_kernels`); tell why not."""
+        if not self.model_config.use_fused_kernels:
+            return False
+        if self.model_type != "language_model":
+            reason = "a value model has no logits"
+        elif not self._head.is_linear:
+            reason = "its output layer is not a plain linear layer"
+        else:
+            return True
+        self._tell_not_fused(reason)
+        return False
+
+    def _tell_not_fused(self, reason: str) -> None:
+        if distributed.get_rank() == 0:
+            notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
 
     def _build(self) -> nn.Module:
         build = loading.build_language_model if self.model_type == "language_model" else value.build_value_model
         return build(self.config, self.model_dtype, self.model_config.trust_remote_code)
 
-    def _load(self, dtype: torch.dtype | str) -> nn.Module:
+    def _load(self) -> nn.Module:
         load: Any = loading.load_language_model if self.model_type == "language_model" else value.load_value_model
-        return load(self.model_config.path, self.config, dtype, self.model_config.trust_remote_code)
+        return load(self.model_config.path, self.config, self.model_dtype, self.model_config.trust_remote_code)
+
+    def _open(self) -> stored.StoredWeights:
+        """The weights to shard, in the dtype of the checkpoint."""
+        read = stored.open_language_model if self.model_type == "language_model" else value.open_value_model
+        return read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
         if self.optim_config is None:
             module.requires_grad_(False)
-        elif self.model_config.enable_gradient_checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        else:
+            save_activations(module, self.model_config)
         if self.engine_config.use_torch_compile:
             classes = loading.decoder_layer_classes(module)
             for part in module.modules():
@@ -135,6 +248,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
 
     def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]]:
         self.module.eval()
+        self._settle_fusing()
         with torch.no_grad():
             computed = [self._forward(layout, wanted) for layout in layouts]
         if self._sharded:
@@ -142,37 +256,98 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
         return computed
 
     def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
-        dp_size = self.geometry.dp_size
+        ranks = distributed.get_world_size()
+        self._settle_fusing()
         self.module.train()
         for number, layout in enumerate(layouts):
             if self._sharded:
                 self._sharded.before_backward(last=number == len(layouts) - 1)
             loss = share_of_loss(number, self._forward(layout, wanted))
-            # FSDP averages gradients over the ranks; the shares of the loss are to be summed.
-            (loss if dp_size == 1 else loss * dp_size).backward()
+            # FSDP averages gradients over the ranks; the shares of the loss are to be summed, and where ranks share
+            # sequences, the gradients of their parts.
+            (loss if ranks == 1 else loss * ranks).backward()
         self.module.eval()
 
-    def _forward(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+    def _settle_fusing(self) -> None:
+        """Before the first pass, find out on two tokens whether the model leaves the output of its head as it is."""
+        if not self._fuses or self._fusing_settled:
+            return
+        self._fusing_settled = True
+        layout, _ = self._own_part(dummy_layout())
+        # Each rank has to see what happens to an output, also one whose tokens have none.
+        layout = replace(layout, selected=torch.zeros(1, dtype=torch.int64), labels=torch.zeros(1, dtype=torch.int64))
         layout = layout.to(device.current_device())
+        try:
+            with torch.no_grad():
+                if self._logits(layout).shape[-1] != self._head.width:  # it cuts off words of padding
+                    raise ChangedOutputError
+                self._compute(layout, Wanted(("log_probs",), 1.0))
+        except ChangedOutputError:
+            self._fuses = False
+            self._tell_not_fused("it changes its logits after its output layer")
+
+    def _forward(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+        part, owned = self._own_part(layout)
+        part = part.to(device.current_device())
+        computed = self._compute(part, wanted)
+        if self._sequences is not None:
+            computed = self._sequences.join(computed, owned)
+        return part.of_rows(computed) if isinstance(part, TreeLayout) else computed
+
+    def _own_part(self, layout: Layout) -> tuple[Layout, torch.Tensor]:
+        """This rank's tokens of a micro-batch, and which of its outputs they are."""
+        if self._sequences is None:
+            return layout, torch.ones_like(layout.selected, dtype=torch.bool)
+        part, owned = self._sequences.split(layout)
+        return layout.part(part) if isinstance(layout, TreeLayout) else part, owned
+
+    def _compute(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+        """The outputs of this rank's tokens."""
+        if self._fuses and "ref_kl" not in wanted.outputs:
+            return response_statistics(
+                self.module,
+                self._head,
+                layout,
+                wanted.temperature,
+                wanted.outputs,
+                self._takes_boundaries,
+                self._sequence_group,
+            )
         reference = None
         if "ref_kl" in wanted.outputs:
             assert self.reference is not None
             reference = self.reference.response_logits(layout)
-        logits = response_logits(self.module, self._head, layout, self.flash_attention)
-        return compute_outputs(logits, layout, wanted.temperature, wanted.outputs, reference)
+        return compute_outputs(self._logits(layout), layout, wanted.temperature, wanted.outputs, reference)
+
+    def _logits(self, layout: Layout) -> torch.Tensor:
+        return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
+
+    @property
+    def _sequence_group(self) -> ProcessGroup | None:
+        return None if self._sequences is None else self._sequences.group
 
     def compare_with(self, reference: Engine) -> None:
-        if not isinstance(reference, FSDPEngine) or reference.packed != self.packed:
+        kinds = [(one.packed, one.shares_prefixes) for one in (self, reference) if isinstance(one, FSDPEngine)]
+        if not isinstance(reference, FSDPEngine) or kinds[0] != kinds[1]:
             raise ModelError(
                 "KL form full compares both policies on the same micro-batches, so both need the same strategy and "
                 "attention: give actor_rollout_ref.ref.fsdp_config the dtype of actor_rollout_ref.actor.fsdp_config"
+            )
+        if reference.geometry.cp_size != self.geometry.cp_size:
+            raise ModelError(
+                "KL form full compares both policies token by token, so both need the same "
+                f"ulysses_sequence_parallel_size: actor_rollout_ref.ref.fsdp_config has {reference.geometry.cp_size} "
+                f"and actor_rollout_ref.actor.fsdp_config {self.geometry.cp_size}"
             )
         self.reference = reference
 
     @torch.no_grad()
     def response_logits(self, layout: Layout) -> torch.Tensor:
-        """The logits `[N, V]` of this engine's model on another engine's micro-batch, without gradient."""
-        logits = response_logits(self.module, self._head, layout, self.flash_attention)
+        """The logits `[N, V]` of this engine's model on another engine's micro-batch, without gradient.
+
+        Where ranks share sequences, `layout` has this rank's tokens.
+        """
+        logits = self._logits(layout)
         if self._sharded:
             self._sharded.reshard()
         return logits
@@ -193,6 +368,7 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
     def discard_gradients(self) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+            self.module.zero_grad(set_to_none=True)  # those of an interrupted backward pass
 
     def apply_gradients(self, norm: torch.Tensor) -> None:
         assert self.optimizer is not None and self.optim_config is not None
@@ -212,38 +388,40 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
 
     @contextlib.contextmanager
     def loaded(self, optimizer: bool = False) -> Iterator[None]:
-        self._move_parameters(device.current_device())
-        if optimizer and self.optimizer is not None and self.engine_config.optimizer_offload:
-            move_optimizer(self.optimizer, device.current_device())
+        self._offload.load(updates=optimizer)
         try:
             yield
         finally:
-            self._offload()
-            if optimizer:  # free activations and gradients, so that generation can use their memory
-                device.empty_cache()
-
-    def _offload(self) -> None:
-        self._move_parameters(torch.device("cpu"))
-        if self.optimizer is not None and self.engine_config.optimizer_offload and device.is_gpu():
-            move_optimizer(self.optimizer, torch.device("cpu"))
-            device.empty_cache()
-
-    def _move_parameters(self, target: torch.device) -> None:
-        if not self.engine_config.param_offload or self.engine_config.offload_policy or not device.is_gpu():
-            return
-        self.module.to(target)
-        if self._masters:
-            self._masters.move(target)
-        device.empty_cache()
+            # After an error there are gradients, and parameters cannot leave the device without them.
+            self.discard_gradients()
+            if self._sharded:
+                self._sharded.reshard()
+            self._offload.unload()
+            device.empty_cache()  # free activations and gradients, so that other processes can use their memory
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[nn.Module]:
         self.module.eval()
-        if self._sharded is None:
-            yield self.module
+        with self._attention_of_padded_rows():
+            if self._sharded is None:
+                yield self.module
+                return
+            with self._sharded.whole() as module:
+                yield module
+
+    @contextlib.contextmanager
+    def _attention_of_padded_rows(self) -> Iterator[None]:
+        """Within the context, sdpa in place of flash attention, which would copy the whole cache for each token."""
+        config: Any = self.module.config  # which its layers read
+        chosen = config._attn_implementation
+        if not attention.is_flash_attention(str(chosen)):
+            yield
             return
-        with self._sharded.whole() as module:
-            yield module
+        config._attn_implementation = "sdpa"
+        try:
+            yield
+        finally:
+            config._attn_implementation = chosen
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
@@ -251,31 +429,102 @@ class FSDPEngine(MicroBatchedEngine, GeneratesInPlace):
     def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Like `export_weights`, with the names of the module."""
         for name in self._exported:
+            tensor = self._tensor(name, dtype)
             if name not in self._parameters:
-                yield name, self.module.get_buffer(name)
+                yield name, tensor
                 continue
-            whole = self._parameters[name].detach()
-            if isinstance(whole, DTensor):
-                # An offloaded shard has to be on the device before it can be gathered.
-                whole = cast(DTensor, whole.to(device.current_device())).full_tensor()
-            yield name, whole if dtype is None else whole.to(dtype)
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to(device.current_device())  # an offloaded shard has to be there to be gathered
+            if dtype is not None:
+                tensor = tensor.to(dtype)  # before it is gathered, so that fewer bytes travel
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+        views = self.checkpoint_views()
+        tensors = {name: self._tensor(name, dtype) for name in self._exported}
+        for source, part in checkpoint.parts_of(self, tensors, views):
+            keeps = source not in self._parameters
+            yield WeightShard(part.name, part.shape, part.box.start, part.values, keeps_dtype=keeps)
+
+    def checkpoint_views(self) -> dict[str, View]:
+        """Which box of the module's tensors each tensor of its Hugging Face checkpoint is.
+
+        Raises:
+            ModelError: one is computed from the module's tensors and is no part of them.
+        """
+        if self._views is None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in self.own_tensors().items()}
+            self._views = checkpoint_views(lambda named: loading.to_checkpoint_names(self.module, named), shapes)
+        return self._views
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Master weights and saved buffers, by their names in the module; tied ones once."""
+        return {name: self._tensor(name, None) for name in self._exported}
+
+    @property
+    def copy_of_model(self) -> int:
+        return 0 if self._sharded is None else self._sharded.replica
+
+    @property
+    def training_layout(self) -> ShardedLayout:
+        return ShardedLayout() if self._sharded is None else self._sharded.layout
+
+    def _tensor(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        """A tensor of the module; of the copies that there are, that in the given dtype."""
+        if name not in self._parameters:
+            return self.module.get_buffer(name)
+        # Master weights are on the device during updates only.
+        computing = self._masters is not None and dtype is self.compute_dtype
+        return (self.module.get_parameter(name) if computing else self._parameters[name]).detach()
+
+    def _shard(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+        """What this rank holds of a tensor of the module."""
+        if not isinstance(tensor, DTensor):
+            return whole(tuple(tensor.shape)), tensor
+        assert self._sharded is not None
+        return self._sharded.box(tensor), tensor.to_local()
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
         size = sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters.values())
         buffers = [self.module.get_buffer(name) for name in self._exported if name not in self._parameters]
         return size + sum(buffer.numel() * buffer.itemsize for buffer in buffers)
 
+    def first_step_bytes(self) -> int:
+        if self.optimizer is None or self._keeps_state_in_main_memory:
+            return 0
+        matrices = hidden_matrices(self.module, self._trainable)
+        return state_bytes(self._trainable.values(), self.optim_config, matrices)
+
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        checkpoint.save(self, Path(folder), contents)
+        checkpoint.state(self, contents, copy=False).write(Path(folder))
+        distributed.barrier()
+
+    def copy_state(self, contents: Sequence[str]) -> State:
+        return checkpoint.state(self, contents, copy=True)
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         checkpoint.load(self, Path(folder), contents)
         if self._masters:
             self._masters.copy_to_module()
+        self._offload.unload(changed=True)
         if dist.is_initialized():
             distributed.barrier()
+
+
+def _check_sharing(model: Any, engine: Any) -> None:
+    """Refuse settings that `model.share_prefixes` cannot be combined with."""
+    chosen = model.override_config.get("attn_implementation")
+    if chosen is not None:
+        problem = f"model.override_config.attn_implementation={chosen}: it has an attention of its own; leave that out"
+    elif not model.use_remove_padding:
+        problem = "model.use_remove_padding=False: it computes no padding; leave that at True"
+    elif engine.use_torch_compile:
+        problem = "fsdp_config.use_torch_compile=True: its attention is not compiled; set that to False"
+    else:
+        return
+    raise ModelError(f"model.share_prefixes=True cannot be combined with {problem}, or set model.share_prefixes=False")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

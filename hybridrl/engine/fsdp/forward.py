@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from hybridrl.algorithms.functional import full_kl_from_logits, token_statistics
+from hybridrl.algorithms.linear_statistics import linear_token_statistics
 from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.errors import ModelError
+from hybridrl.models.attention import packed_row
+from hybridrl.models.tree_attention import flat_row
 
 
 class SelectingHead:
@@ -29,9 +34,20 @@ class SelectingHead:
                 f"{type(module).__name__} has no output layer (get_output_embeddings() is None), so it cannot "
                 "be trained here"
             )
+        self._head = head
         self._selected: torch.Tensor | None = None
         self._used = False
         head.register_forward_pre_hook(self._select)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the head is a linear layer and nothing else."""
+        return isinstance(self._head, nn.Linear) and type(self._head).forward is nn.Linear.forward
+
+    @property
+    def width(self) -> int:
+        """The outputs of a linear head."""
+        return int(self._head.out_features)
 
     @contextlib.contextmanager
     def selecting(self, positions: torch.Tensor) -> Iterator[None]:
@@ -47,6 +63,20 @@ class SelectingHead:
         finally:
             self._selected = None
 
+    @contextlib.contextmanager
+    def replaced_by(self, compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any]) -> Iterator[None]:
+        """Within the context, the head returns `compute(hidden, weight, bias)`, for a linear head.
+
+        It is still called as a module, so whatever is attached to it (gathering of shards, reduction of gradients)
+        happens as usual.
+        """
+        head: Any = self._head
+        head.forward = lambda hidden: compute(hidden, head.weight, head.bias)
+        try:
+            yield
+        finally:
+            del head.forward
+
     def _select(self, head: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._selected is None:
             return None
@@ -55,11 +85,24 @@ class SelectingHead:
         return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._selected), *arguments[1:])
 
 
-def response_logits(module: nn.Module, head: SelectingHead, layout: Layout, flash_attention: bool) -> torch.Tensor:
-    """The head's outputs at the positions that predict the N response tokens: `[N, V]`, of a value head `[N, 1]`."""
+def response_logits(
+    module: nn.Module,
+    head: SelectingHead,
+    layout: Layout,
+    takes_boundaries: bool,
+    sequence_group: ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The head's outputs at the positions that predict the N response tokens: `[N, V]`, of a value head `[N, 1]`.
+
+    Args:
+        takes_boundaries: whether the model's attention is told where packed sequences begin.
+        sequence_group: the ranks that share the packed row, of which `layout` has this rank's tokens.
+    """
     options: dict[str, Any] = {}
-    if layout.lengths is not None and flash_attention:
-        # With these, the kernel need not find the boundaries in every layer, which would wait for the device.
+    packed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if layout.lengths is not None and takes_boundaries:
+        config: Any = module.config
+        packed = packed_row(shared_by=None if sequence_group is None else config)
         longest = max(layout.lengths)
         ends = (
             torch.tensor([0, *layout.lengths], dtype=torch.int32)
@@ -67,7 +110,11 @@ def response_logits(module: nn.Module, head: SelectingHead, layout: Layout, flas
             .to(layout.input_ids.device)
         )
         options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    with head.selecting(layout.selected):
+    if isinstance(layout, TreeLayout):
+        packed, options = flat_row(), {"prefix_paths": layout.paths}
+    if options and sequence_group is not None:
+        options["sequence_group"] = sequence_group
+    with packed, head.selecting(layout.selected):
         logits: torch.Tensor = module(
             input_ids=layout.input_ids,
             position_ids=layout.position_ids,
@@ -76,6 +123,51 @@ def response_logits(module: nn.Module, head: SelectingHead, layout: Layout, flas
             **options,
         ).logits
     return logits.reshape(-1, logits.shape[-1])
+
+
+class ChangedOutputError(Exception):
+    """The model does something with the output of its head, so that it must compute logits."""
+
+
+def response_statistics(
+    module: nn.Module,
+    head: SelectingHead,
+    layout: Layout,
+    temperature: float,
+    outputs: Collection[str],
+    takes_boundaries: bool,
+    sequence_group: ProcessGroup | None = None,
+) -> dict[str, torch.Tensor]:
+    """What `compute_outputs` computes of `response_logits`, without logits `[N, V]`: the head returns it directly.
+
+    Raises:
+        ChangedOutputError: the model would do something with the logits (a soft cap, a scale). That it leaves out
+            words of them is not noticed here.
+    """
+    names: list[str] = []
+    returned: list[tuple[torch.Tensor, int]] = []
+
+    def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = linear_token_statistics(
+            hidden,
+            weight,
+            bias,
+            layout.labels if "log_probs" in outputs else None,
+            temperature,
+            entropy="entropy" in outputs,
+            sum_pi_squared="sum_pi_squared" in outputs,
+        )
+        names.extend(found)
+        stacked = torch.stack(list(found.values()), dim=-1)
+        returned.append((stacked, stacked._version))
+        return stacked
+
+    with head.replaced_by(compute):
+        output = response_logits(module, head, layout, takes_boundaries, sequence_group)
+    own, version = returned[0]
+    if output.data_ptr() != own.data_ptr() or output.shape != own.shape or own._version != version:
+        raise ChangedOutputError
+    return dict(zip(names, output.unbind(-1), strict=True))
 
 
 def compute_outputs(

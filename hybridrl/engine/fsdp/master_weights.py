@@ -7,6 +7,8 @@ weights, and their values are copied back after a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -41,12 +43,14 @@ class MasterWeights:
             for parameter, master in self._pairs:
                 parameter.copy_(master)
 
-    def move(self, target: torch.device) -> None:
-        """Move the master weights. The module is moved separately."""
-        for _, master in self._pairs:
-            master.data = master.data.to(target)
-            if master.grad is not None:
-                master.grad = master.grad.to(target)
+    def tensors(self) -> list[torch.Tensor]:
+        """The values of the master weights, without those that are the module's own parameters."""
+        return [master.detach() for _, master in self._pairs]
+
+    def replace(self, new: Sequence[torch.Tensor]) -> None:
+        """Use these tensors as the values, such as copies on another device, in the order of `tensors`."""
+        for (_, master), tensor in zip(self._pairs, new, strict=True):
+            master.data = tensor
 
     @staticmethod
     def _collector(master: nn.Parameter):  # type: ignore[no-untyped-def]

@@ -15,7 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.shards import Box
+from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models.loading import decoder_layer_classes
+from hybridrl.models.stored import StoredWeights, named_tensors
 from hybridrl.models.value import ValueModel
 from hybridrl.utils import device, distributed
 
@@ -84,23 +87,27 @@ class ShardedModule:
             for unit, following in itertools.pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
 
-    def fill(self, load: Callable[[], nn.Module]) -> None:
-        """Distribute the weights that `load` returns. It is called on rank 0 only.
+    def fill(self, open_weights: Callable[[], StoredWeights]) -> None:
+        """Distribute the weights that `open_weights` returns. It is called on rank 0 only.
 
-        A device holds one whole parameter at a time, and only rank 0 holds the whole model in main memory. Weights
-        are sent in the dtype in which they were loaded.
+        A device holds one whole parameter at a time, and rank 0 holds one decoder layer in main memory. Weights are
+        sent in the dtype in which they were read.
 
         Raises:
-            ModelError: on every rank, if rank 0 cannot load the model, or loads another one than was built here.
+            ModelError: on every rank, if rank 0 cannot read the model, or reads another one than was built here.
         """
-        source: nn.Module | None = None
         message: list[Any] = [None, None]
-        if distributed.get_rank() == 0:
+
+        def described() -> StoredWeights | None:
             try:
-                source = load()
-                message[0] = [(name, t.dtype, tuple(t.shape)) for name, t in _tensors(source)]
+                source = open_weights()
+                message[0] = [(name, t.dtype, tuple(t.shape)) for name, t in named_tensors(source.module)]
+                return source
             except Exception as error:  # all ranks must see the error, or the others would wait forever
                 message[1] = error
+                return None
+
+        source = distributed.on_rank_0(described)
         dist.broadcast_object_list(message, src=0)
         if message[1] is not None:
             raise message[1]
@@ -108,17 +115,18 @@ class ShardedModule:
         self.module.to_empty(device=self.parameter_device)
         if hasattr(self.module, "tie_weights"):
             self.module.tie_weights()  # type: ignore[operator]  # to_empty separates tied parameters
-        targets = dict(_tensors(self.module))
+        targets = dict(named_tensors(self.module))
         expected = {name: tuple(t.shape) for name, t in targets.items()}
         if {name: shape for name, (_, shape) in dtypes.items()} != expected:
             differing = sorted(set(dtypes) ^ set(expected)) or [n for n in expected if expected[n] != dtypes[n][1]]
             raise ModelError(
                 f"the loaded model and the one built from its configuration differ in {', '.join(differing[:5])}"
             )
-        values = dict(_tensors(source)) if source is not None else {}
         with torch.no_grad():
-            for name, target in targets.items():
-                self._receive(target, values.pop(name, None), *dtypes[name])
+            for name, value in _announced(source):
+                self._receive(targets.pop(name), value, *dtypes[name])
+        if targets:
+            raise ModelError(f"the weight files lack {', '.join(sorted(targets)[:5])}")
 
     def _receive(
         self, target: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
@@ -146,6 +154,25 @@ class ShardedModule:
         """Free parameters that a forward pass without a backward pass left gathered."""
         for part in self._reshard:
             part.reshard()  # type: ignore[operator]
+
+    @property
+    def layout(self) -> ShardedLayout:
+        """How the parameters lie on all ranks."""
+        return ShardedLayout(self.mesh.size(-1), self.mesh.size(0) if self.replicated else 1)
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas this rank's shards belong to."""
+        return int(self.mesh.get_local_rank(0)) if self.replicated else 0
+
+    def box(self, tensor: DTensor) -> Box:
+        """Return the elements of a parameter that are on this rank: FSDP2 cuts the first dimension as `torch.chunk`."""
+        rows, shards, index = tensor.shape[0], self.mesh.size(-1), self.mesh.get_local_rank(self.mesh.ndim - 1)
+        size = -(-rows // shards)
+        begin, end = min(index * size, rows), min((index + 1) * size, rows)
+        if not tensor.placements[-1].is_shard(0) or tuple(tensor.to_local().shape) != (end - begin, *tensor.shape[1:]):
+            raise ModelError(f"a parameter has placements {tensor.placements}, and only rows can be exported")
+        return Box((begin, *(0 for _ in tensor.shape[1:])), (end, *tensor.shape[1:]))
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -192,6 +219,24 @@ def _collect_by_size(module: nn.Module, least: int, units: list[Any], skipped: s
     return 0
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def _announced(source: StoredWeights | None) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """On every rank the name of the next tensor, in the order in which rank 0 reads them, and there its value.
+
+    Raises:
+        ModelError: on every rank, if rank 0 cannot read one.
+    """
+    values = None if source is None else source.tensors()
+    while True:
+        message: list[Any] = [None, None]
+        value = None
+        if values is not None:
+            try:
+                message[0], value = next(values, (None, None))
+            except Exception as error:  # see `fill`
+                message[1] = error
+        dist.broadcast_object_list(message, src=0)
+        if message[1] is not None:
+            raise message[1]
+        if message[0] is None:
+            return
+        yield message[0], value

@@ -54,13 +54,18 @@ def row_blocks(kind: Any) -> Any:
         def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
             return self.new_moment(p, signed)
 
-        def new_moment(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
-            """A moment of the parameter, filled with 0: quantised, or in its own dtype, as `block_size` decides."""
+        def new_moment(self, parameter: torch.Tensor, signed: bool, where: torch.device | None = None) -> torch.Tensor:
+            """A moment of the parameter, filled with 0: quantised, or in its own dtype, as `block_size` decides.
+
+            Args:
+                where: its device; None: the parameter's.
+            """
             block, parameter = block_size(parameter.shape), parameter.detach()
+            where = where or parameter.device
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if block is None or not local.numel():
-                return torch.zeros_like(parameter)
-            return _like(parameter, self._subclass_zeros(local, signed, block)).to(parameter.device)
+                return torch.zeros_like(parameter, device=where)
+            return _like(parameter, self._subclass_zeros(local, signed, block)).to(where)
 
     RowBlocks.__name__ = RowBlocks.__qualname__ = kind.__name__
     return RowBlocks

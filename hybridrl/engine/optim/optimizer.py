@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridrl.engine.optim.low_bit import row_blocks
 from hybridrl.engine.optim.muon import MuonAndAdamW, ShardedMuon
@@ -19,6 +20,8 @@ from hybridrl.utils import device
 
 # Share of the steps after warm-up during which the "wsd" schedule stays at its peak.
 STABLE_SHARE = 0.9
+# Rows and columns of a parameter that an optimizer's state is measured on; 8-bit state has no smaller ones.
+_SAMPLE = 256
 
 
 def build_optimizer(
@@ -35,7 +38,7 @@ def build_optimizer(
         matrices: the parameters that Muon orthogonalises (`hidden_matrices`).
 
     Raises:
-        ModelError: there is no such module or class, or it does not accept an argument.
+        ModelError: there is no such module or class, or it does not accept an argument or its value.
     """
     kind = _optimizer_class(optim)
     parameters, overrides = list(parameters), dict(optim.override_optimizer_config or {})
@@ -46,13 +49,55 @@ def build_optimizer(
     return _make(kind, parameters, optim, overrides)
 
 
+def check_optimizer(optim: Any) -> None:
+    """Raise what `build_optimizer` would, without a model."""
+    samples = [torch.zeros(2, 2, requires_grad=True) for _ in range(2)]
+    build_optimizer(samples, optim, samples[:1])
+
+
+def state_bytes(parameters: Iterable[torch.Tensor], optim: Any, matrices: Collection[torch.Tensor] = ()) -> int:
+    """Bytes of state on this rank that the optimizer makes in its first step; see `build_optimizer`.
+
+    They are measured on two small parameters, one of which counts as one of `matrices`.
+    """
+    parameters = list(parameters)
+    like: Any = {"dtype": parameters[0].dtype, "device": device.current_device(), "requires_grad": True}
+    samples = [torch.zeros(_SAMPLE, _SAMPLE, **like) for _ in range(2)]
+    optimizer = build_optimizer(samples, optim, samples[:1])
+    for sample in samples:
+        sample.grad = torch.zeros_like(sample)
+    optimizer.step()
+    per_element = [
+        sum(_bytes_of(value) for value in optimizer.state.get(sample, {}).values()) / sample.numel()
+        for sample in samples
+    ]
+    chosen, total = {id(matrix) for matrix in matrices}, 0.0
+    for parameter in parameters:
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        total += own.numel() * per_element[0 if id(parameter) in chosen else 1]
+    return int(total)
+
+
+def _bytes_of(value: Any) -> int:
+    """Bytes of a tensor of an optimizer's state; one of 8-bit state consists of several tensors."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return 0
+    if not is_traceable_wrapper_subclass(value):
+        return value.nbytes
+    return sum(_bytes_of(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+
+
 def _optimizer_class(optim: Any) -> Any:
+    module: Any = None
     try:
-        return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+        module = importlib.import_module(optim.optimizer_impl)
+        return getattr(module, optim.optimizer)
     except (ImportError, AttributeError) as error:
+        same = [name for name in dir(module) if name.lower() == optim.optimizer.lower()]
+        remedy = f"; use {same[0]} and its settings in optim.override_optimizer_config" if same else ""
         raise ModelError(
             f"optim.optimizer={optim.optimizer!r} of optim.optimizer_impl={optim.optimizer_impl!r} cannot be "
-            f"imported: {error}"
+            f"imported: {error}{remedy}"
         ) from error
 
 
@@ -94,7 +139,13 @@ def _make(kind: Any, parameters: Sequence[torch.Tensor], optim: Any, overrides: 
             f"optimizer {optim.optimizer_impl}.{kind.__name__} does not accept {', '.join(unknown)} "
             "(see optim.override_optimizer_config); it accepts " + ", ".join(name for name in takes if name != "params")
         )
-    return kind(parameters, **arguments)
+    try:
+        return kind(parameters, **arguments)
+    except (ValueError, TypeError) as error:
+        raise ModelError(
+            f"optimizer {optim.optimizer_impl}.{kind.__name__} refuses its settings: {error}; change "
+            "optim.override_optimizer_config or the setting of optim"
+        ) from error
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, optim: Any) -> LambdaLR:
@@ -105,7 +156,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, optim: Any) -> LambdaLR:
 def lr_factor(optim: Any) -> Callable[[int], float]:
     """The learning rate of step 0, 1, 2, ... as a fraction of `optim.lr`.
 
-    With w warm-up steps, n steps in total, m = `min_lr_ratio`, q = (step - w) / (n - w) within [0, 1]:
+    With w warm-up steps, n steps in total, m = `min_lr_ratio` (or `min_lr` / `lr`), q = (step - w) / (n - w) in [0, 1]:
 
         step < w   step / w
         constant   1
@@ -129,7 +180,8 @@ def lr_factor(optim: Any) -> Callable[[int], float]:
             f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio} needs the number of training steps; set it"
         )
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * max(total, 0))
-    floor, cycles = optim.min_lr_ratio, optim.num_cycles
+    floor = optim.min_lr_ratio if optim.min_lr is None else optim.min_lr / optim.lr
+    cycles = optim.num_cycles
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -153,19 +205,3 @@ def set_rate(group: dict[str, Any], rate: Any) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, target: torch.device) -> None:
-    """Move the optimizer's state tensors.
-
-    A fused step counter moves too; a plain one stays in main memory.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and (
-                    value.ndim > 0 or group.get("fused") or group.get("capturable")
-                ):
-                    state[name] = value.to(target, non_blocking=True)
-    device.synchronize()

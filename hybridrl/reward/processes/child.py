@@ -2,11 +2,9 @@
 
 Run as `main` in a process of its own; imports neither torch nor numpy.
 
-Messages are pickled tuples. From the pool: `("samples", [(number, pickled Sample), ...])` and
-`("batch", [(number, pickled list of Samples)])`. To the pool: `("ready", form, is_async, label)` or
-`("failed", message)` once, then `("results", [(number, kind, payload, seconds), ...])`, where kind is `score`, `bad`
-(payload: what was wrong), `raised` (payload: traceback) or `timeout`. An async function works on new samples while
-others wait.
+The pool sends the function, the time limit, and then `(kind, [(number, pickled value), ...])`: kind `samples` with one
+`Sample` each, or `batch` with one list of them. `messages` has what is sent back. An async function works on new
+samples while others wait.
 
 The cell, 16 bytes of memory shared with the pool, holds the number being worked on and since when, so that the pool can
 find a hung call and name it.
@@ -14,54 +12,54 @@ find a hung call and name it.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-import fcntl
 import mmap
 import os
 import pickle
-import select
 import signal
 import struct
-import threading
 import time
 import traceback
 from collections.abc import Coroutine, Generator, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.function import BadScore, LoadedFunction, RewardFunction, Sample, check_score, check_scores, load
+from hybridrl.reward.function import LoadedFunction, RewardFunction, load
+from hybridrl.reward.processes.messages import Answer, Failed, PoolConnection, Ready, Result
+from hybridrl.reward.processes.supervisor import split_off
+from hybridrl.reward.results import BadScore, check_score, check_scores
+from hybridrl.reward.signature import Call, Sample
 
 CELL = struct.Struct("<qd")
 IDLE = -1
-_FLUSH_S = 0.002  # results are sent together if they come faster than this
-
-Result = tuple[int, str, Any, float]
+_FLUSH_S = 0.002  # answers are sent together if they come faster than this
 
 
 def main(connection_fd: int, life_fd: int, cell_fd: int) -> None:
     """Serve until the pool closes the connection."""
-    end_with_parent(life_fd)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C goes to every process of the terminal, but the run saves its state first. A handler, not SIG_IGN:
-        # programs that the reward function starts would inherit that.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Ctrl-C and a hangup go to every process of the terminal, but the run saves its state first. A handler, not
+        # SIG_IGN: programs that the reward function starts would inherit that.
         signal.signal(number, lambda *_: None)
     # Inherited as ignored from some programs, it would hide how the programs end that the reward function starts.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    connection = Connection(connection_fd)
+    split_off(life_fd, close=(connection_fd, cell_fd))
+    connection = PoolConnection(connection_fd)
     cell = Cell(mmap.mmap(cell_fd, CELL.size))
-    function: RewardFunction = pickle.loads(connection.recv_bytes())
-    timeout_s: float = pickle.loads(connection.recv_bytes())
-    try:
-        loaded = load(function)
-    except RewardError as error:
-        _send(connection, ("failed", str(error)))
-        return
-    _send(connection, ("ready", loaded.form, loaded.is_async, loaded.label))
-    serve(connection, cell, loaded, timeout_s)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the run has ended before this started
+        function: RewardFunction = connection.receive()
+        timeout_s: float = connection.receive()
+        try:
+            loaded = load(function)
+        except RewardError as error:
+            connection.send(Failed(str(error)))
+            return
+        connection.send(Ready(loaded.how, loaded.is_async, loaded.label, os.getpid()))
+        serve(connection, cell, loaded, timeout_s)
 
 
-def serve(connection: Connection, cell: Cell, function: LoadedFunction, timeout_s: float) -> None:
+def serve(connection: PoolConnection, cell: Cell, function: LoadedFunction, timeout_s: float) -> None:
     """Answer requests until the connection ends."""
     loop = EventLoop(cell, timeout_s) if function.is_async else None
     if loop is not None and function.form == "sample":
@@ -69,8 +67,8 @@ def serve(connection: Connection, cell: Cell, function: LoadedFunction, timeout_
         return
     while True:
         try:
-            kind, calls = pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionResetError):  # the run has ended, in order or not
+            kind, calls = connection.receive()
+        except EOFError:  # the run has ended, in order or not
             return
         outbox = Outbox(connection)
         for number, payload in calls:
@@ -82,51 +80,49 @@ def serve(connection: Connection, cell: Cell, function: LoadedFunction, timeout_
         outbox.flush()
 
 
-def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell) -> Result:
+def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell) -> Answer:
     start = cell.begin(number)
     try:
-        kind, payload = _checked(function(sample))
+        result = _checked(function(sample), function.how)
     except BaseException as error:  # sys.exit() in a reward function is an error of that function, too
-        kind, payload = "raised", _trace(error)
+        result = _raised(error)
     cell.end()
-    return number, kind, payload, time.monotonic() - start
+    return Answer(number, [result], time.monotonic() - start)
 
 
 def _score_batch(
     function: LoadedFunction, number: int, samples: Sequence[Sample], cell: Cell, loop: EventLoop | None
-) -> Result:
+) -> Answer:
     start = cell.begin(number)
-    kind: str
-    payload: Any
     try:
         value = function.batch(samples)
         value = loop.wait(value) if loop is not None else value
-        kind, payload = "score", check_scores(value, len(samples))
+        results = [
+            Result("bad", text=str(one)) if isinstance(one, BadScore) else Result("score", *one)
+            for one in check_scores(value, len(samples), function.how.may_abstain)
+        ]
     except BadScore as error:
-        kind, payload = "bad", str(error)
+        results = [Result("bad", text=str(error))]
     except BaseException as error:
-        kind, payload = "raised", _trace(error)
+        results = [_raised(error)]
     cell.end()
-    return number, kind, payload, time.monotonic() - start
+    return Answer(number, results, time.monotonic() - start)
 
 
-def _checked(value: Any) -> tuple[str, Any]:
+def _checked(value: Any, how: Call) -> Result:
     try:
-        return "score", check_score(value)
+        return Result("score", *check_score(value, how.may_abstain))
     except BadScore as error:
-        return "bad", str(error)
+        return Result("bad", text=str(error))
 
 
-def _trace(error: BaseException) -> str:
+def _raised(error: BaseException) -> Result:
     """The traceback from the user's function on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, LoadedFunction.__module__):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__)).rstrip()
-
-
-def _send(connection: Connection, message: tuple[Any, ...]) -> None:
-    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+    lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
+    return Result("raised", text="".join(lines).rstrip())
 
 
 class Cell:
@@ -157,32 +153,34 @@ class Cell:
 
 
 class Outbox:
-    """Collects results and sends them in few messages."""
+    """Collects answers and sends them in few messages."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: PoolConnection) -> None:
         self._connection = connection
-        self._results: list[Result] = []
+        self._answers: list[Answer] = []
         self._last = time.monotonic()
 
-    def add(self, result: Result) -> None:
+    def add(self, answer: Answer) -> None:
         """Send it now, or with the next ones."""
-        self._results.append(result)
+        self._answers.append(answer)
         if time.monotonic() - self._last > _FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Send what was added."""
-        if self._results:
-            _send(self._connection, ("results", self._results))
-        self._results = []
+        """Send what was added. That the run has ended is noticed on receiving."""
+        if self._answers:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._connection.send(self._answers)
+        self._answers = []
         self._last = time.monotonic()
 
 
 class EventLoop:
     """Runs the samples of an async function at the same time.
 
-    A sample that waits too long is cancelled here. One that blocks the loop is found by the pool: the cell holds the
-    sample's number during every step of every task of the sample.
+    A sample that waits too long is cancelled here, and reported whether or not it lets itself be cancelled. One that
+    blocks the loop is found by the pool: the cell holds the sample's number during every step of every task of the
+    sample.
     """
 
     def __init__(self, cell: Cell, timeout_s: float) -> None:
@@ -195,6 +193,7 @@ class EventLoop:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._loop.set_task_factory(self._task)
+        self._tasks: set[Any] = set()  # the loop itself does not keep tasks alive
 
     def wait(self, awaitable: Any) -> Any:
         """The result of one awaitable."""
@@ -204,44 +203,53 @@ class EventLoop:
 
         return self._loop.run_until_complete(outer())
 
-    def serve(self, function: LoadedFunction, connection: Connection) -> None:
+    def serve(self, function: LoadedFunction, connection: PoolConnection) -> None:
         """Score samples as they arrive, each within the time limit, until the connection ends."""
         outbox = Outbox(connection)
-        tasks: set[Any] = set()
 
         async def one(number: int, sample: Sample) -> None:
             self._number.set(number)
-            outbox.add(await self._score_one(function, number, sample))
+            start = time.monotonic()
+            result = await self._score_one(function, sample)
+            outbox.add(Answer(number, [result], time.monotonic() - start))
             self._loop.call_later(_FLUSH_S, outbox.flush)
 
         def receive() -> None:
             try:
-                _, calls = pickle.loads(connection.recv_bytes())
-            except (EOFError, ConnectionResetError):  # the run has ended, in order or not
+                _, calls = connection.receive()
+            except EOFError:  # the run has ended, in order or not
                 self._loop.stop()
                 return
             for number, payload in calls:
-                task = self._loop.create_task(one(number, pickle.loads(payload)))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+                self._start(one(number, pickle.loads(payload)))
 
         self._loop.add_reader(connection.fileno(), receive)
         self._loop.run_forever()
 
-    async def _score_one(self, function: LoadedFunction, number: int, sample: Sample) -> Result:
-        start = time.monotonic()
-        kind: str
-        payload: Any
-        limit = self._asyncio.timeout(self._timeout_s)
-        try:
-            async with limit:
-                kind, payload = _checked(await _Steps(function(sample), number, self._cell))
-        except BaseException as error:
-            if limit.expired():
-                kind, payload = "timeout", None
-            else:
-                kind, payload = "raised", _trace(error)
-        return number, kind, payload, time.monotonic() - start
+    async def _score_one(self, function: LoadedFunction, sample: Sample) -> Result:
+        async def attempt() -> Result:
+            try:
+                return _checked(await function(sample), function.how)
+            except self._asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                return _raised(error)
+
+        task = self._start(attempt())
+        done, _ = await self._asyncio.wait([task], timeout=self._timeout_s)
+        if not done:
+            task.cancel()  # nothing waits for it: it may catch that, and go on
+            return Result("timeout")
+        if task.cancelled():
+            return Result("raised", text="asyncio.CancelledError")
+        result: Result = task.result()
+        return result
+
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _task(self, loop: Any, coroutine: Any, **kwargs: Any) -> Any:
         """Every task that a sample starts is watched under the sample's number."""
@@ -278,25 +286,3 @@ class _Steps:
                 resume = yield waiting_for
             except BaseException as error:  # a cancellation or a failed wait, which belongs to the coroutine
                 failure = error
-
-
-def end_with_parent(life_fd: int) -> None:
-    """Have this process and all that it started killed when the other end of a pipe closes, that is when the parent
-    dies.
-
-    On Linux the kernel does it, whatever this process is busy with. Elsewhere a thread does, which a C function that
-    keeps the interpreter lock can hold up.
-    """
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)
-        if select.select([life_fd], [], [], 0)[0]:  # it died before the kernel was asked
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-        return
-
-    def wait() -> None:
-        os.read(life_fd, 1)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()

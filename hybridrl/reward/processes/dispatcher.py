@@ -12,38 +12,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.reward.function import Form, RewardFunction
-from hybridrl.reward.processes.child import Result
+from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.handle import ChildProcess, Job
+from hybridrl.reward.processes.messages import Answer, Failed, Ready, Result, ready_channels
+from hybridrl.reward.processes.outcome import Outcome, ScoreError
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_S = 0.01  # seconds of work sent to a process at a time
 _START_LIMIT_S = 120.0  # for starting a process and importing the user's file
 _POLL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The score of one sample.
-
-    Attributes:
-        score: the number; 0 after a timeout.
-        extra: the whole dict, where the function returned one.
-        seconds: how long it took.
-        timed_out: it exceeded the time limit.
-    """
-
-    score: float
-    extra: dict[str, Any] | None
-    seconds: float
-    timed_out: bool = False
+_LOST_LIMIT = 3  # processes that may end or stop with a sample they were not computing
 
 
 class Dispatcher:
@@ -53,18 +36,20 @@ class Dispatcher:
         function: what the processes run.
         num_workers: number of processes.
         timeout_s: seconds that one call may take.
+        tolerant: a sample that the function fails for gets an outcome that says so, in place of an error.
     """
 
-    def __init__(self, function: RewardFunction, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, function: RewardFunction, num_workers: int, timeout_s: float, tolerant: bool = False) -> None:
         self.function = function
         self.num_workers = num_workers
         self.timeout_s = timeout_s
+        self.tolerant = tolerant
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._changed = threading.Condition()  # guards the next five
         self._new: list[Job] = []
-        self._form: Form | None = None
+        self._ready: Ready | None = None
         self._load_errors: list[RewardError] = []
         self._end_reason = RewardError("the reward pool was closed")
         self._keep = False
@@ -90,8 +75,8 @@ class Dispatcher:
             self._keep = True
             self._wake()
 
-    def wait_form(self) -> Form:
-        """Wait until a process has loaded the function; returns how it is called.
+    def wait_loaded(self) -> Ready:
+        """Wait until a process has loaded the function; returns what it said.
 
         Raises:
             RewardError: it cannot be loaded.
@@ -100,13 +85,13 @@ class Dispatcher:
             seen = len(self._load_errors)
             self._keep = True
             self._wake()
-            while self._form is None:
+            while self._ready is None:
                 if len(self._load_errors) > seen:
                     raise self._load_errors[-1]
                 if self._stopping:
                     raise self._end_reason
                 self._changed.wait()
-            return self._form
+            return self._ready
 
     def add(self, jobs: Sequence[Job]) -> None:
         """Score these; jobs whose future is done are skipped."""
@@ -117,7 +102,7 @@ class Dispatcher:
                 self._wake()
                 return
         for job in waiting:
-            _finish(job, self._end_reason)
+            self._finish(job, self._end_reason)
 
     def give_up(self, jobs: Sequence[Job]) -> None:
         """Forget these jobs; a process that works on nothing else is ended."""
@@ -187,7 +172,7 @@ class Dispatcher:
         for child in list(self._children):
             self._pending.extend(self._end(child))
         while self._pending:
-            _finish(self._pending.popleft(), error)
+            self._finish(self._pending.popleft(), error)
 
     def _drop_abandoned(self) -> None:
         self._pending = deque(job for job in self._pending if not (job.abandoned or job.future.cancelled()))
@@ -201,7 +186,8 @@ class Dispatcher:
             if child.form == "batch":
                 self._refuse_single(child.label)
             if self._pending:
-                child.send(self._next_chunk(child, len(free) - number))
+                for job, error in child.send(self._next_chunk(child, len(free) - number)):
+                    self._finish(job, error)
 
     def _refuse_single(self, label: str) -> None:
         error = RewardError(
@@ -210,7 +196,7 @@ class Dispatcher:
         )
         for job in [job for job in self._pending if job.count is None]:
             self._pending.remove(job)
-            _finish(job, error)
+            self._finish(job, error)
 
     def _next_chunk(self, child: ChildProcess, free: int) -> list[Job]:
         """About `_CHUNK_S` of work, and never so much that other processes have nothing left to do.
@@ -231,46 +217,62 @@ class Dispatcher:
 
     def _receive(self, patience: float) -> bool:
         """Take in what has arrived; False if no process sent anything within `patience` seconds."""
-        by_connection: dict[Any, ChildProcess] = {child.connection: child for child in self._children if not child.gone}
-        arrived = wait([*by_connection, self._wake_read], patience)
-        for connection in arrived:
-            if connection == self._wake_read:
-                os.read(self._wake_read, 65536)
-                continue
-            child = by_connection[connection]
-            message = child.receive()
-            if message is None:
-                continue
-            if message[0] == "failed":
-                raise _LoadError(RewardError(message[1]))
-            if message[0] == "ready":
-                self._loaded(child, message)
-                continue
-            for result in message[1]:
-                job = child.working_on.pop(result[0])
-                _finish(job, self._result_of(job, result, child.label))
-        return any(connection in by_connection for connection in arrived)
+        by_channel = {child.channel: child for child in self._children if not child.gone}
+        told, woken = ready_channels(list(by_channel), self._wake_read, patience)
+        if woken:
+            os.read(self._wake_read, 65536)
+        for channel in told:
+            child = by_channel[channel]
+            for message in child.receive():
+                if isinstance(message, Failed):
+                    raise _LoadError(RewardError(message.message))
+                if isinstance(message, Ready):
+                    self._loaded(child, message)
+                    continue
+                for answer in message:
+                    self._take(child, answer)
+                if child.broken is not None:
+                    break
+        return bool(told)
 
-    def _loaded(self, child: ChildProcess, message: tuple[Any, ...]) -> None:
-        _, child.form, child.is_async, child.label = message
-        child.ready = True
+    def _loaded(self, child: ChildProcess, message: Ready) -> None:
+        child.ready = message
         with self._changed:
-            self._form = child.form
+            self._ready = message
             self._changed.notify_all()
 
-    def _result_of(self, job: Job, result: Result, label: str) -> Any:
+    def _take(self, child: ChildProcess, answer: Answer) -> None:
+        job = child.working_on.get(answer.number)
+        if job is None or len(answer.results) not in (1, job.count or 1):
+            child.broken = child.broken or f"results of job {answer.number}, which it has not to answer"
+        if job is None or child.broken is not None:
+            return
+        del child.working_on[job.number]
+        self._finish(job, self._result_of(job, answer, child.label))
+
+    def _result_of(self, job: Job, answer: Answer, label: str) -> Any:
         """An `Outcome`, a list of them, or the error."""
-        _, kind, payload, seconds = result
-        if kind == "timeout":
+        results, seconds = answer.results, answer.seconds / (job.count or 1)
+        if results[0].kind == "timeout":
             return self._timed_out(job, seconds)
-        if kind == "raised":
-            return RewardError(f"{label} raised an exception for {job.name}:\n{payload}")
-        if kind != "score":
-            return RewardError(f"{label} {payload}. It was called for {job.name}.")
-        if job.count is not None:
-            return [Outcome(score, extra, seconds / job.count) for score, extra in payload]
-        self._mean_s = seconds if self._mean_s is None else 0.9 * self._mean_s + 0.1 * seconds
-        return Outcome(payload[0], payload[1], seconds)
+        if job.count is None:
+            if results[0].kind == "score":
+                self._mean_s = seconds if self._mean_s is None else 0.9 * self._mean_s + 0.1 * seconds
+            return self._outcome(job, results[0], seconds, label)
+        if len(results) < job.count:  # the call failed as a whole
+            return self._outcome(job, results[0], seconds, label)
+        outcomes = [self._outcome(job, result, seconds, label) for result in results]
+        failed = next((one for one in outcomes if isinstance(one, ScoreError)), None)
+        if failed is not None and not self.tolerant:
+            return failed
+        return [_tolerated(one) if isinstance(one, ScoreError) else one for one in outcomes]
+
+    def _outcome(self, job: Job, result: Result, seconds: float, label: str) -> Outcome | ScoreError:
+        if result.kind == "raised":
+            return ScoreError(f"{label} raised an exception for {job.name}:\n{result.text}")
+        if result.kind != "score":
+            return ScoreError(f"{label} {result.text}. It was called for {job.name}.")
+        return Outcome(result.score or 0.0, result.extra, seconds, applies=result.score is not None)
 
     def _timed_out(self, job: Job, seconds: float) -> Outcome | RewardError:
         if job.count is not None:
@@ -304,30 +306,51 @@ class Dispatcher:
     def _end_hung(self) -> None:
         now = time.monotonic()
         for child in [c for c in self._children if c.working_on and c.deadline(self.timeout_s) <= now]:
+            stopped = child.stopped
             hung, since = child.current()
-            for job in hung:
-                del child.working_on[job.number]
-                _finish(job, self._timed_out(job, now - since))
-            self._put_back(self._end(child))
+            blames_none = stopped and hung is not None and hung.lost < _LOST_LIMIT
+            if hung is not None and not blames_none:
+                del child.working_on[hung.number]
+                self._finish(hung, self._timed_out(hung, now - since))
+            # One that computes a sample that was answered before is an async function that went on at its time limit.
+            counted = stopped or (hung is None and not child.computes)
+            what = "was stopped by a signal" if stopped else "stopped answering"
+            self._put_back(self._end(child), f"{child.label}: its process {what}" if counted else None)
 
     def _check_dead(self) -> None:
         """A process that ended by itself: killed for memory, crashed in a C extension, `os._exit()` in the function."""
         for child in [c for c in self._children if c.gone]:
-            if not child.ready:
+            if child.ready is None:
                 raise self._never_started(child)
-            stopped, _ = child.current()
-            death = child.death()
-            for job in stopped:
-                del child.working_on[job.number]
-                name = job.name if job.count is None else f"{job.count} responses"
-                _finish(job, RewardError(f"{child.label}: its process {death} while it scored {name}."))
-            self._put_back(self._end(child))
+            computed, _ = child.current()
+            what = f"{child.label}: its process {child.death()}"
+            if computed is not None:
+                del child.working_on[computed.number]
+                name = computed.name if computed.count is None else f"{computed.count} responses"
+                self._finish(computed, ScoreError(f"{what} while it scored {name}."))
+                self._put_back(self._end(child))
+            else:
+                self._put_back(self._end(child), what)
 
-    def _put_back(self, jobs: Sequence[Job]) -> None:
-        self._pending.extendleft(sorted(jobs, key=lambda job: job.number, reverse=True))
+    def _put_back(self, jobs: Sequence[Job], lost: str | None = None) -> None:
+        """Have other processes score these.
+
+        Args:
+            jobs: what a process that ended had not answered.
+            lost: what became of it, where none of them is to blame. After `_LOST_LIMIT` such ends a sample fails.
+        """
+        if lost is not None:
+            notify(f"{lost} while it computed no sample; another takes its place", "warning")
+            for job in jobs:
+                job.lost += 1
+        failed = [job for job in jobs if lost is not None and job.lost >= _LOST_LIMIT]
+        for job in failed:
+            self._finish(job, ScoreError(f"{lost} with {job.name} waiting in it, which happened {job.lost} times."))
+        kept = [job for job in jobs if job not in failed]
+        self._pending.extendleft(sorted(kept, key=lambda job: job.number, reverse=True))
 
     def _check_starting(self) -> None:
-        for child in [c for c in self._children if not c.ready]:
+        for child in [c for c in self._children if c.ready is None]:
             if child.gone:
                 raise self._never_started(child)
             if time.monotonic() - child.started > _START_LIMIT_S:
@@ -339,9 +362,21 @@ class Dispatcher:
                 )
 
     def _never_started(self, child: ChildProcess) -> "_LoadError":
-        self._end(child)
         reason = f"{self.function.label}: its process {child.death()} while it loaded the function."
+        self._end(child)
         return _LoadError(RewardError(reason))
+
+    def _finish(self, job: Job, result: Any) -> None:
+        """Hand a job's result, or its error, to whoever waits for it."""
+        if job.future.done() or not job.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, ScoreError) and self.tolerant:
+            outcome = _tolerated(result)
+            result = outcome if job.count is None else [outcome] * job.count
+        if isinstance(result, RewardError):
+            job.future.set_exception(result)
+        else:
+            job.future.set_result(result)
 
     def _end(self, child: ChildProcess) -> list[Job]:
         """End a process; returns what it had not answered."""
@@ -359,10 +394,5 @@ class _LoadError(Exception):
         self.reason = reason
 
 
-def _finish(job: Job, result: Any) -> None:
-    if job.future.done() or not job.future.set_running_or_notify_cancel():
-        return
-    if isinstance(result, RewardError):
-        job.future.set_exception(result)
-    else:
-        job.future.set_result(result)
+def _tolerated(error: ScoreError) -> Outcome:
+    return Outcome(0.0, None, 0.0, error=str(error))

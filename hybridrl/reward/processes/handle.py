@@ -3,7 +3,6 @@
 import contextlib
 import mmap
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -13,14 +12,17 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.function import Form, RewardFunction
+from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.child import CELL, IDLE, Cell
+from hybridrl.reward.processes.messages import Channel, MalformedMessage, Message, Ready, decode, pickled
+from hybridrl.reward.processes.supervisor import descendants
+from hybridrl.reward.signature import Form
 
-_GRACE_S = 1.0  # what an async sample may take beyond its limit to be cancelled
+_GRACE_S = 1.0  # what a process that works on nothing may take beyond the limit to say so
+_END_LIMIT_S = 10.0  # for its supervisor to end everything that it started
 
 
 @dataclass
@@ -29,27 +31,29 @@ class Job:
 
     Attributes:
         number: unique in the pool.
-        payload: the pickled sample, or list of samples.
+        value: the sample, or the list of samples.
         name: how messages refer to the sample.
         count: samples of a batch; None for a single sample.
         future: gets the job's result: an `Outcome`, or a list of them for a batch.
         abandoned: nobody waits for the result any more.
+        lost: processes that stopped or ended while they held it, and not because of it.
     """
 
     number: int
-    payload: bytes
+    value: Any
     name: str
     count: int | None = None
     future: Future[Any] = field(default_factory=Future)
     abandoned: bool = False
+    lost: int = 0
 
 
 class ChildProcess:
     """One process; only the pool's thread uses it.
 
     Attributes:
-        ready: it has loaded the function; `form`, `is_async` and `label` are known.
-        gone: its end of the connection is closed.
+        ready: what it said when it had loaded the function; None before.
+        broken: it sent something that is no message; why.
         working_on: jobs that were sent and not answered, by number.
     """
 
@@ -66,68 +70,104 @@ class ChildProcess:
                 [sys.executable, "-u", "-c", code],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a group of its own, so that programs it started can be ended with it
+                start_new_session=True,
                 env=environment,
             )
         finally:
             theirs.close()
             os.close(life_theirs)
             os.close(memory_fd)
-        self.connection = Connection(ours.detach())
+        self.channel = Channel(ours)
         self.started = time.monotonic()
-        self.ready = self.gone = False
-        self.form: Form = "sample"
-        self.is_async, self.label = False, function.label
+        self.ready: Ready | None = None
+        self.broken: str | None = None
         self.working_on: dict[int, Job] = {}
+        self._label = function.label
         self._sent = 0.0
-        self._post(function)
-        self._post(timeout_s)
+        self.channel.send(pickled(function, self._label))
+        self.channel.send(pickled(timeout_s, self._label))
+
+    @property
+    def gone(self) -> bool:
+        """Its end of the connection is closed, or of no use any more."""
+        return self.channel.closed or self.broken is not None
+
+    @property
+    def form(self) -> Form | None:
+        """How it calls the function; None until it has loaded it."""
+        return self.ready.how.form if self.ready is not None else None
+
+    @property
+    def label(self) -> str:
+        """The function's name and file."""
+        return self.ready.label if self.ready is not None else self._label
+
+    @property
+    def is_async(self) -> bool:
+        return self.ready is not None and self.ready.is_async
 
     @property
     def accepts(self) -> bool:
         """Whether it can be sent a job now; an async function takes any number at once."""
-        return self.ready and not self.gone and (self.is_async or not self.working_on)
+        return self.ready is not None and not self.gone and (self.is_async or not self.working_on)
 
-    def send(self, jobs: Sequence[Job]) -> None:
-        """Ask for the scores of these samples, or of one batch."""
-        self.working_on |= {job.number: job for job in jobs}
-        self._sent = time.monotonic()
-        kind = "samples" if jobs[0].count is None else "batch"
-        self._post((kind, [(job.number, job.payload) for job in jobs]))
+    def send(self, jobs: Sequence[Job]) -> list[tuple[Job, RewardError]]:
+        """Ask for the scores of these samples, or of one batch; returns those that cannot be sent, and why."""
+        assert self.ready is not None
+        calls, refused = [], []
+        for job in jobs:
+            try:
+                calls.append((job.number, pickled(self.ready.how.reduced(job.value), self.label)))
+                self.working_on[job.number] = job
+            except RewardError as error:
+                refused.append((job, error))
+        if calls:
+            self._sent = time.monotonic()
+            self.channel.send(pickled(("samples" if jobs[0].count is None else "batch", calls), self.label))
+        return refused
 
-    def _post(self, message: Any) -> None:
-        data = pickled(message, self.label)
+    def receive(self) -> list[Message]:
+        """The messages that have arrived."""
         try:
-            self.connection.send_bytes(data)
-        except (BrokenPipeError, ConnectionResetError):
-            self.gone = True
-
-    def receive(self) -> tuple[Any, ...] | None:
-        """The next message; None if the process has ended."""
-        try:
-            message: tuple[Any, ...] = pickle.loads(self.connection.recv_bytes())
-            return message
-        except (EOFError, OSError):  # OSError: it died in the middle of a message
-            self.gone = True
-            return None
+            return [decode(data) for data in self.channel.read()]
+        except MalformedMessage as error:
+            self.broken = str(error)
+            return []
 
     def deadline(self, timeout_s: float) -> float:
         """When what it works on exceeds the limit."""
         number, since = self.cell.read()
         if number != IDLE:
             return since + timeout_s
-        # Between two samples, or async ones waiting, which cancel themselves at the limit.
+        # Between two samples, or async ones waiting, which are reported at the limit.
         return max(since, self._sent) + timeout_s + _GRACE_S
 
-    def current(self) -> tuple[list[Job], float]:
-        """The jobs that it may be stuck in, and since when: the one it computes, or all where it computes none."""
+    def current(self) -> tuple[Job | None, float]:
+        """The job that it computes, and since when; None where it computes none of those that it has to answer."""
         number, since = self.cell.read()
-        one = self.working_on.get(number)
-        return ([one] if one is not None else list(self.working_on.values())), since
+        return self.working_on.get(number), since
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is in a call of the function, be it for a sample that was answered before."""
+        return self.cell.read()[0] != IDLE
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it (SIGSTOP)."""
+        try:
+            with open(f"/proc/{self.ready.pid if self.ready else self._process.pid}/stat", "rb") as file:
+                return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        except OSError:
+            return False
 
     def death(self) -> str:
         """How it ended."""
-        code = self._process.wait()
+        if self.broken is not None:
+            return f"sent what is no result ({self.broken[:200]}) and was ended"
+        code = self._wait()
+        if code is None:
+            return "closed its connection and was ended"
         if code >= 0:
             return f"ended with exit code {code}"
         name = signal.Signals(-code).name
@@ -135,29 +175,21 @@ class ChildProcess:
 
     def end(self) -> None:
         """End it and all that it started."""
-        self.connection.close()
-        with contextlib.suppress(ProcessLookupError):  # it has ended and nothing that it started is left
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        os.close(self._life)
+        self.channel.close()
+        os.close(self._life)  # which tells its supervisor
+        if self._wait() is None:  # it is stopped, or cannot keep up
+            for pid in descendants(self._process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
 
-
-def pickled(value: Any, label: str) -> bytes:
-    """A value as it travels to a process.
-
-    Args:
-        label: the reward function, for the message.
-
-    Raises:
-        RewardError: it cannot be pickled.
-    """
-    try:
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise RewardError(
-            f"{label} runs in a process of its own, and its arguments cannot be sent there ({error}). Data sources, "
-            "ground truths, extra_info and reward_kwargs must be plain values: numbers, text, lists, dicts."
-        ) from error
+    def _wait(self) -> int | None:
+        """The exit code of its supervisor, which ends as the process did; None if that takes too long."""
+        try:
+            return self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 def _shared_memory() -> int:

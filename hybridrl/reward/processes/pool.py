@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hybridrl.errors import RewardError
-from hybridrl.reward.function import Form, RewardFunction, Sample
-from hybridrl.reward.processes.dispatcher import Dispatcher, Outcome
-from hybridrl.reward.processes.handle import Job, pickled
+from hybridrl.reward.function import RewardFunction
+from hybridrl.reward.processes.dispatcher import Dispatcher
+from hybridrl.reward.processes.handle import Job
+from hybridrl.reward.processes.outcome import Outcome
+from hybridrl.reward.signature import Call, Sample
 from hybridrl.utils.cores import available_cores
-
-__all__ = ["Outcome", "RewardPool"]
 
 
 class RewardPool:
@@ -27,10 +26,18 @@ class RewardPool:
         function: which one.
         num_workers: number of processes; None: one per core that this process may use, at most 8.
         timeout_s: seconds that one call may take: a sample's, or the whole batch's where the function takes a batch.
+        tolerant: a sample that the function fails for gets an `Outcome` with `error`, in place of an exception.
     """
 
-    def __init__(self, function: RewardFunction, num_workers: int | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        num_workers: int | None = None,
+        timeout_s: float = 30.0,
+        tolerant: bool = False,
+    ) -> None:
         self.function = function
+        self.tolerant = tolerant
         self.num_workers = num_workers or min(8, available_cores())
         self.timeout_s = timeout_s
         self._numbers = itertools.count()
@@ -46,12 +53,23 @@ class RewardPool:
         dispatcher = self._running()
         dispatcher.keep_processes()
         if wait_for_one:
-            dispatcher.wait_form()
+            dispatcher.wait_loaded()
 
     @property
-    def form(self) -> Form:
-        """`sample` or `batch`: how the function is called."""
-        return self._running().wait_form()
+    def calls(self) -> list[tuple[str, Call]]:
+        """The function's name and file, and how it is called; waits until it has been loaded."""
+        ready = self._running().wait_loaded()
+        return [(ready.label, ready.how)]
+
+    @property
+    def label(self) -> str:
+        """How messages refer to the function."""
+        return self.function.label
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the built-in scorers score."""
+        return self.function.path is None
 
     def submit(self, sample: Sample, name: str = "a sample") -> Future[Outcome]:
         """Score one sample as soon as a process is free.
@@ -61,9 +79,9 @@ class RewardPool:
             name: how messages refer to it.
 
         Returns:
-            A future that raises `RewardError` where the function raises, returns no finite number, ends its process,
-            cannot be loaded, or takes a whole batch; and where it hangs on the very first samples that it is given,
-            twice in every process. Later timeouts score 0.
+            A future that raises `ScoreError` where the function raises, returns no finite number or ends its process,
+            unless the pool is tolerant; and `RewardError` where it cannot be loaded, takes a whole batch, or hangs on
+            the very first samples that it is given, twice in every process. Later timeouts score 0.
         """
         job = self._job(sample, name)
         self._running().add([job])
@@ -82,7 +100,7 @@ class RewardPool:
         if not samples:
             return []
         dispatcher = self._running()
-        if dispatcher.wait_form() == "batch":
+        if dispatcher.wait_loaded().how.form == "batch":
             jobs = [self._job(list(samples), f"a batch of {len(samples)} responses", len(samples))]
         else:
             jobs = [self._job(sample, describe(number)) for number, sample in enumerate(samples)]
@@ -115,14 +133,9 @@ class RewardPool:
     def _running(self) -> Dispatcher:
         with self._lock:
             if self._dispatcher is None or self._dispatcher.has_failed:
-                self._dispatcher = Dispatcher(self.function, self.num_workers, self.timeout_s)
+                self._dispatcher = Dispatcher(self.function, self.num_workers, self.timeout_s, self.tolerant)
                 self._dispatcher.start()
             return self._dispatcher
 
     def _job(self, value: Any, name: str, count: int | None = None) -> Job:
-        job = Job(next(self._numbers), b"", name, count)
-        try:
-            job.payload = pickled(value, self.function.label)
-        except RewardError as error:
-            job.future.set_exception(error)
-        return job
+        return Job(next(self._numbers), value, name, count)

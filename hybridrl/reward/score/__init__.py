@@ -4,6 +4,7 @@ Each scorer is a module with `compute_score(solution_str, ground_truth, ...)`, i
 """
 
 import importlib
+import math
 from typing import Any
 
 from hybridrl.errors import RewardError
@@ -71,6 +72,29 @@ def check_data_source(data_source: Any, column: str = "data_source") -> None:
     raise RewardError(f"{found} in column {column!r}. Built-in scorers exist for: {', '.join(SCORERS)}. {own}")
 
 
+def reference_text(ground_truth: Any, data_source: Any = None) -> str:
+    """Return a reference answer as the text that the scorers compare.
+
+    Raises:
+        RewardError: it is missing, or neither text nor a finite number, so that no answer could be right.
+    """
+    if isinstance(ground_truth, str) and ground_truth.strip():
+        return ground_truth
+    if ground_truth is None or isinstance(ground_truth, str):
+        raise RewardError(
+            f"no ground truth for data source {data_source!r}: the column 'reward_model' must hold "
+            '{"style": "rule", "ground_truth": ANSWER}. Add it, or score with a custom function that needs none '
+            "(reward.custom_reward_function.path)."
+        )
+    if isinstance(ground_truth, (int, float)) and not isinstance(ground_truth, bool) and math.isfinite(ground_truth):
+        return str(int(ground_truth)) if ground_truth == int(ground_truth) else str(ground_truth)
+    raise RewardError(
+        f"the ground truth of data source {data_source!r} is {str(ground_truth)[:60]} ({type(ground_truth).__name__}), "
+        "with which no answer could be right: the built-in scorers compare with text or a number. Write it as text, or "
+        "score with a custom function (reward.custom_reward_function.path)."
+    )
+
+
 def default_compute_score(
     data_source: str,
     solution_str: str,
@@ -97,7 +121,7 @@ def default_compute_score(
         A number, or a dict with `score` and further results of the scorer (`acc`, `pred`).
 
     Raises:
-        RewardError: the data source is unknown or not supported yet.
+        RewardError: the data source is unknown or not supported yet, or the ground truth is neither text nor a number.
     """
     if sandbox_fusion_url is not None or concurrent_semaphore is not None or memory_limit_mb is not None:
         raise RewardError(
@@ -105,5 +129,5 @@ def default_compute_score(
         )
     check_data_source(data_source)
     module = importlib.import_module(f"{__name__}.{find(SCORERS, data_source)}")
-    result = module.compute_score(solution_str, ground_truth, **kwargs)
+    result = module.compute_score(solution_str, reference_text(ground_truth, data_source), **kwargs)
     return result if isinstance(result, dict) else float(result)

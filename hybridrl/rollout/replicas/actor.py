@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
-from hybridrl.errors import RolloutError
+from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
@@ -21,16 +21,23 @@ from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.utils.child_processes import keep_exit_codes
-from hybridrl.weight_sync.messages import Bucket
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 #: completions are returned together, because a Ray call costs milliseconds: this part of the requests in flight, or
 #: whatever has completed after this time
 _GATHER_PART, _GATHER_S = 8, 0.05
 _DRAIN_POLL_S = 0.01
 _WARM_UP_TOKENS = 2
-#: values of `rollout.server.host` that are valid on every node; others apply to the server over all replicas only
-_ANY_NODES_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _LOG_LINES = 60
+#: what Triton, PyTorch and FlashInfer say if they cannot compile a kernel, and what is missing then
+_COMPILERS = {
+    "Failed to find C compiler": "a C compiler (Debian, Ubuntu: apt-get install gcc)",
+    "No working C++ compiler": "a C++ compiler (Debian, Ubuntu: apt-get install g++)",
+    "Python.h: No such file": "the headers of Python (Debian, Ubuntu: apt-get install python3-dev)",
+    "Could not find nvcc": "the CUDA toolkit (its folder in CUDA_HOME)",
+    "No such file or directory: 'ninja'": "ninja (pip install ninja)",
+}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,6 @@ class Replica:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._inside: set[str] = set()  # requests that the engine works on
         self._tokenizer: Any = None
-        self._direct: set[str] = set()  # requests over HTTP, not from the pool
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
         self._awaited = 1  # signal `_news` at this many completions
@@ -107,7 +113,8 @@ class Replica:
             await self._engine.generate(Request("warm-up", [self.spec.pad_token_id], warm_up))
         except Exception as error:
             message = str(error) if isinstance(error, RolloutError) else repr(error)
-            raise RolloutError(message + end_of_log(self._log_file)) from error
+            log = end_of_log(self._log_file)
+            raise RolloutError(message + compiler_hint(message + log) + log) from error
         context = ray.get_runtime_context()
         seconds = time.perf_counter() - started
         return ReplicaInfo(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address(), seconds)
@@ -207,38 +214,16 @@ class Replica:
         if len(self._done) >= self._awaited or not self._tasks:
             self._news.set()
 
-    async def serve(self, token: str, port: int = 0) -> str:
-        """Serve the OpenAI API at this node's address until the process ends; returns `host:port`.
-
-        Args:
-            token: which clients have to send.
-            port: 0 takes a free one.
-        """
-        from hybridrl.rollout.server import make_server
-
-        spec = self.spec
-        server, _ = make_server(
-            spec.config,
-            spec.model,
-            _ReplicaClient(self),
-            token=token,
-            host=spec.config.server.host if spec.config.server.host in _ANY_NODES_HOSTS else None,
-            port=port,
-            heeds_seeds=self._engine.heeds_seeds(spec.config),
-        )
-        await server.start()
-        return server.address
-
     def _die(self) -> NoReturn:
         """End the process, because the engine is broken; the pool restarts the replica and runs its requests again."""
         traceback.print_exc()
         notify(f"replica {self.spec.index}: the engine failed, see above", "error")
         os._exit(70)
 
-    async def _engine_does(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _engine_does(self, work: Coroutine[Any, Any, T]) -> T:
         self._doing[work] = time.monotonic()
         try:
-            await work
+            return await work
         except RolloutError:
             raise
         except Exception:
@@ -252,8 +237,7 @@ class Replica:
         Args:
             after: reference of a call that has to be finished first, such as the one that submitted them.
         """
-        here = self._tasks.keys() | self._direct
-        chosen = here if ids is None else here & set(ids)
+        chosen = set(self._tasks) if ids is None else self._tasks.keys() & set(ids)
         self._aborted.update(chosen)
         await self._wake()
         while inside := chosen & self._inside:
@@ -285,7 +269,11 @@ class Replica:
             raise RuntimeError("weights are updated while the replica generates: pause it first")
         await self._engine_does(self._engine.begin_update())
 
-    async def load_bucket(self, bucket: Bucket) -> None:
+    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
+        """What each of the engine's processes needs of the policy's tensors; see `InferenceEngine.requirements`."""
+        return await self._engine_does(self._engine.requirements(checkpoint))
+
+    async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         """Load a part of the weights; when this returns the bucket may be overwritten."""
         await self._engine_does(self._engine.load_bucket(bucket))
 
@@ -303,8 +291,23 @@ class Replica:
         await self._engine_does(self._engine.release(tags))
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Take the device memory of `tags` back."""
-        await self._engine_does(self._engine.resume(tags))
+        """Take the device memory of `tags` back.
+
+        Raises:
+            RolloutError: it is not free; a restarted replica would not find it free either.
+        """
+        await self._engine_does(self._resume(tags))
+
+    async def _resume(self, tags: Sequence[str]) -> None:
+        try:
+            await self._engine.resume(tags)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RolloutError(
+                f"the engine is out of memory: the memory of its {' and '.join(tags)} is not free after training: "
+                f"{error!r}"
+            ) from error
 
     # ------------------------------------------------------------------ state
 
@@ -333,32 +336,6 @@ class Replica:
             await self._engine.close()
 
 
-class _ReplicaClient:
-    """A `GenerationClient` for the replica's own HTTP server."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-
-    async def generate(self, request: Request) -> Completion:
-        self._replica._direct.add(request.id)
-        try:
-            return await self._replica.generate(request)
-        except Exception:
-            self._replica._die()
-        finally:
-            self._replica._direct.discard(request.id)
-
-    async def abort(self, ids: Sequence[str]) -> None:
-        await self._replica.abort(ids)
-
-    async def health(self) -> str | None:
-        return None  # the process ends when its engine fails
-
-    async def stats(self) -> dict[str, dict[str, float]]:
-        own = {"weights_version": float(self._replica.version)}
-        return {str(self._replica.spec.index): await self._replica.stats() | own}
-
-
 def _rest_of(request: Request, so_far: Completion) -> Request:
     """The rest of a request that has some tokens already."""
     done = len(so_far.token_ids)
@@ -368,6 +345,14 @@ def _rest_of(request: Request, so_far: Completion) -> Request:
     seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
     sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
     return replace(request, prompt_ids=request.prompt_ids + so_far.token_ids, sampling=sampling)
+
+
+def compiler_hint(text: str) -> str:
+    """What to install if an engine's kernels could not be compiled, as the end of a message; else an empty text."""
+    missing = [package for sign, package in _COMPILERS.items() if sign in text]
+    if not missing:
+        return ""
+    return f". Kernels of the engine are compiled when it starts, and this node lacks {missing[0]}"
 
 
 def end_of_log(log_file: Path | None) -> str:

@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 
-from hybridrl.rollout.request import Request
+from hybridrl.rollout.request import TRAINING_PRIORITY, Request
 
 _REMEMBERED_SESSIONS = 100_000
 
@@ -12,15 +12,18 @@ class Balancer:
     """A queue of requests: each goes to its session's replica, else to the one with the fewest requests in flight.
 
     The queue is in the order of `Request.priority`, and of arrival within one. A replica gets at most `window` requests
-    at once. The others wait here for whichever replica has room next, so that long generations on one replica do not
-    hold up work that another could do.
+    at once. The others wait here for the next replica that has room, so that long generations on one replica do not
+    hold up work that another could do. Requests of guests get a part of the window only, so that training, which comes
+    first, finds a place at once.
 
     Args:
         window: most requests in flight per replica.
+        guest_window: most of these that are not of training; None: all.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, guest_window: int | None = None) -> None:
         self.window = window
+        self.guest_window = window if guest_window is None else guest_window
         self._queues: dict[int, deque[Request]] = {}
         self._home: OrderedDict[str, int] = OrderedDict()
 
@@ -44,26 +47,37 @@ class Balancer:
         for session in [name for name, home in self._home.items() if home == replica]:
             del self._home[session]
 
-    def take(self, in_flight: Mapping[int, int]) -> dict[int, list[Request]]:
+    def take(self, in_flight: Mapping[int, int], guests: Mapping[int, int] | None = None) -> dict[int, list[Request]]:
         """Remove the requests that replicas have room for.
 
         Args:
             in_flight: number of requests at each replica that accepts some.
+            guests: how many of these are not of training; None: none.
 
         Returns:
             Replica -> its new requests.
         """
         loads = dict(in_flight)
+        guests_at = dict(guests or dict.fromkeys(loads, 0))
         given: dict[int, list[Request]] = {}
-        while self._queues and any(load < self.window for load in loads.values()):
+        while self._queues:
+            is_guest = min(self._queues) > TRAINING_PRIORITY
+            free = [
+                index
+                for index, load in loads.items()
+                if load < self.window and not (is_guest and guests_at[index] >= self.guest_window)
+            ]
+            if not free:
+                break
             request = self._next()
             home = self._home.get(request.session, -1)
-            if loads.get(home, self.window) >= self.window:
+            if home not in free:
                 # A cached prefix saves less than an idle replica costs.
-                home = min(loads, key=lambda index: (loads[index], index))
+                home = min(free, key=lambda index: (loads[index], index))
             if request.session:
                 self._remember(request.session, home)
             loads[home] += 1
+            guests_at[home] += is_guest
             given.setdefault(home, []).append(request)
         return given
 

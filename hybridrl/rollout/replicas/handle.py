@@ -100,7 +100,6 @@ class ReplicaHandle:
     collecting: Any = None
     health: Any = None
     health_asked: float = 0.0
-    port: int = 0  # of its HTTP server
 
     @property
     def is_running(self) -> bool:
@@ -142,7 +141,7 @@ class ReplicaHandle:
             self.info = ray.get(ref, timeout=max(timeout_s, 0.1))
             return
         except GetTimeoutError as error:
-            why = "did not start in time (trainer.ray_wait_register_center_timeout)" + end_of_log(self.log_file)
+            why = "did not start in time (actor_rollout_ref.rollout.start_timeout_s)" + end_of_log(self.log_file)
             cause: Exception = error
         except RayTaskError as error:  # the replica has put the end of its log into the message
             known = isinstance(error.cause, RolloutError)

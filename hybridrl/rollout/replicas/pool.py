@@ -55,17 +55,6 @@ class ReplicaPool:
         """End all replicas; requests in flight fail."""
         self.supervisor.close()
 
-    def serve(self, token: str) -> list[str]:
-        """Have each replica serve the OpenAI API by itself, next to the server over all replicas.
-
-        A replica that is restarted keeps its address. Requests that it got over HTTP do not run again elsewhere when it
-        is lost.
-
-        Returns:
-            Each replica's `host:port`.
-        """
-        return self.supervisor.serve(token)
-
     # ------------------------------------------------------------------ requests
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:

@@ -9,7 +9,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.replicas.actor import end_of_log
 from hybridrl.rollout.replicas.balancer import Balancer
 from hybridrl.rollout.replicas.handle import PoolSettings, ReplicaHandle, ReplicaState
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 
 
 class Scheduler:
@@ -34,7 +34,8 @@ class Scheduler:
         self._lock = lock
         config = settings.spec.config
         room = config.max_num_seqs * config.data_parallel_size
-        self._balancer = Balancer(window=room + max(8, room // 4))  # the engine's queue never runs dry
+        # The engine's queue never runs dry, and guests leave half of its places to training.
+        self._balancer = Balancer(window=room + max(8, room // 4), guest_window=max(1, room // 2))
         self._futures: dict[str, Future[Completion]] = {}
         self._aborted: set[str] = set()
         self._losses: Counter[str] = Counter()  # how often a request's replica was lost
@@ -62,10 +63,15 @@ class Scheduler:
 
     def dispatch(self) -> None:
         """Send queued requests to the replicas that have room. The lock is held."""
-        room = {
-            replica.index: len(replica.in_flight) for replica in self._replicas if replica.state is ReplicaState.READY
+        if not self._balancer:
+            return
+        ready = [replica for replica in self._replicas if replica.state is ReplicaState.READY]
+        room = {replica.index: len(replica.in_flight) for replica in ready}
+        guests = {
+            replica.index: sum(request.priority > TRAINING_PRIORITY for request in replica.in_flight.values())
+            for replica in ready
         }
-        for index, requests in self._balancer.take(room).items() if room else ():
+        for index, requests in self._balancer.take(room, guests).items():
             replica = self._replicas[index]
             replica.in_flight |= {request.id: request for request in requests}
             replica.submitted = replica.actor.submit.remote(requests)

@@ -29,7 +29,6 @@ _COLLECT_S = 5.0
 _POLL_S = 0.5
 _HEALTH_EVERY_S = 10.0
 _CLOSE_S = 20.0
-_SERVE_S = 60.0
 
 
 class Supervisor:
@@ -66,7 +65,6 @@ class Supervisor:
         self._paused = False
         self._closed = threading.Event()
         self._update_seconds = 0.0
-        self._token: str | None = None
         self._restarting = ThreadPoolExecutor(max_workers=len(replicas), thread_name_prefix="replica-restart")
         self._watcher = threading.Thread(target=self._watch, name="replica-watcher", daemon=True)
         self._sender = threading.Thread(target=self._send_to_restarted, name="replica-weights", daemon=True)
@@ -104,23 +102,6 @@ class Supervisor:
                 ray.kill(replica.actor)
         self._scheduler.fail(RolloutError("the rollout was closed"))
         self._restarting.shutdown(wait=False, cancel_futures=True)
-
-    def serve(self, token: str) -> list[str]:
-        """See `ReplicaPool.serve`."""
-        self._token = token
-        return [self._serve(process.replica) for process in self._running()]
-
-    def _serve(self, replica: ReplicaHandle) -> str:
-        address: str = ray.get(replica.actor.serve.remote(self._token, replica.port), timeout=_SERVE_S)
-        replica.port = int(address.rpartition(":")[2])
-        return address
-
-    def _serve_again(self, replica: ReplicaHandle) -> None:
-        """Serve a restarted replica at its old address; the server over all replicas reaches it in any case."""
-        try:
-            self._serve(replica)
-        except (RayTaskError, GetTimeoutError) as error:
-            notify(f"replica {replica.index} is no longer served at an address of its own: {error}", "warning")
 
     # ------------------------------------------------------------------ the watching thread
 
@@ -231,8 +212,6 @@ class Supervisor:
                 ref = replica.create(self._settings)
                 process = replica.process()
             replica.wait_started(ref, self._settings.start_timeout_s)
-            if self._token is not None:
-                self._serve_again(replica)
             with self._lock:
                 replica.health_asked = time.monotonic()
                 replica.state = ReplicaState.EMPTY

@@ -1,4 +1,4 @@
-"""The OpenAI chat and completion API over a `GenerationClient`: one replica's, or one over all replicas.
+"""The OpenAI chat and completion API over a `GenerationClient`, in a process of its own.
 
 The names below are imported on first use, because they need the packages of the extra `server`.
 """
@@ -11,14 +11,17 @@ from hybridrl.errors import RolloutError
 
 if TYPE_CHECKING:
     from hybridrl.rollout.server.app import Served, create_app
-    from hybridrl.rollout.server.http import OpenAIServer, new_token, node_address
+    from hybridrl.rollout.server.http import Listener, OpenAIServer, new_token, node_address
+    from hybridrl.rollout.server.process import ServerProcess
     from hybridrl.rollout.server.prometheus import metrics_text, write_scrape_config
     from hybridrl.rollout.server.start import Access, make_server
 
 _HOMES = {
     "Access": "start",
+    "Listener": "http",
     "OpenAIServer": "http",
     "Served": "app",
+    "ServerProcess": "process",
     "create_app": "app",
     "metrics_text": "prometheus",
     "new_token": "http",
@@ -30,8 +33,10 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 __all__ = [
     "Access",
+    "Listener",
     "OpenAIServer",
     "Served",
+    "ServerProcess",
     "check_installed",
     "create_app",
     "make_server",
@@ -52,7 +57,7 @@ def check_installed() -> None:
     if missing:
         raise RolloutError(
             f"actor_rollout_ref.rollout.server and .prometheus need {', '.join(missing)}, which the engines bring and "
-            "this environment lacks: pip install 'hybridrl[server]'"
+            "this environment lacks: bash scripts/install.sh auto server"
         )
 
 

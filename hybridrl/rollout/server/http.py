@@ -6,16 +6,17 @@ import errno
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 
 from hybridrl.errors import RolloutError
+from hybridrl.rollout.server.limits import KEEP_ALIVE_S, MAX_HEADER_BYTES, LimitedConnection, limit_sending
 
 _SERVER = "actor_rollout_ref.rollout.server"
-_STOP_S = 5.0  # for calls in progress
+STOP_S = 5.0  # for calls in progress
+DEFAULT_CONNECTIONS = 1024
 
 
 def new_token(variable: str | None = None) -> str:
@@ -52,12 +53,42 @@ def node_address() -> str:
             return "127.0.0.1"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+class Listener:
+    """A listening socket, and the address at which clients reach it.
+
+    Args:
+        host: an address of this machine; None: the one at which other machines reach it.
+        port: 0 takes a free one.
 
     Raises:
         RolloutError: the port is taken or not allowed, or the host is not an address of this machine.
     """
+
+    def __init__(self, host: str | None = None, port: int = 0) -> None:
+        self.host = host or node_address()
+        self.socket = _bind(self.host, port)
+        limit_sending(self.socket)
+        self.port = int(self.socket.getsockname()[1])
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        host = self.host
+        if host in ("0.0.0.0", "::"):  # listens on all addresses, is reached at one
+            host = node_address()
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The `base_url` for clients."""
+        return f"http://{self.address}/v1"
+
+    def close(self) -> None:
+        """Free the port."""
+        self.socket.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,44 +113,36 @@ def bind(host: str, port: int) -> socket.socket:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # Ctrl-C belongs to the run
+        yield  # the run ends this process, not Ctrl-C
 
 
 class OpenAIServer:
-    """The HTTP server of one application.
+    """The HTTP server of one application, with the limits of `hybridrl.rollout.server.limits`.
 
     Args:
         app: see `create_app`.
-        host: an address of this machine; None: the one at which other machines reach it.
-        port: 0 takes a free one.
-
-    Raises:
-        RolloutError: see `bind`; the port is taken when this returns.
+        listening: a socket that listens; it is closed with the server.
+        max_connections: clients beyond that are refused.
     """
 
-    def __init__(self, app: Any, host: str | None = None, port: int = 0) -> None:
-        self.host = host or node_address()
-        self._socket = bind(self.host, port)
-        self.port = int(self._socket.getsockname()[1])
+    def __init__(self, app: Any, listening: socket.socket, max_connections: int = DEFAULT_CONNECTIONS) -> None:
+        self._socket = listening
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(_STOP_S)
+            app,
+            http=LimitedConnection,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=max_connections + 1,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(STOP_S),
         )
         self._uvicorn = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def address(self) -> str:
-        """`host:port`."""
-        host = self.host
-        if host in ("0.0.0.0", "::"):  # listens on all addresses, is reached at one
-            host = node_address()
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-
-    @property
-    def url(self) -> str:
-        """The `base_url` for clients."""
-        return f"http://{self.address}/v1"
 
     async def start(self) -> None:
         """Serve on the running event loop; returns when calls are answered."""
@@ -127,7 +150,7 @@ class OpenAIServer:
         while not self._uvicorn.started:
             if self._task.done():
                 await self._task
-                raise RolloutError(f"the server on {self.address} ended while it started")
+                raise RolloutError("the HTTP server ended while it started")
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
@@ -135,33 +158,4 @@ class OpenAIServer:
         self._uvicorn.should_exit = True
         if self._task is not None:
             await self._task
-        self._socket.close()
-
-    def start_thread(self) -> None:
-        """Serve on a separate event loop in a daemon thread; for programs without an event loop."""
-        started = threading.Event()
-
-        async def serve() -> None:
-            await self.start()
-            started.set()
-            assert self._task is not None
-            await asyncio.shield(self._task)
-
-        def run() -> None:
-            try:
-                asyncio.run(serve())
-            finally:
-                started.set()
-
-        self._thread = threading.Thread(target=run, name="openai-server", daemon=True)
-        self._thread.start()
-        started.wait()
-        if not self._uvicorn.started:
-            raise RolloutError(f"the server on {self.address} could not be started; see its error above")
-
-    def stop_thread(self) -> None:
-        """Stop the server that `start_thread` started."""
-        self._uvicorn.should_exit = True
-        if self._thread is not None:
-            self._thread.join(_STOP_S + 5)
         self._socket.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.rollout.request import Completion
-from hybridrl.rollout.server.schema import ChatRequest, CompletionRequest
+from hybridrl.rollout.server.schema import ChatRequest, CompletionRequest, GenerateRequest
 
 _LOWEST = -9999.0  # JSON has no infinity
 
@@ -138,6 +138,55 @@ class Answer:
 
     def _tokens(self, completion: Completion) -> list[str]:
         return [self.tokenizer.decode([token]) for token in completion.token_ids]
+
+
+def answer_in_tokens(
+    request: GenerateRequest, id: str, model: str, prompt: list[int], completions: Sequence[Completion]
+) -> dict[str, Any]:
+    """The answer of `/inference/v1/generate`: token ids, their log-probabilities, and the weights that made them."""
+    generated = sum(len(completion.token_ids) for completion in completions)
+    choices = []
+    for index, completion in enumerate(completions):
+        pairs = zip(completion.token_ids, map(_finite, completion.log_probs), strict=True)
+        entries: list[dict[str, Any]] = [{"token_id": token, "logprob": value, "rank": None} for token, value in pairs]
+        content = [entry | {"top_logprobs": [entry] if request.logprobs else []} for entry in entries]
+        choices.append(
+            {
+                "index": index,
+                "token_ids": completion.token_ids,
+                "logprobs": None if request.logprobs is None else {"content": content},
+                "finish_reason": completion.finish_reason,
+                "stop_reason": None,
+                "weight_versions": _spans(completion.versions),
+            }
+        )
+    return {
+        "request_id": id,
+        "output_mode": "tokens",
+        "model": model,
+        "created": int(time.time()),
+        "choices": choices,
+        "prompt_token_ids": prompt if request.return_token_ids else None,
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": generated,
+            "total_tokens": len(prompt) + generated,
+            "prompt_tokens_details": {"cached_tokens": completions[0].cached_tokens},
+        },
+    }
+
+
+def _spans(versions: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Which weights generated the tokens [start, end); a version is text, as vLLM has it."""
+    spans: list[dict[str, Any]] = []
+    end = 0
+    for version, count in versions:
+        start, end = end, end + count
+        if spans and spans[-1]["version"] == str(version):
+            spans[-1]["end"] = end
+        else:
+            spans.append({"version": str(version), "start": start, "end": end})
+    return spans
 
 
 def _finite(value: float) -> float:

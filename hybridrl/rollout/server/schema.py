@@ -1,7 +1,8 @@
 """Request bodies of the two endpoints, and which parameters are used, ignored or refused."""
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -26,9 +27,11 @@ IGNORED = frozenset(
 #: unsupported parameters, accepted at the values that have no effect
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -50,7 +53,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 
+#: entries of vLLM's `sampling_params` that say how text is made of tokens
+_WITHOUT_TEXT = frozenset(
+    {"detokenize", "output_kind", "skip_clone", "skip_special_tokens", "spaces_between_special_tokens"}
+)
+
 TokenIds = Annotated[list[int], Field(min_length=1)]
+Stop = Annotated[str, Field(max_length=256)]
 Texts = Annotated[list[str], Field(min_length=1)]
 
 
@@ -72,7 +81,34 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        if self.status == 429:
+            kind = "rate_limit_error"
+        param = None if self.param is None else _printable(self.param)
+        return {"error": {"message": _printable(str(self)), "type": kind, "param": param, "code": self.code}}
+
+
+def _printable(text: str) -> str:
+    """Text that UTF-8 can hold, whatever a client has sent."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def check_encodable(value: Any, name: str) -> None:
+    """Refuse half of a surrogate pair, which no tokenizer takes.
+
+    Raises:
+        ApiError: names the parameter.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ApiError(
+            400, f"{name}: the text cannot be encoded as UTF-8 ({error.reason}); send whole characters", param=name
+        ) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class SamplingRequest(BaseModel):
@@ -86,14 +122,14 @@ class SamplingRequest(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, lt=2**31)  # as engines keep it
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=32)] = []
     include_stop_str_in_output: bool = False
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - 1024)  # with that of the last of `n` samples
     ignore_eos: bool = False
     stream: bool = False
     stream_options: dict[str, Any] = {}
     return_token_ids: bool = True
-    session_id: str | None = None
+    session_id: str | None = Field(None, max_length=256)
 
     @model_validator(mode="before")
     @classmethod
@@ -111,13 +147,14 @@ class SamplingRequest(BaseModel):
             ApiError: names the parameter.
         """
         for name, value in (self.model_extra or {}).items():
+            check_encodable(value, name)
             if name in IGNORED or any(value == neutral for neutral in NEUTRAL.get(name, ())):
                 continue
             if name == "best_of" and value == self.n:
                 continue
             raise ApiError(
                 400,
-                f"{name}={value!r} is not supported by this server and may change the response: remove it",
+                f"{name}={_short(value)} is not supported by this server and may change the response: remove it",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -143,7 +180,6 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def limit(self) -> int | None:
@@ -155,7 +191,6 @@ class CompletionRequest(SamplingRequest):
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=20)
-    add_special_tokens: bool = True
 
     @property
     def limit(self) -> int:
@@ -167,3 +202,30 @@ class CompletionRequest(SamplingRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
+
+
+class GenerateRequest(SamplingRequest):
+    """Body of `/inference/v1/generate`, as vLLM defines it: token ids, and `sampling_params` as an object.
+
+    The entries of `sampling_params` are checked like those of the other endpoints.
+    """
+
+    token_ids: TokenIds
+    sampling_params: dict[str, Any]
+    request_id: str | None = Field(None, max_length=256)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    return_token_ids: bool = False
+    output_mode: Literal["tokens"] = "tokens"
+    stream: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_sampling(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("sampling_params"), dict):
+            return data
+        sampling = {name: value for name, value in data["sampling_params"].items() if value is not None}
+        return data | {name: value for name, value in sampling.items() if name not in _WITHOUT_TEXT}
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens

@@ -2,15 +2,16 @@
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.rollout.server.app import Served, create_app
-from hybridrl.rollout.server.http import OpenAIServer, new_token
+from hybridrl.rollout.server.app import Served
+from hybridrl.rollout.server.http import Listener, new_token
+from hybridrl.rollout.server.process import ServerProcess, Setup
+from hybridrl.utils.files import replacing
 
 ACCESS_FILE = "server.json"
 
@@ -23,15 +24,29 @@ class Access:
     token: str
     model: str
 
-    def write(self, folder: Path, replicas: Sequence[str] = ()) -> Path:
-        """Write the file; `replicas` are the addresses of single ones, for clients that choose a replica themselves."""
-        urls = [f"http://{address}/v1" for address in replicas]
+    def write(self, folder: Path) -> Path:
+        """Write the file in place of whatever has its name; a link is replaced, not followed."""
         path = Path(folder) / ACCESS_FILE
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            known = {"base_url": self.url, "api_key": self.token, "model": self.model, "replicas": urls}
-            json.dump(known, file, indent=1)
+        known = {"base_url": self.url, "api_key": self.token, "model": self.model}
+        with replacing(path) as temporary:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+                json.dump(known, file, indent=1)
         return path
+
+    def remove(self, folder: Path) -> None:
+        """Remove the file, unless another run has replaced it."""
+        path = Path(folder) / ACCESS_FILE
+        try:
+            if not path.is_symlink() and json.loads(path.read_text(encoding="utf-8")).get("base_url") == self.url:
+                path.unlink()
+        except (OSError, ValueError, AttributeError):  # it is gone, or no longer ours
+            return
+
+
+def served_name(rollout: RolloutConfig, model: ModelConfig) -> str:
+    """What clients call the model."""
+    return rollout.prometheus.served_model_name or model.path
 
 
 def served_model(rollout: RolloutConfig, model: ModelConfig, heeds_seeds: bool = True) -> Served:
@@ -39,7 +54,7 @@ def served_model(rollout: RolloutConfig, model: ModelConfig, heeds_seeds: bool =
     text = config_of(model).get_text_config()
     tokenizer = tokenizer_of(model)
     return Served(
-        name=rollout.prometheus.served_model_name or model.path,
+        name=served_name(rollout, model),
         tokenizer=tokenizer,
         max_model_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         vocab_size=getattr(text, "vocab_size", None) or len(tokenizer),
@@ -52,27 +67,22 @@ def make_server(
     model: ModelConfig,
     client: GenerationClient,
     *,
-    token: str | None = None,
-    host: str | None = "",
-    port: int | None = None,
     heeds_seeds: bool = True,
-) -> tuple[OpenAIServer, Access]:
-    """A server that has its port and answers once it is started (`start` or `start_thread`).
+    log_file: Path | None = None,
+) -> tuple[ServerProcess, Access]:
+    """A server that has its port; it runs once it is started, in a process of its own.
 
     Args:
-        client: over all replicas, or of one.
-        token: the run's; None: by `rollout.server.api_key_env`.
-        host: None: the node's address; "": `rollout.server.host`.
-        port: None: `rollout.server.port`.
+        rollout: its group `server` has host, port, limits and the token's variable.
+        model: gives the tokenizer and the name.
+        client: over all replicas.
         heeds_seeds: the engine samples with a request's own seed.
+        log_file: where the process writes.
 
     Raises:
         RolloutError: the port is taken, the host is not this machine's, the token's variable is not set.
     """
-    served = served_model(rollout, model, heeds_seeds)
-    token = token or new_token(rollout.server.api_key_env)
-    app = create_app(client, served, token)
-    server = OpenAIServer(
-        app, rollout.server.host if host == "" else host, rollout.server.port if port is None else port
-    )
-    return server, Access(server.url, token, served.name)
+    token = new_token(rollout.server.api_key_env)
+    listener = Listener(rollout.server.host, rollout.server.port)
+    server = ServerProcess(client, Setup(rollout, model, token, heeds_seeds), listener, log_file)
+    return server, Access(listener.url, token, served_name(rollout, model))

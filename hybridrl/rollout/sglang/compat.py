@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
+from hybridrl.utils import device
 
 if TYPE_CHECKING:
-    from hybridrl.weight_sync.messages import Bucket
+    from hybridrl.rollout.sglang.weights import Question
+    from hybridrl.weight_sync.messages import Bucket, ShardBucket
 
 #: tested with this code on a CPU
 TESTED = ("0.5.23",)
@@ -87,8 +89,10 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, sorted(set(group)))) for group in groups),
         }
     return {key: value for key, value in wanted.items() if key not in os.environ} | {
-        # Overrides the user: the number of threads depends on the replicas of the node.
-        "OMP_NUM_THREADS": str(spec.threads)
+        # Overrides the user: the number of threads depends on the replicas of the node, and the package that releases
+        # SGLang's memory refuses expandable segments.
+        "OMP_NUM_THREADS": str(spec.threads),
+        **device.without_expandable_segments(os.environ),
     }
 
 
@@ -119,6 +123,7 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "disable_cuda_graph": config.enforce_eager or not on_gpu,
         "schedule_policy": "fcfs",
         "enable_priority_scheduling": config.scheduling_policy == "priority",
+        "schedule_low_priority_values_first": config.scheduling_policy == "priority",
         "enable_deterministic_inference": config.full_determinism,
         "random_seed": config.seed + spec.index,
         "custom_weight_loader": [LOADER],
@@ -126,12 +131,13 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "watchdog_timeout": config.stuck_timeout_s,
         "log_level": "error",
     }
-    if model.override_config:
-        wanted["json_model_override_args"] = json.dumps(dict(model.override_config))
+    if overrides := engine_overrides(model):
+        wanted["json_model_override_args"] = json.dumps(overrides)
     if on_gpu:
         wanted |= {
             "mem_fraction_static": config.gpu_memory_utilization,
             "enable_memory_saver": config.free_cache_engine,
+            "enable_weights_cpu_backup": config.free_cache_engine and config.sleep_level == 1,
         }
         if config.cudagraph_capture_sizes:
             wanted["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
@@ -219,6 +225,7 @@ class Server:
         self.vocabulary: int = self._manager.model_config.vocab_size
         config = spec.config
         self._tensor_ranks: int = config.tensor_model_parallel_size
+        self._by_priority = config.scheduling_policy == "priority"
 
     @property
     def leftovers(self) -> list[str]:
@@ -228,7 +235,12 @@ class Server:
         return [*segments, *([path] if path else [])]
 
     async def generate(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any], stream_interval: int | None
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        stream_interval: int | None,
+        priority: int,
     ) -> AsyncIterator[Output]:
         """The request's outputs: one at its end, or, with `stream_interval`, one every so many tokens.
 
@@ -253,6 +265,7 @@ class Server:
             return_sampling_mask=truncated,
             rid=request_id,
             stream=stream_interval is not None,
+            priority=priority if self._by_priority else None,  # otherwise SGLang logs that it ignores it
         )
         try:
             async for said in self._manager.generate_request(wanted, None):
@@ -274,14 +287,14 @@ class Server:
 
         _succeeded(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")))
 
-    async def load(self, bucket: "Bucket | None") -> None:
-        """Have every process load a bucket, or (None) release the sender's memory."""
+    async def load(self, content: "Bucket | ShardBucket | Question | None") -> None:
+        """Have every process load a bucket, answer a question, or (None) release the sender's memory."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         from hybridrl.rollout.sglang.weights import message
 
-        payload = MultiprocessingSerializer.serialize(message(bucket))
+        payload = MultiprocessingSerializer.serialize(message(content))
         update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self._tensor_ranks, load_format=LOADER, flush_cache=False
         )

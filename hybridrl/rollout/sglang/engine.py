@@ -27,7 +27,7 @@ from hybridrl.rollout.inference_engine import (
 )
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
-from hybridrl.weight_sync.messages import Bucket
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 _LOG_LINES = 30
@@ -40,8 +40,7 @@ _LAST_LINES_S = 1
     "sglang",
     packages=("sglang",),
     auto=2,
-    install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang), "
-    "or pip install 'hybridrl[sglang]'",
+    install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang)",
 )
 class SGLangEngine(InferenceEngine):
     """SGLang's engine in a separate process, and the calls to it."""
@@ -88,7 +87,11 @@ class SGLangEngine(InferenceEngine):
     async def begin_update(self) -> None:
         await self._host.call("begin_update")
 
-    async def load_bucket(self, bucket: Bucket) -> None:
+    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
+        found: list[Requirement] = await self._host.call("requirements", checkpoint)
+        return found
+
+    async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         await self._host.call("load_bucket", bucket)
 
     async def end_update(self) -> None:
@@ -267,6 +270,6 @@ def _memory_hint(spec: EngineSpec) -> str:
         return f"If memory is short: {key}.engine_kwargs.sglang.max_total_tokens bounds the KV cache"
     return (
         f"If memory is short: lower {key}.gpu_memory_utilization ({spec.config.gpu_memory_utilization}), max_num_seqs "
-        "or max_model_len, or offload training state with actor_rollout_ref.actor.fsdp_config.param_offload and "
-        "optimizer_offload"
+        "or max_model_len, or offload training state with param_offload and optimizer_offload in "
+        "actor_rollout_ref.actor.fsdp_config (or .megatron)"
     )

@@ -14,9 +14,11 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.rollout.sglang import wire
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from hybridrl.rollout.request import Completion, Request
     from hybridrl.rollout.sglang.compat import Output, Server
     from hybridrl.rollout.stop_strings import StopStrings
-    from hybridrl.weight_sync.messages import Bucket
+    from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _STATUS_S = 0.25
 _ABORT_AGAIN_S = 0.05
@@ -100,7 +102,7 @@ class Host:
         end, output = None, None
         try:
             interval, seen = (_STOP_INTERVAL if stop else None), 0
-            async for output in self.server.generate(name, request.prompt_ids, wanted, interval):
+            async for output in self.server.generate(name, request.prompt_ids, wanted, interval, request.priority):
                 if stop is None or end is not None:
                     continue
                 end = stop.first_end(output.token_ids, seen)
@@ -146,7 +148,16 @@ class Host:
     async def begin_update(self) -> None:
         await self.server.begin_update()
 
-    async def load_bucket(self, bucket: "Bucket") -> None:
+    async def requirements(self, checkpoint: "Checkpoint") -> "list[Requirement]":
+        """See `InferenceEngine.requirements`."""
+        from hybridrl.rollout.sglang.weights import Question
+
+        with tempfile.TemporaryDirectory() as folder:
+            await self.server.load(Question(checkpoint, folder))
+            files = sorted(Path(folder).iterdir(), key=lambda file: int(file.name))
+            return [pickle.loads(file.read_bytes()) for file in files]
+
+    async def load_bucket(self, bucket: "Bucket | ShardBucket") -> None:
         await self.server.load(bucket)
 
     async def end_update(self) -> None:
@@ -159,6 +170,7 @@ class Host:
         if self._names:
             raise RuntimeError(f"memory is released while {len(self._names)} requests are in flight")
         if wanted := [tag for tag in tags if tag not in self._released]:
+            await self.server.drop_prefixes()  # returns when the last batch has left SGLang's books, too
             await self.server.release(wanted)
             self._released.update(wanted)
 

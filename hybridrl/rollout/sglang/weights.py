@@ -7,12 +7,15 @@ and whose tensor is empty, so that only the message goes through SGLang; the wei
 import base64
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from hybridrl.weight_sync.messages import Bucket
-from hybridrl.weight_sync.receive import WeightReceiver
+from hybridrl.errors import RolloutError
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, ShardBucket
+from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
 
 #: how SGLang finds the loader
 LOADER = f"{__name__}.load"
@@ -22,35 +25,58 @@ _JOINED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 _receiver: WeightReceiver | None = None
+_shards: ShardReceiver | None = None
 _waiting: dict[str, torch.Tensor] = {}
 
 
-def message(bucket: Bucket | None) -> list[tuple[str, torch.Tensor]]:
-    """The named tensors that tell `load` to load a bucket, or (None) that there are no more."""
-    return [(base64.b64encode(pickle.dumps(bucket)).decode("ascii"), torch.empty(0))]
+@dataclass(frozen=True)
+class Question:
+    """Asks every process what it needs of a checkpoint; each answers with a pickled `Requirement` in a file.
+
+    Attributes:
+        folder: on this node. The file's name is the rank of the process.
+    """
+
+    checkpoint: Checkpoint
+    folder: str
+
+
+def message(content: Bucket | ShardBucket | Question | None) -> list[tuple[str, torch.Tensor]]:
+    """The named tensors that tell `load` what to load or to answer, or (None) that there are no more."""
+    return [(base64.b64encode(pickle.dumps(content)).decode("ascii"), torch.empty(0))]
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """SGLang's hook: load what `message` names."""
-    global _receiver
+    global _receiver, _shards
     ((text, _),) = named_tensors
-    bucket: Bucket | None = pickle.loads(base64.b64decode(text))
+    content: Bucket | ShardBucket | Question | None = pickle.loads(base64.b64decode(text))
     device = next(model.parameters()).device
-    if _receiver is None:
+    if _receiver is None or _shards is None:
         # SGLang copies what it loads before it returns, so that no copy of the bucket is needed.
         _receiver = WeightReceiver(device, torch.distributed.get_rank(), copies=False)
-    weights: Weights
-    if bucket is None:
-        weights = list(_waiting.items())
-        _waiting.clear()
-    else:
-        weights = joined(_receiver.tensors(bucket), _waiting)
+        _shards = ShardReceiver(_receiver, lambda weights: _load(model, joined(weights, _waiting)))
     with torch.no_grad():
-        model.load_weights(weights)  # type: ignore[operator]  # every model of SGLang has it
+        if isinstance(content, Question):
+            file = Path(content.folder) / str(_receiver.rank)
+            file.write_bytes(pickle.dumps(_shards.require(content.checkpoint)))
+        elif isinstance(content, ShardBucket):
+            _shards.load(content)
+        elif content is not None:
+            _load(model, joined(_receiver.tensors(content), _waiting))
+        else:
+            _load(model, list(_waiting.items()))
+            _waiting.clear()
+            if faults := _shards.finish():
+                raise RolloutError(f"weights of process {_receiver.rank} after an update: {'; '.join(faults)}")
     if device.type != "cpu":
         torch.accelerator.synchronize()
-    if bucket is None:
+    if content is None:
         _receiver.close()
+
+
+def _load(model: nn.Module, weights: Weights) -> None:
+    model.load_weights(weights)  # type: ignore[operator]  # every model of SGLang has it
 
 
 def joined(weights: Weights, waiting: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,7 +88,7 @@ def joined(weights: Weights, waiting: dict[str, torch.Tensor]) -> Iterator[tuple
     """
     for name, value in weights:
         mine = next((part for part in _JOINED if part in name), None)
-        if mine is None:
+        if mine is None or value.is_meta:  # one without memory is not joined, or it would not be without
             yield name, value
             continue
         other = name.replace(mine, _JOINED[1 - _JOINED.index(mine)])

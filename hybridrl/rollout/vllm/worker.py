@@ -5,13 +5,16 @@ Methods are called by name through `collective_rpc`. Their names start with `hyb
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hybridrl.rollout.vllm import compat
 from hybridrl.rollout.vllm.parent_watch import end_with_owner
-from hybridrl.weight_sync.receive import WeightReceiver
+from hybridrl.weight_sync.messages import ShardBucket
+from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
 
 
 class WeightReceiverExtension:
@@ -20,32 +23,61 @@ class WeightReceiverExtension:
     device: torch.device
     rank: int
     model_runner: Any
+    vllm_config: Any
     _hybridrl_receiver: WeightReceiver
+    _hybridrl_shards: ShardReceiver
 
     def hybridrl_begin_update(self) -> None:
         """Prepare the model for loading weights."""
         if not hasattr(self, "_hybridrl_receiver"):
             self._hybridrl_receiver = WeightReceiver(self.device, self.rank, copies=not compat.can_detach_pending())
-        with torch.device(self.device):
+            model = self.model_runner.get_model()
+            self._hybridrl_shards = ShardReceiver(
+                self._hybridrl_receiver, model.load_weights, self._hybridrl_settle, lambda: compat.forget_loaded(model)
+            )
+        with self._hybridrl_loading():
             compat.begin_loading(self.model_runner.get_model())
 
-    def hybridrl_load_bucket(self, pickled: bytes) -> int:
-        """Load a pickled `Bucket`; returns the number of its parameters."""
+    def hybridrl_require(self, pickled: bytes) -> bytes:
+        """Return, pickled, the `Requirement` of this process for a pickled `Checkpoint`."""
+        with self._hybridrl_loading():
+            found = self._hybridrl_shards.require(pickle.loads(pickled))
+            compat.begin_loading(self.model_runner.get_model())
+        return pickle.dumps(found)
+
+    def hybridrl_load_bucket(self, pickled: bytes) -> None:
+        """Load a pickled `Bucket` or `ShardBucket`."""
         bucket = pickle.loads(pickled)
         model = self.model_runner.get_model()
-        with torch.device(self.device), torch.no_grad():
-            model.load_weights(self._hybridrl_receiver.tensors(bucket))
-            if not self._hybridrl_receiver.copies:
-                compat.detach_pending(model, self._hybridrl_receiver.last)
+        with self._hybridrl_loading():
+            if isinstance(bucket, ShardBucket):
+                self._hybridrl_shards.load(bucket)
+            else:
+                model.load_weights(self._hybridrl_receiver.tensors(bucket))
+                if not self._hybridrl_receiver.copies:
+                    compat.detach_pending(model, self._hybridrl_receiver.last)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        return len(bucket.entries)
 
-    def hybridrl_end_update(self) -> None:
-        """Generate with the loaded weights."""
-        with torch.device(self.device):
-            compat.end_loading(self.model_runner.get_model(), self.model_runner.model_config)
+    def hybridrl_end_update(self) -> list[str]:
+        """Generate with the loaded weights. Returns what went wrong with them."""
+        faults: list[str] = []
+        with self._hybridrl_loading():
+            if self._hybridrl_shards.began:
+                faults = self._hybridrl_shards.finish()
+            else:
+                self._hybridrl_settle()
         self._hybridrl_receiver.close()
+        return faults
+
+    def _hybridrl_settle(self) -> None:
+        compat.end_loading(self.model_runner.get_model(), self.model_runner.model_config)
+
+    @contextmanager
+    def _hybridrl_loading(self) -> Iterator[None]:
+        """The context in which vLLM's loaders work."""
+        with compat.engine_config(self), torch.device(self.device), torch.no_grad():
+            yield
 
     def hybridrl_pid(self) -> int:
         return os.getpid()

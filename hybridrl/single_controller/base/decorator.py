@@ -19,6 +19,8 @@ ranks get the same object as an argument, it is sent once.
 | DP_COMPUTE_PROTO_WITH_FUNC | likewise, but the first argument, a function, goes to every rank | likewise |
 | DP_COMPUTE_METRIC | like DP_COMPUTE_PROTO | list of all values |
 | make_nd_compute_dataproto_dispatch_fn | rows split over a named mesh's data-parallel axis | one rank of each group |
+| make_nd_compute_dispatch_fn | the caller's lists, one entry per data-parallel rank | one rank of each group |
+| make_one_to_all_dispatch_fn | the same to every rank | one rank of each group |
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from hybridrl.protocol import DataProto, DataProtoFuture
+from hybridrl.protocol import DataProto, DataProtoFuture, concat_tensordict
 from hybridrl.single_controller.base.padding import CollectUnpadded, Padding, pad_to_divisor, unpad_output
 
 # Attribute of the function that holds how the method was registered.
@@ -145,10 +147,12 @@ def dispatch_dp_compute_data_proto_with_func(
     return ([args[0]] * worker_group.world_size, *split_args), split_kwargs
 
 
-def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> DataProto | DataProtoFuture:
-    """Concatenate the ranks' `DataProto` outputs in rank order."""
+def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
+    """Concatenate the ranks' `DataProto` (or `TensorDict`) outputs in rank order; a future if they are pending."""
     if isinstance(output, PendingOutputs):
         return output.concat()
+    if output and all(isinstance(shard, TensorDict) for shard in output):
+        return concat_tensordict(output)
     for rank, shard in enumerate(output):
         if not isinstance(shard, DataProto):
             raise TypeError(
@@ -235,6 +239,12 @@ def make_nd_compute_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]
     are also such a list."""
     mesh = _Mesh(mesh_name, as_data_proto=False)
     return {"dispatch_fn": mesh.dispatch, "collect_fn": mesh.collect}
+
+
+def make_one_to_all_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+    """Return a dispatch mode that passes the same arguments to every rank, and returns a list with the output of one
+    rank of each group of the named mesh, e.g. of each pipeline stage."""
+    return {"dispatch_fn": dispatch_one_to_all, "collect_fn": _Mesh(mesh_name, as_data_proto=False).collect}
 
 
 def collect_order(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> list[int]:

@@ -13,7 +13,16 @@ from hybridrl.single_controller.base.decorator import Dispatch, register
 from hybridrl.utils.cores import available_cores
 
 # `set_up_process` sets these for each rank. Nothing else may set them.
-RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_RANK",
+    "RAY_LOCAL_WORLD_SIZE",
+    "RAY_LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 # Libraries read their number of threads from these when they are imported.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -79,12 +88,20 @@ def _bound_socket(port: int) -> socket.socket:
 
 
 def set_up_process(settings: WorkerSettings, master_address: str, master_port: int) -> None:
-    """Set up a rank's environment: the variables of `torch.distributed`, the thread counts, crash reports."""
+    """Set up a rank's environment: the variables of `torch.distributed`, the thread counts, crash reports.
+
+    Raises:
+        UserError: the rank has a GPU that PyTorch cannot use.
+    """
     import torch
+
+    from hybridrl.utils import device
 
     faulthandler.enable()
     if not settings.use_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a slot without a GPU uses the CPU, even if there are GPUs
+    else:
+        device.require_gpu()
     one_visible = settings.use_gpu and torch.cuda.device_count() == 1
     threads = settings.threads or max(1, available_cores() // max(1, settings.node_workers))
     os.environ.update(
@@ -94,6 +111,9 @@ def set_up_process(settings: WorkerSettings, master_address: str, master_port: i
             "LOCAL_WORLD_SIZE": str(settings.local_world_size),
             # an index among the devices that this process sees
             "LOCAL_RANK": "0" if one_visible else str(settings.local_rank),
+            # verl's names of the place on the node, whichever devices are visible
+            "RAY_LOCAL_WORLD_SIZE": str(settings.local_world_size),
+            "RAY_LOCAL_RANK": str(settings.local_rank),
             "MASTER_ADDR": master_address,
             "MASTER_PORT": str(master_port),
             "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false"),

@@ -3,7 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.single_controller.ray.calls import RayDataProtoFuture, RayPendingOutputs
-from hybridrl.single_controller.ray.colocation import create_colocated_worker_cls, create_colocated_worker_cls_fused
+from hybridrl.single_controller.ray.colocation import (
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
+)
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, ResourcePoolManager
 from hybridrl.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
 
@@ -25,6 +29,7 @@ __all__ = [
     "SubRayResourcePool",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
     "extract_pg_from_exist",
     "merge_resource_pool",
     "split_resource_pool",

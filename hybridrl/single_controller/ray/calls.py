@@ -27,8 +27,9 @@ from hybridrl.single_controller.ray import postmortem
 if TYPE_CHECKING:
     from hybridrl.single_controller.ray.worker_group import RayWorkerGroup
 
-# After a symptom (a broken collective, a death) the cause may still arrive.
-GRACE_COLLECTIVE_S = 10.0
+# After a symptom (a broken collective, a death) the cause may still arrive. On a busy machine Ray takes seconds to
+# notice that a process is gone.
+GRACE_COLLECTIVE_S = 30.0
 GRACE_DEATH_S = 1.0
 # A failure of another call is raised in place of this one if this one does not end by itself.
 GRACE_FOREIGN_S = 10.0
@@ -118,41 +119,45 @@ class Call:
         pending = list(self.answers)
         owners = {**_IN_FLIGHT.snapshot(), **self.owners()}
         others = [answer for answer, call in owners.items() if call is not self]
-        broken_other, broken_until = None, deadline
-        slowest = 0.0
+        broken_others: list[Any] = []
+        broken_until = deadline
+        spans: dict[int, tuple[float, float]] = {}
         while pending:
             done, _ = ray.wait(
                 pending + others, num_returns=1, timeout=max(0.0, min(deadline, broken_until) - time.monotonic())
             )
-            if not done and broken_other is not None and broken_until < deadline:
-                _fail([broken_other], pending, owners)
+            if not done and broken_others and broken_until < deadline:
+                _fail(broken_others, pending, owners)
             if not done:
                 self._time_out(pending, timeout_s)
             answered = done[0]
             if answered in pending:
                 pending.remove(answered)
                 try:
-                    slowest = max(slowest, ray.get(answered).seconds)
+                    answer = ray.get(answered)
+                    if self.method != CONSTRUCTOR:
+                        spans[self.rank_of(answered)] = (answer.started, answer.seconds)
                 except RayError:
-                    _fail([answered], [*pending, *others], owners)
+                    _fail([answered, *broken_others], [*pending, *others], owners)
                 continue
             others.remove(answered)
             try:
                 ray.get(answered)
                 _IN_FLIGHT.remove([answered])
             except RayError:
-                if broken_other is None:
-                    broken_other, broken_until = answered, time.monotonic() + GRACE_FOREIGN_S
-        self._end(slowest)
+                if not broken_others:
+                    broken_until = time.monotonic() + GRACE_FOREIGN_S
+                broken_others.append(answered)
+        self._end(spans)
 
     def owners(self) -> dict[Any, Call]:
         """Map each of the answers to this call."""
         return dict.fromkeys(self.answers, self)
 
-    def _end(self, slowest: float) -> None:
+    def _end(self, spans: dict[int, tuple[float, float]]) -> None:
         self.ended = True
         _IN_FLIGHT.remove(self.answers)
-        self.group.add_seconds(self.method, slowest)
+        self.group.add_spans(self.method, spans)
 
     def rank_of(self, answer: Any) -> int:
         """Return the rank that an answer comes from."""
@@ -224,9 +229,11 @@ class _Failure:
 
 
 def _fail(failed: list[Any], others: list[Any], owners: dict[Any, Call]) -> NoReturn:
-    """Raise the cause of failed answers. `others` are answers that may still contain it."""
-    for answer in failed:
-        owners[answer].group.raise_if_ended()
+    """Raise the cause of failed answers. `others` are answers that may still contain it.
+
+    All failures are part of the error, and the groups that they come from end with it, so none is reported twice.
+    """
+    owners[failed[0]].group.raise_if_ended()
     failures = [_judge(answer, owners) for answer in failed]
     grace = {0: 0.0, 1: GRACE_DEATH_S, 2: GRACE_COLLECTIVE_S}
     until = time.monotonic() + grace[failures[0].kind]
@@ -363,7 +370,8 @@ class RayShardFuture(DataProtoFuture):
         counts = [answer.rows for answer in ray.get(self.answers, timeout=timeout)]
         if min(counts) < 0:
             raise TypeError(
-                f"part {counts.index(-1)} of a future batch is no DataProto; the method must return one on every rank"
+                f"part {counts.index(-1)} of a future batch is no DataProto: the method must return one on every rank. "
+                "Call get() on a future of something else and pass the result"
             )
         total = sum(counts)
         if isinstance(self.collect_fn, CollectUnpadded):

@@ -13,8 +13,8 @@ from hybridrl.errors import PlacementError
 if TYPE_CHECKING:
     from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 
-# Resources of workers that were just killed are free again after the node's next report.
-_SETTLE_S = 5.0
+# Resources of killed workers are free again after the node's next report, which is late on a busy machine.
+_SETTLE_S = 30.0
 _PREFIXES = ("memory", "object_store_memory", "node:")
 
 

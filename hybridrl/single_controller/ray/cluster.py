@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import site
 import socket
 import sys
@@ -15,22 +16,29 @@ from typing import Any
 import psutil
 import ray
 from ray._common.utils import get_default_ray_temp_dir
+from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
+from hybridrl.config.checks.run import visible_gpus
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
 from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
 from hybridrl.single_controller.ray.reaper import Reaper
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool, check_mapping
+from hybridrl.single_controller.ray.watch import ClusterWatch
 from hybridrl.utils.child_processes import keep_exit_codes
+from hybridrl.utils.cores import available_cores
 
 _ANSWER_LIMIT_S = 10.0
+_FEW, _PER_CORE = 8, 4  # worker processes without a GPU that are accepted: on any machine, and for each core
+_START_S, _MEMORY_GB = 6.0, 0.6  # what a worker process takes to start: seconds of a core, memory
 _TOO_SLOW = "timed out during startup"  # part of Ray's message
 _SETTINGS_FRAME = 4
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 
 _started_here = False
 _reaper: Reaper | None = None
+_watch: ClusterWatch | None = None
 
 
 def init_ray(
@@ -59,7 +67,7 @@ def init_ray(
         PlacementError: the placement does not fit on the nodes (checked before Ray would wait for it), or torchrun
             started this program.
     """
-    global _started_here, _reaper
+    global _started_here, _reaper, _watch
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the command lines of this package have removed it
         raise PlacementError(
             f"torchrun started this program, as rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}: every "
@@ -73,7 +81,9 @@ def init_ray(
         address = given.pop("address", None) or os.environ.get("RAY_ADDRESS") or _running_cluster()
         slots = sum(map(sum, pools.values()))
         options = _options(given, address, slots + extra_cpus)
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+        if options["address"] == "local":
+            _check_cores(slots, use_gpu)
+        logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(_is_a_risk)
         # When started in a thread, Ray cannot handle SIGTERM. It need not, because the program does.
         logging.getLogger("ray._private.worker").addFilter(_is_not_about_sigterm)
         try:
@@ -84,15 +94,31 @@ def init_ray(
                 f"no Ray cluster answers at {address!r}: {error}. Unset RAY_ADDRESS (or ray_kwargs.ray_init.address) "
                 "to start Ray on this machine, or start the cluster with `ray start --head`"
             ) from error
+        _check_token(options["address"])
         _started_here = True
         if options["address"] == "local":
-            _reaper = Reaper(_raylets())
+            processes = _processes_of_ray()
+            _reaper = Reaper([pid for name, pid in processes.items() if name == "raylet"])
+            _watch = ClusterWatch(processes, os.path.join(_session_folder(), "logs"))
     keep_exit_codes(adopt_orphans=False)
     wants_gpu = cluster_has_gpus() if use_gpu is None else use_gpu
     check_placement(
         {name: RayResourcePool(list(counts), use_gpu=wants_gpu, name_prefix=name) for name, counts in pools.items()}
     )
     return wants_gpu
+
+
+def _check_cores(slots: int, use_gpu: bool | None) -> None:
+    """Refuse more worker processes than this machine's cores can start in reasonable time."""
+    cores = available_cores()
+    if use_gpu or (use_gpu is None and visible_gpus()) or slots <= max(_FEW, _PER_CORE * cores):
+        return
+    minutes = slots * _START_S / cores / 60
+    raise PlacementError(
+        f"{slots} worker processes on {cores} cores would take about {minutes:.0f} min to start, and "
+        f"{slots * _MEMORY_GB:.0f} GB of memory. Without GPUs, ask for {cores}, and for {max(_FEW, _PER_CORE * cores)} "
+        "at most (trainer.n_gpus_per_node x trainer.nnodes, or the pools of placement.pools)"
+    )
 
 
 def start_ray(**options: Any) -> None:
@@ -135,19 +161,63 @@ def _rays_processes() -> set[psutil.Process]:
     return found
 
 
+def _is_a_risk(record: logging.LogRecord) -> bool:
+    """Leave out that authentication is on; that it is off is for the user."""
+    return "authentication is enabled" not in record.getMessage()
+
+
+def _check_token(address: str) -> None:
+    """Warn if whoever reaches the cluster may use it, and keep the file with the token to its owner."""
+    with contextlib.suppress(OSError):
+        token = os.path.expanduser("~/.ray/auth_token")  # Ray leaves it readable to every user of the machine
+        if os.stat(token).st_mode & 0o077:
+            os.chmod(token, 0o600)
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        notify(
+            f"the Ray cluster ({'started here' if address == 'local' else address}) has no token authentication: "
+            "whoever reaches its ports can run code on its nodes. Unset RAY_AUTH_MODE where Ray is started here; for a "
+            "cluster, make a token with `ray get-auth-token --generate` and start it with RAY_AUTH_MODE=token "
+            "(docs/network.md)",
+            "warning",
+        )
+
+
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
     return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def shutdown_ray() -> None:
     """End what `init_ray` started: the processes of this driver, and Ray if it was started here. Does nothing
-    otherwise."""
-    global _started_here, _reaper
+    otherwise.
+
+    Ray's folder with sockets and logs is removed where Ray was started here, unless an exception is being handled:
+    its message may name the logs.
+    """
+    global _started_here, _reaper, _watch
+    folder = None
+    if _watch is not None:
+        _watch.dismiss()
+        folder = _session_folder()
     if _started_here and ray.is_initialized():
         ray.shutdown()
     if _reaper is not None:
         _reaper.dismiss()
-    _started_here, _reaper = False, None
+    if folder and sys.exc_info()[0] is None:
+        _remove_session(folder)
+    _started_here, _reaper, _watch = False, None, None
+
+
+def _session_folder() -> str:
+    node = ray._private.worker.global_worker.node  # Ray has no public way to it
+    return "" if node is None else str(node.get_session_dir_path())
+
+
+def _remove_session(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    latest = os.path.join(os.path.dirname(folder), "session_latest")
+    if os.path.islink(latest) and not os.path.exists(latest):
+        with contextlib.suppress(OSError):  # another run has just replaced it
+            os.unlink(latest)
 
 
 def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[str, Any]:
@@ -175,8 +245,10 @@ def _options(given: dict[str, Any], address: str | None, num_cpus: int) -> dict[
     }
 
 
-def _raylets() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if child.name() == "raylet"]
+def _processes_of_ray() -> dict[str, int]:
+    """Return the ids of the processes without which the cluster that was started here ends."""
+    children = {child.name(): child.pid for child in psutil.Process().children()}
+    return {name: children[name] for name in ("gcs_server", "raylet") if name in children}
 
 
 def _check_answers(address: str) -> None:

@@ -62,6 +62,34 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> 
     return colocated
 
 
+def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type:
+    """Build a class that hosts several roles in each process, to derive from.
+
+    A method of the derived class reaches each role's worker under the role's name (`self.actor.add(x)`), and so does
+    the controller after `group.fuse(roles)` (`group.actor.add(x)`). Ray options of the roles have no effect: give them
+    to the derived class.
+
+    Args:
+        class_dict: each role's worker class with its arguments.
+
+    Raises:
+        ValueError: there are no roles, or a role has a name that every worker uses.
+    """
+    taken = sorted(role for role in class_dict if hasattr(ColocatedWorker, role))
+    if not class_dict or taken:
+        raise ValueError(
+            f"create_colocated_worker_raw_cls needs roles with names of their own; found {taken or 'none'}"
+        )
+    roles = {role: (entry.cls, entry.args, entry.kwargs) for role, entry in class_dict.items()}
+
+    def build(self: ColocatedWorker) -> None:
+        ColocatedWorker.__init__(self, roles)
+        self.__dict__.update(self.worker_dict)
+
+    members = {"__init__": build, "role_classes": {role: entry.cls for role, entry in class_dict.items()}}
+    return type("FusedWorker", (ColocatedWorker,), members)
+
+
 #: Colocated roles always share one process, which is what verl's fused variant asks for.
 create_colocated_worker_cls_fused = create_colocated_worker_cls
 

@@ -30,11 +30,23 @@ from hybridrl.utils.child_processes import keep_exit_codes
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def assigned_gpus() -> str:
+    """Return the GPUs that Ray assigned to this process, as CUDA_VISIBLE_DEVICES lists them.
+
+    Ray sets that variable too, but not if RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
+    """
+    return ",".join(map(str, ray.get_gpu_ids()))
+
+
 class Answer(NamedTuple):
-    """What is returned with a method's result. It is small enough never to be put into the object store."""
+    """What is returned with a method's result. It is small enough never to be put into the object store.
+
+    `started` is a time of day: ranks of several machines have no other clock in common.
+    """
 
     seconds: float
     rows: int
+    started: float
 
 
 class WorkerInfo(NamedTuple):
@@ -85,6 +97,8 @@ class WorkerHost:
                 raise self._host_port
             with contextlib.suppress(PermissionError):  # already leads a session, and so a process group
                 os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything the worker starts
+            if settings.use_gpu:
+                os.environ["CUDA_VISIBLE_DEVICES"] = assigned_gpus()
             set_up_process(settings, *master)
             keep_exit_codes()
             _keep_stacks_readable()
@@ -170,7 +184,8 @@ def has_async_methods(cls: type) -> bool:
 
 
 def _answer(result: Any, started: float) -> Answer:
-    return Answer(time.perf_counter() - started, len(result) if isinstance(result, DataProto) else -1)
+    seconds = time.perf_counter() - started
+    return Answer(seconds, len(result) if isinstance(result, DataProto) else -1, time.time() - seconds)
 
 
 def _keep_stacks_readable() -> None:

@@ -48,9 +48,10 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
     pid = info.pid if info is not None else _number_after("pid: ", str(error))
     node = info.node if info is not None else "unknown"
     tail = log_tail(pid) if pid and _is_here(info) else ""
+    memory = _lack_of_memory(str(error), group.oom_kills_at_start if _is_here(info) else None)
     lines = [
         f"{group.role} rank {rank} of {group.world_size} died in {method} (node {node}, pid {pid or 'unknown'}): "
-        f"{_likely_cause(str(error), tail, group.oom_kills_at_start if _is_here(info) else None)}"
+        f"{memory or _likely_cause(str(error), tail)}"
     ]
     if tail:
         lines += ["Last lines of its log:", *(f"  {line}" for line in tail.splitlines())]
@@ -58,7 +59,7 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
         lines.append(f"Its output is in worker-*-{pid}.err in Ray's log folder on that node.")
     if _RAY_SAYS_NOTHING not in str(error):
         lines.append(f"Ray says: {_flat(str(error))}")
-    return WorkerDiedError(
+    failure = WorkerDiedError(
         "\n".join(lines) + (f"\n{notes}" if notes else ""),
         role=group.role,
         rank=rank,
@@ -66,20 +67,31 @@ def died(group: RayWorkerGroup, rank: int, method: str, error: RayActorError, no
         node=node,
         pid=pid or 0,
     )
+    failure.out_of_memory = memory is not None
+    return failure
 
 
-def _likely_cause(ray_text: str, tail: str, oom_kills_before: int | None) -> str:
+def _lack_of_memory(ray_text: str, oom_kills_before: int | None) -> str | None:
+    """Return who killed the process for lack of memory, or None if nobody is known to have done so."""
     lowered = ray_text.lower()
     if "running low on memory" in lowered or "oomkilled" in lowered or "memory monitor" in lowered:
         return f"Ray killed it because the node ran out of memory; {_LESS_MEMORY}"
     now = oom_kills()
     if oom_kills_before is not None and now is not None and now > oom_kills_before:
-        return f"the kernel killed it, or another process, for lack of memory; {_LESS_MEMORY}"
+        return (
+            "it was killed (SIGKILL), most likely by the kernel, which has killed a process of this machine since the "
+            f"workers started because memory ran out; {_LESS_MEMORY}"
+        )
+    return None
+
+
+def _likely_cause(ray_text: str, tail: str) -> str:
+    lowered = ray_text.lower()
     for mark in _CRASH_MARKS:
         if mark in tail:
             return f"it crashed ({mark}), most likely in native code; the stack is below"
     if "node died" in lowered or "node was terminated" in lowered:
-        return "its node went away"
+        return "its node went away: the machine, or Ray's own process on it (the raylet), ended or does not answer"
     if "exit()" in lowered or "intended" in lowered or "ray.kill" in lowered:
         return "it was ended on purpose (ray.kill, exit, or another failure of the same group)"
     return (

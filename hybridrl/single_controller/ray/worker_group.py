@@ -6,7 +6,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -20,6 +21,7 @@ from hybridrl.single_controller.ray import calls, postmortem
 from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
+from hybridrl.utils.spans import Span, kept
 
 # A call that takes longer counts as hanging, unless the group has its own `timeout_s`.
 DEFAULT_TIMEOUT_S = 7200.0
@@ -48,7 +50,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         super().__init__(cls, *args, **kwargs)
         self.options = options
         self.additional_resource: dict[str, float] = {}
-        self.role_classes: dict[str, type] = {}
+        #: class of each role, of a class made by `create_colocated_worker_raw_cls` or derived from one
+        self.role_classes: dict[str, type] = dict(getattr(cls, "role_classes", {}))
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
         """Set custom Ray resources that each actor takes in addition to its slot."""
@@ -133,6 +136,7 @@ class RayWorkerGroup(WorkerGroup):
         self.role = role or (ray_cls_with_init.cls.__name__ if ray_cls_with_init is not None else self.name_prefix)
         #: seconds that the slowest rank spent in each method, summed over calls
         self.method_seconds: dict[str, float] = {}
+        self._spans: deque[Span] = kept()
         self.oom_kills_at_start = postmortem.oom_kills()
         self._sub_role = ""
         self._shared = _Shared()
@@ -269,6 +273,7 @@ class RayWorkerGroup(WorkerGroup):
             {name: value for name, value in self.__dict__.items() if not isinstance(value, GroupMethod)},
             role=role,
             method_seconds={},
+            _spans=kept(),
             ray_cls_with_init=RayClassWithInitArgs(classes[role]),
             _sub_role=role,
             _mesh_info={},
@@ -365,11 +370,19 @@ class RayWorkerGroup(WorkerGroup):
         """The same as `execute_all_async`."""
         return self.execute_all_async(method_name, *args, **kwargs)
 
-    def add_seconds(self, method: str, seconds: float) -> None:
-        """Add the slowest rank's time in a call (constructors are not calls)."""
+    def add_spans(self, method: str, spans: Mapping[int, tuple[float, float]]) -> None:
+        """Add the times of a call (constructors are not calls): when each rank began it, and its seconds."""
         if method == calls.CONSTRUCTOR:
             return
-        self.method_seconds[method] = self.method_seconds.get(method, 0.0) + seconds
+        slowest = max((seconds for _, seconds in spans.values()), default=0.0)
+        self.method_seconds[method] = self.method_seconds.get(method, 0.0) + slowest
+        self._spans += [Span(f"{self.role}/{method}", rank, *spans[rank]) for rank in sorted(spans)]
+
+    def take_spans(self) -> list[Span]:
+        """Return when each rank was in which method since the previous call of this method; the newest few thousand."""
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
 
     def pop_method_seconds(self) -> dict[str, float]:
         """Return `method_seconds` since the previous call of this method."""

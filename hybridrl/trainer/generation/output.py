@@ -103,15 +103,15 @@ class Output:
             else:
                 values = [[getattr(response, attribute) for response in of_row] for of_row in responses]
             table = table.append_column(pa.field(name, kind), pa.array(values, type=kind))
-        with replacing(self._part(number)) as beside:
-            pq.write_table(table, beside)
+        with replacing(self._part(number)) as temporary:
+            pq.write_table(table, temporary)
 
     def join(self) -> None:
         """Join the parts into the output and remove them. Only one part is in memory at a time."""
         schema = pq.read_schema(self._part(0))
         made_by = {SETTINGS: json.dumps(self.settings, sort_keys=True).encode()}
         schema = schema.with_metadata((schema.metadata or {}) | made_by)
-        with replacing(self.path) as beside, pq.ParquetWriter(beside, schema) as writer:
+        with replacing(self.path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
             for number in range(len(self)):
                 writer.write_table(pq.read_table(self._part(number)).replace_schema_metadata(schema.metadata))
         self.is_complete = True
@@ -161,8 +161,8 @@ class Output:
                     )
                 for part in self.folder.glob("part_*.parquet"):
                     part.unlink()
-        for torn in self.folder.glob(".part_*.tmp"):
-            torn.unlink()
+        for partial in self.folder.glob(".part_*.tmp"):
+            partial.unlink()
         save_json(file, self._plain)
 
     @property

@@ -10,7 +10,7 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, SamplingParams
 from hybridrl.rollout.noise import stream_keys
 from hybridrl.rollout.openai_endpoint import Endpoint, Reply
-from hybridrl.rollout.start import start_rollout
+from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout, start_rollout
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -21,42 +21,39 @@ ROLE = "actor_rollout_ref"
 
 
 def start_processes(
-    config: GenerationConfig, engine: str, manager: ResourcePoolManager, log_folder: Path
-) -> Callable[[], Rollout]:
+    config: GenerationConfig, manager: ResourcePoolManager, log_folder: Path
+) -> tuple[str, Callable[[], Rollout]]:
     """Reserve the devices of the manager's pool for generation, and start whatever does not need the model there.
 
     Args:
-        engine: `rollout.name`, resolved.
         manager: maps the role "actor_rollout_ref" to a pool.
         log_folder: folder for the output of the replicas.
 
     Returns:
-        A function that loads the model and returns the rollout. With an engine, a replica takes as many devices as the
-        product of its parallel sizes, and reads the checkpoint itself.
+        The engine that `rollout.name` stands for on these devices, and a function that loads the model and returns the
+        rollout. With an engine, a replica takes as many devices as the product of its parallel sizes, and reads the
+        checkpoint itself.
+
+    Raises:
+        UserError: the engine is not installed, or a setting cannot work with it.
     """
     policy, trainer = config.actor_rollout_ref, config.trainer
     manager.create_resource_pool()
     pool = manager.get_resource_pool(ROLE)
-    start_timeout_s = trainer.ray_wait_register_center_timeout
+    engine = resolve_rollout(policy, pool.use_gpu)
     if not INFERENCE_ENGINES.facts(engine).in_place:
+        check_layout(devices_per_replica(policy), pool.store)
 
         def start_replicas() -> Rollout:
-            return start_rollout(
-                policy,
-                None,
-                pool,
-                start_timeout_s=start_timeout_s,
-                threads=trainer.threads_per_worker,
-                log_folder=log_folder,
-            )
+            return start_rollout(policy, None, pool, threads=trainer.threads_per_worker, log_folder=log_folder)
 
-        return start_replicas
+        return engine, start_replicas
     group = RayWorkerGroup(
         resource_pool=pool,
         ray_cls_with_init=RayClassWithInitArgs(
             cls=ActorRolloutRefWorker, config=policy, role="rollout", timeout_s=policy.nccl_timeout
         ),
-        ray_wait_register_center_timeout=start_timeout_s,
+        ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
         timeout_s=trainer.phase_timeout_s,
         threads=trainer.threads_per_worker,
     )
@@ -65,7 +62,7 @@ def start_processes(
         group.init_model()
         return InPlaceRollout(group, policy.rollout)
 
-    return load
+    return engine, load
 
 
 def sampling_of(rollout: RolloutConfig, row: int, sample: int) -> SamplingParams:

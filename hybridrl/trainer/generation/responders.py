@@ -12,7 +12,7 @@ from hybridrl.data.files import read_table
 from hybridrl.data.loader import PromptCollator
 from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import UserError
-from hybridrl.models.chat import clean_messages, fault_in_messages
+from hybridrl.models.chat import as_messages, fault_in_prompt
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.trainer.generation.output import Response
 from hybridrl.trainer.generation.processes import Endings, Endpoint, Reply, sampling_of
@@ -120,17 +120,19 @@ class EndpointResponder:
         self.config = config
         data, rollout = config.data, config.actor_rollout_ref.rollout
         table = read_table(data.path, "data.path")
+        if data.ground_truth_key is not None:
+            table = table.with_ground_truth(data.ground_truth_key)
         table.require(data.prompt_key, "data.prompt_key")
         self._index = choose_rows(len(table), data.max_samples, data.shuffle, seed_of(data))
         column = table.column(data.prompt_key)
         for index in self._index:
-            fault = fault_in_messages(column[index])
+            fault = fault_in_prompt(column[index])
             if fault:
                 raise DataError(
                     f"{table.locate(int(index))}: column {data.prompt_key!r} cannot be used as a prompt: {fault}."
                 )
         self._table = table
-        self._messages = [clean_messages(column[index]) for index in self._index]
+        self._messages = [as_messages(column[index], data.system_prompt) for index in self._index]
         self.rows = table.arrow().take(pa.array(self._index))
         self.endpoint = Endpoint(rollout.openai)
         waiting = data.batch_size * data.n_samples

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.checkpoint import digest
-from hybridrl.checkpoint.files import sha256
-from hybridrl.config import GenerationConfig, as_dict
+from hybridrl.config import GenerationConfig, as_dict, validate
+from hybridrl.data.files import fingerprints
 from hybridrl.models.info import checked_identity, tokenizer_of
+from hybridrl.models.loading import check_weights
 from hybridrl.notify import notify
-from hybridrl.registry import INFERENCE_ENGINES, import_external_lib, is_endpoint
-from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
+from hybridrl.registry import import_external_lib, is_endpoint
 from hybridrl.single_controller.ray import ResourcePoolManager
 from hybridrl.trainer.generation.output import Output, parts_folder
 from hybridrl.trainer.generation.processes import ROLE, Endings, Rollout, start_processes
@@ -30,6 +30,7 @@ def run_generation(config: GenerationConfig) -> None:
     Raises:
         UserError: a setting, file or endpoint cannot work. Parts that were written are kept.
     """
+    validate(config)
     import_external_lib(config.actor_rollout_ref.model.external_lib)
     if is_endpoint(config.actor_rollout_ref.rollout.name):
         _through_endpoint(config)
@@ -48,24 +49,22 @@ def _through_endpoint(config: GenerationConfig) -> None:
 def _in_cluster(config: GenerationConfig) -> None:
     placement, device = config.placement, config.trainer.device
     pool = placement.roles[ROLE]
-    engine = resolve_rollout(config.actor_rollout_ref, USES_GPU[device])
-    if not INFERENCE_ENGINES.facts(engine).in_place:
-        check_layout(devices_per_replica(config.actor_rollout_ref), placement.pools[pool])
     manager = ResourcePoolManager({pool: list(placement.pools[pool])}, mapping={ROLE: pool}, use_gpu=USES_GPU[device])
 
     logs = parts_folder(config.data.output_path) / "logs"
 
-    def spawn() -> Callable[[], Rollout]:
-        return start_processes(config, engine, manager, logs)
+    def spawn() -> tuple[str, Callable[[], Rollout]]:
+        return start_processes(config, manager, logs)
 
-    with workers_starting(config.ray_kwargs.ray_init, manager, device, spawn) as started:
+    with workers_starting(config.ray_kwargs, manager, device, spawn) as started:
         tokenizer = tokenizer_of(config.actor_rollout_ref.model)
         identity = checked_identity(config.actor_rollout_ref.model, tokenizer)
+        check_weights(config.actor_rollout_ref.model.path)
         responder = ClusterResponder.of(config, tokenizer, Endings(config.actor_rollout_ref))
+        engine, load = started()
         output = _output(config, responder, {"engine": engine, "model": identity})
         if output.is_complete:
             return
-        load = started()
         with contextlib.closing(load()) as rollout:
             responder.generate, responder.in_flight = rollout.generate, 1 if rollout.in_place else _OVERLAP
             _generate(config, responder, output)
@@ -90,7 +89,7 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
     names = ("do_sample", "temperature", "top_k", "top_p", "ignore_eos", "stop", "seed", "dtype")
     openai = {"base_url": rollout.openai.base_url, "extra_body": rollout.openai.extra_body}
     return {
-        "files": [[Path(file).name, sha256(Path(file).expanduser())] for file in config.data.path],
+        "files": fingerprints(config.data.path),
         **{f"data.{name}": value for name, value in data.items()},
         **{f"rollout.{name}": rollout[name] for name in names},
         "model.path": model.path,

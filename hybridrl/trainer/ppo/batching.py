@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.fields import Widths, narrow, widen
+from hybridrl.protocol.fields import Widths, narrow, padded, widen
 from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from hybridrl.workers.update_plan import MiniBatch
 
@@ -74,12 +74,50 @@ def _widths(batch: DataProto) -> Widths:
     return Widths(batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1])
 
 
-def balanced_order(batch: DataProto, ranks: int) -> torch.Tensor:
-    """Return an order [B] of the rows in which `ranks` equal consecutive shards have about the same work."""
+def padded_batch(batch: DataProto) -> DataProto:
+    """Return a batch without jagged tensors. Fields that are added to it do not appear in `batch`."""
+    tensors = _tensors(batch)
+    if not any(tensor.is_nested for tensor in tensors.values()):
+        return batch.select()
+    return DataProto.from_dict(
+        tensors=padded(tensors), non_tensors=dict(batch.non_tensor_batch), meta_info=dict(batch.meta_info)
+    )
+
+
+def balanced_order(batch: DataProto, ranks: int, families: np.ndarray | None = None) -> torch.Tensor:
+    """Return an order [B] of the rows in which `ranks` equal consecutive shards have about the same work.
+
+    Args:
+        families: for each row what it belongs to; see `split_rows`.
+    """
     lengths = batch.batch["attention_mask"].sum(dim=1)
-    workload = calculate_workload(lengths).tolist()
-    parts = get_seqlen_balanced_partitions(workload, k_partitions=ranks, equal_size=True)
+    parts = split_rows(calculate_workload(lengths).tolist(), ranks, families)
     return torch.tensor([row for part in parts for row in part], dtype=torch.int64)
+
+
+def split_rows(workload: Sequence[int], count: int, families: np.ndarray | None = None) -> list[list[int]]:
+    """Split rows into parts of the same number of rows and about the same work.
+
+    Args:
+        workload: of each row.
+        count: number of parts.
+        families: for each row what it belongs to. Rows of one family share prefixes, which are computed once on each
+            rank that has some of them, so families stay together: all of them if they are equally large and their
+            number can be divided evenly, else all but `count - 1`, without regard to work.
+    """
+    if families is None:
+        return get_seqlen_balanced_partitions(workload, k_partitions=count, equal_size=True)
+    members: dict[str, list[int]] = {}
+    for row, family in enumerate(families.astype(str)):
+        members.setdefault(family, []).append(row)
+    rows_of = list(members.values())
+    if len(rows_of) % count == 0 and len({len(rows) for rows in rows_of}) == 1:
+        work = [sum(workload[row] for row in rows) for rows in rows_of]
+        parts = get_seqlen_balanced_partitions(work, k_partitions=count, equal_size=True)
+        return [[row for family in part for row in rows_of[family]] for part in parts]
+    order = [row for rows in rows_of for row in rows]
+    size = len(order) // count
+    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def epochs_of_mini_batches(
@@ -109,7 +147,11 @@ def seed_of(*numbers: int) -> int:
 
 
 def spread_over_ranks(
-    batch: DataProto, mini_batches: Sequence[np.ndarray], dp_size: int, seeds: Sequence[int] | None = None
+    batch: DataProto,
+    mini_batches: Sequence[np.ndarray],
+    dp_size: int,
+    seeds: Sequence[int] | None = None,
+    families: np.ndarray | None = None,
 ) -> tuple[DataProto, tuple[MiniBatch, ...]]:
     """Arrange a batch for one update call: by shard, and by mini-batch within each shard.
 
@@ -117,13 +159,20 @@ def spread_over_ranks(
     copies of its first row. The copies have an empty `response_mask`, so they add nothing to any loss.
 
     Args:
+        batch: padded; see `padded_batch`.
         mini_batches: the rows of each mini-batch.
         dp_size: number of shards, `WorkerGroup.dp_size`.
         seeds: seed of each mini-batch; None means 0 for all.
+        families: for each row of the batch what it belongs to; see `split_rows`.
 
     Returns:
         The arranged batch, and its mini-batches for an `UpdatePlan`.
+
+    Raises:
+        ValueError: the batch is jagged.
     """
+    if any(tensor.is_nested for tensor in _tensors(batch).values()):
+        raise ValueError("spread_over_ranks was given a jagged batch; pass padded_batch(batch)")
     lengths = batch.batch["attention_mask"].sum(dim=1)
     tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
     workload = calculate_workload(lengths).numpy()
@@ -133,7 +182,7 @@ def spread_over_ranks(
     for number, rows in enumerate(mini_batches):
         missing = -len(rows) % dp_size
         padded = np.concatenate([rows, np.repeat(rows[:1], missing)])
-        parts = get_seqlen_balanced_partitions(workload[padded].tolist(), k_partitions=dp_size, equal_size=True)
+        parts = split_rows(workload[padded].tolist(), dp_size, None if families is None else families[padded])
         for shard, part in enumerate(parts):
             shards[shard].extend(padded[part].tolist())
             is_copy[shard].extend(index >= len(rows) for index in part)

@@ -7,10 +7,11 @@ while Ray and the worker processes start.
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import ModelConfig, PPOTrainerConfig
+from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.data import create_rl_dataset
+from hybridrl.data.ground_truth import report_missing
 from hybridrl.models.info import check_same_tokenizer, checked_identity, tokenizer_of
-from hybridrl.models.loading import check_weights
 from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
@@ -19,7 +20,8 @@ from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_ro
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
-from hybridrl.trainer.startup import USES_GPU
+from hybridrl.trainer.startup import check_engine
+from hybridrl.workers.losses import check_kl_form
 
 
 def prepare(
@@ -34,14 +36,14 @@ def prepare(
     """
     model = config.actor_rollout_ref.model
     import_external_lib(model.external_lib)  # estimators run here; losses, engines and model classes in other processes
-    _check_rollout(config)
     check_loggers(config.trainer.logger)
     check_algorithm(config)
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
     if config.use_critic:
-        check_weights(config.critic.model.path)
         check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
+    _check_engines(config)
+    check_kl_form(config)
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
@@ -53,10 +55,14 @@ def prepare(
         raise
 
 
-def _check_rollout(config: PPOTrainerConfig) -> None:
-    """Refuse an engine, or a layout of its replicas, that cannot work."""
+def check_rollout(config: PPOTrainerConfig, use_gpu: bool) -> None:
+    """Refuse an engine, or a layout of its replicas, that cannot work.
+
+    Args:
+        use_gpu: whether the slots of the pools are GPUs. Only the cluster knows: this process may be on a node without.
+    """
     policy, placement = config.actor_rollout_ref, config.placement
-    name = resolve_rollout(policy, USES_GPU[config.trainer.device])
+    name = resolve_rollout(policy, use_gpu)
     if name != policy.rollout.name:
         notify(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}")
     if INFERENCE_ENGINES.facts(name).in_place:
@@ -64,6 +70,19 @@ def _check_rollout(config: PPOTrainerConfig) -> None:
     rollout = policy.rollout
     shared = placement.pools[placement.roles["actor_rollout_ref"]]
     check_layout(devices_per_replica(policy), [rollout.n_gpus_per_node] * rollout.nnodes or list(shared))
+
+
+def _check_engines(config: PPOTrainerConfig) -> None:
+    """Refuse settings of training engines that do not fit their processes or models, and models without weights."""
+    for spec in active_roles(config):
+        settings, whole = spec.settings_of(config), spec.config_of(config)
+        model = getattr(whole, "model", None)
+        if hasattr(settings, "strategy") and isinstance(model, ModelConfig):
+            pool = pool_of(spec, config)
+            if pool is not None:  # without one, `resource_pools` refuses the role
+                ranks, optim = sum(config.placement.pools[pool]), getattr(settings, "optim", None)
+                saved = settings.checkpoint if spec.saved is not None else None
+                check_engine(spec.where, settings, model, ranks, optim, saved)
 
 
 def _with_data(
@@ -81,6 +100,9 @@ def _with_data(
     if data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
     reward.check(train, val)
+    report_missing(train, "data.train_files")
+    if val is not None:
+        report_missing(val, "data.val_files")
     return RayPPOTrainer(
         config,
         tokenizer,

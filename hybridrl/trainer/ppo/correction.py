@@ -11,6 +11,7 @@ from hybridrl.algorithms import (
 from hybridrl.algorithms.rollout_correction.apply import correction_settings
 from hybridrl.config import RolloutConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.fields import Widths, narrow
 
 #: field with the tokens that rejection keeps, which replaces `response_mask` in the updates. Advantages are estimated
 #: from all samples, because the reward of a rejected sample is still a valid part of its group's baseline.
@@ -54,12 +55,9 @@ def is_untruncated(rollout: RolloutConfig) -> bool:
 def probe_prompts(batch: DataProto) -> DataProto:
     """Return the prompts of the first rows. They are answered again to compare sampler and trainer."""
     batch = batch[:PROBE_ROWS]
-    width = batch.batch["prompts"].shape[1]
+    widths = Widths(batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1])
+    prompts = {name: narrow(name, batch.batch[name], widths, 0, 0) for name in ("attention_mask", "position_ids")}
     return DataProto.from_dict(
-        tensors={
-            "input_ids": batch.batch["prompts"],
-            "attention_mask": batch.batch["attention_mask"][:, :width],
-            "position_ids": batch.batch["position_ids"][:, :width],
-        },
+        tensors={"input_ids": batch.batch["prompts"], **prompts},
         non_tensors=dict(batch.non_tensor_batch),
     )

@@ -173,7 +173,7 @@ class HealthMonitor:
         if self.good is None:
             raise HealthError(
                 f"stopped at step {step}: {back[0].name} asks for going back, and no checkpoint of this run has a good "
-                f"step behind it; set trainer.save_freq lower. {back[0].text}"
+                f"step after it; set trainer.save_freq lower. {back[0].text}"
             )
         if self.rollbacks >= self.settings.max_rollbacks:
             raise HealthError(

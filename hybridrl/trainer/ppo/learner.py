@@ -3,12 +3,13 @@
 Shapes: B sequences, T response tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
@@ -24,7 +25,13 @@ from hybridrl.trainer.ppo.advantage import (
     critic_metrics,
     draw_by_reward,
 )
-from hybridrl.trainer.ppo.batching import balanced_order, epochs_of_mini_batches, seed_of, spread_over_ranks
+from hybridrl.trainer.ppo.batching import (
+    balanced_order,
+    epochs_of_mini_batches,
+    padded_batch,
+    seed_of,
+    spread_over_ranks,
+)
 from hybridrl.trainer.ppo.correction import PROBE_ROWS, TRAINED_MASK, correct_rollout
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.needs import Needs
@@ -69,6 +76,8 @@ class Learner:
     Attributes:
         roles: the roles that take part, in the order of evaluation; see `ROLES`.
         step: number of batches learned from.
+        on_weights_change: called before the weights of any role change. Whatever generates with them adds
+            `Rollout.weights_will_change`.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class Learner:
         self.reward_transform = RewardTransform(config.algorithm)
         self.needs = Needs.of(config)
         self.step = 0
+        self.on_weights_change: list[Callable[[], None]] = []
 
     def init_models(self, total_steps: int) -> None:
         """Have the workers build and load their models, with schedules of `total_steps` training steps."""
@@ -90,14 +100,14 @@ class Learner:
             steps, updates = total_steps, 1
             if spec.update is not None:
                 steps = max(total_steps - spec.update.after(self.config), 1)
-                updates = self._updates_per_step(spec.update.settings(self.config))
+                updates = self._updates_per_step(spec.settings_of(self.config))
             self.groups[spec.name].init_model(steps, updates)
 
     def learn(self, sampled: Sampled) -> StepResult:
         """Run one step: evaluate, correct, estimate advantages, update."""
         self.step += 1
         timer = PhaseTimer(memory_advice())
-        batch = sampled.batch.select()  # fields added here do not appear in the sampler's batch
+        batch = padded_batch(sampled.batch)  # fields added here do not appear in the sampler's batch
         metrics = self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
         metrics |= self.correct(batch, sampled.probe, timer)  # for the mismatch between sampler and trainer
         metrics |= self.estimate_advantages(batch, timer)
@@ -114,7 +124,7 @@ class Learner:
         results are returned in the order of the batch.
         """
         inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
-        inputs, back, metrics = self._balanced(inputs)
+        inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
         inputs.meta_info["ref_kl"] = self.needs.ref_kl
         pending = [
             (one.phase, getattr(self.groups[spec.name], one.method)(inputs))
@@ -141,12 +151,19 @@ class Learner:
                 metrics[f"{spec.name}/score/mean"] = found.sum(dim=-1).mean().item()
         return metrics
 
-    def _balanced(self, inputs: DataProto) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
+    def _families(self, batch: DataProto, spec: RoleSpec) -> np.ndarray | None:
+        """Return the prompt of each row if the role's model computes prefixes once that rows share; else None."""
+        model = getattr(spec.config_of(self.config), "model", None)
+        return batch.non_tensor_batch["uid"] if getattr(model, "share_prefixes", False) else None
+
+    def _balanced(
+        self, inputs: DataProto, families: np.ndarray | None
+    ) -> tuple[DataProto, torch.Tensor | None, dict[str, float]]:
         """Return the rows in balanced order, the inverse order (None if nothing was reordered), and metrics."""
         ranks = self.policy.dp_size(ROLES[POLICY].mesh)
         if not self.config.trainer.balance_batch or ranks == 1 or len(inputs) % ranks:
             return inputs, None, {}
-        order = balanced_order(inputs, ranks)
+        order = balanced_order(inputs, ranks, families)
         lengths = inputs.batch["attention_mask"].sum(dim=1)
         shards = [shard.tolist() for shard in order.chunk(ranks)]
         metrics = log_seqlen_unbalance(lengths.tolist(), shards, prefix="global_seqlen")
@@ -202,6 +219,7 @@ class Learner:
 
     def update(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
         """Run all epochs of mini-batches for the critic and then, once the critic is warmed up, for the policy."""
+        self._announce_change()
         algorithm = self.config.algorithm
         if algorithm.use_pf_ppo:
             seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.step)
@@ -221,13 +239,17 @@ class Learner:
             parts += [{name: metric} for name, found in metrics.items() for metric in found]
         return reduce_to_floats(merge_metrics(parts))
 
+    def _announce_change(self) -> None:
+        for call in self.on_weights_change:
+            call()
+
     def _updates_per_step(self, settings: Any) -> int:
         """Return the number of optimizer steps that a model takes per training step."""
         return settings.ppo_epochs * -(-self.config.data.train_batch_size // settings.ppo_mini_batch_size)
 
     def _update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
         """Yield one batch per epoch, arranged for `ModelWorker.update`."""
-        settings, dp_size = update.settings(self.config), self.groups[spec.name].dp_size(spec.mesh)
+        settings, dp_size = spec.settings_of(self.config), self.groups[spec.name].dp_size(spec.mesh)
         fields = [*MODEL_INPUTS, *update.fields, *(name for name in update.optional if name in batch.batch.keys())]
         objects = batch.non_tensor_batch
         epochs = list(
@@ -246,7 +268,7 @@ class Learner:
         seed = partial(seed_of, settings.data_loader_seed, self.step)
         for epoch, mini_batches in enumerate(epochs):
             seeds = [seed(epoch, number) for number in range(len(mini_batches))]
-            spread, planned = spread_over_ranks(chosen, mini_batches, dp_size, seeds)
+            spread, planned = spread_over_ranks(chosen, mini_batches, dp_size, seeds, self._families(batch, spec))
             yield UpdatePlan(
                 mini_batches=planned,
                 dp_size=dp_size,
@@ -259,19 +281,28 @@ class Learner:
 
     # ------------------------------------------------------------------ state
 
+    @property
+    def background_writers(self) -> list[Any]:
+        """The groups that go on writing after `save` has returned."""
+        saved = [spec for spec in self.roles if spec.saved is not None]
+        return [self.groups[spec.name] for spec in saved if spec.settings_of(self.config).checkpoint.async_save]
+
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the models, and return the rest of the state."""
         for spec in self.roles:
             if spec.saved is not None:
-                contents = spec.saved.settings(self.config).save_contents
-                self.groups[spec.name].save_checkpoint(str(folder / spec.saved.folder), contents)
+                checkpoint = spec.settings_of(self.config).checkpoint
+                how = {"in_background": True} if checkpoint.async_save else {}
+                where = str(folder / spec.saved)
+                self.groups[spec.name].save_checkpoint(where, checkpoint.save_contents, **how)
         return {"kl_ctrl": self.kl_ctrl.state_dict(), "reward_transform": self.reward_transform.state_dict()}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Load the weights, optimizers and schedules of a checkpoint, the KL coefficient and the reward statistics."""
+        self._announce_change()
         for spec in self.roles:
             if spec.saved is not None:
-                contents = spec.saved.settings(self.config).load_contents
-                self.groups[spec.name].load_checkpoint(str(folder / spec.saved.folder), contents)
+                contents = spec.settings_of(self.config).checkpoint.load_contents
+                self.groups[spec.name].load_checkpoint(str(folder / spec.saved), contents)
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.reward_transform.load_state_dict(state["reward_transform"])

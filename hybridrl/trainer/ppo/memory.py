@@ -1,17 +1,22 @@
 """Device memory of each phase of a step, reported before the first step, and advice for when it runs out."""
 
+import math
+from collections.abc import Mapping
+
 from hybridrl.notify import notify
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.ppo.roles import ROLES
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_ACTOR_OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload and optimizer_offload"
+_ACTOR_OFFLOAD = "param_offload and optimizer_offload in actor_rollout_ref.actor.fsdp_config (or .megatron)"
 _GENERATION = (
     f"lower {_ROLLOUT}.max_num_seqs or {_ROLLOUT}.gpu_memory_utilization, raise tensor_model_parallel_size, "
     f"or set {_ACTOR_OFFLOAD}"
 )
 #: the fraction of an engine's memory that may stay allocated after a release (graphs, the library itself)
 _MAY_STAY = 0.25
+#: GiB for the contexts of CUDA and for buffers of collectives
+_RESERVE = 2.0
 
 
 def memory_advice() -> dict[str, str]:
@@ -29,6 +34,22 @@ def memory_advice() -> dict[str, str]:
         if spec.update is not None and spec.update.advice:
             advice[spec.update.phase] = spec.update.advice
     return advice
+
+
+def phase_peaks(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
+    """Return `perf/memory_gb/<phase>`: the peak of memory in each phase since the last call, of the fullest rank."""
+    found: dict[str, float] = {}
+    for name, group in groups.items():
+        spec = ROLES.get(name)
+        phases = {"send_weights": "update_weights", "generate_sequences": "gen"}
+        if spec is not None:
+            phases |= {one.method: one.phase for one in spec.passes}
+            phases |= {"update": spec.update.phase} if spec.update is not None else {}
+        for peaks in group.pop_memory_peaks() if hasattr(group, "pop_memory_peaks") else []:
+            for method, peak in peaks.items():
+                metric = f"perf/memory_gb/{phases.get(method, method)}"
+                found[metric] = max(peak, found.get(metric, 0.0))
+    return found
 
 
 class MemoryReport:
@@ -59,12 +80,32 @@ class MemoryReport:
         points = ", ".join(f"{what} {used:.1f}" for what, used in self._points)
         notify(f"{where} memory in use, GiB of {self._total:.1f}: {points}")
 
+    def check_fits(self, models: float, states: float, utilization: float) -> None:
+        """Warn if training and an engine on the same device need more than it has.
+
+        Args:
+            models: memory in use once the models are loaded.
+            states: what the optimizers' states will take besides, and keep.
+            utilization: the share of the device that the engine takes.
+        """
+        engine = utilization * self._total
+        needed = models + states + engine + _RESERVE
+        if needed > self._total:
+            lower = math.floor(100 * max(0.0, 1 - (needed - engine) / self._total)) / 100
+            notify(
+                f"a device has {self._total:.1f} GiB, and {needed:.1f} are needed while the policy generates: "
+                f"{models:.1f} for loaded models, {states:.1f} for optimizer states, {engine:.1f} for the engine "
+                f"({_ROLLOUT}.gpu_memory_utilization={utilization:g}), {_RESERVE:.1f} in reserve. Lower it to "
+                f"{lower:.2f} or less, or set {_ACTOR_OFFLOAD}",
+                "warning",
+            )
+
     def check_released(self, before: float, awake: float, asleep: float) -> None:
-        """Warn of an engine that keeps its memory after it was told to release it."""
+        """Warn of an engine that keeps its memory after a release."""
         taken = awake - before
         if taken > 0 and asleep - before > _MAY_STAY * taken:
             notify(
-                f"the rollout engine took {taken:.1f} GiB and gave only {awake - asleep:.1f} back when it was "
-                f"told to sleep; training has to do with less. See {_ROLLOUT}.free_cache_engine and engine_kwargs",
+                f"the rollout engine took {taken:.1f} GiB and released only {awake - asleep:.1f}, so training has less "
+                f"memory. See {_ROLLOUT}.free_cache_engine and engine_kwargs",
                 "warning",
             )

@@ -20,8 +20,9 @@ from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.batching import join_generated, trim
 
 SURPLUS_FILE = "surplus.safetensors"
-SCORES = (None, "score", "seq_reward")  # values of filter_groups.metric that mean the summed score
+SCORES = (None, "score", "reward", "seq_reward")  # values of filter_groups.metric that mean the summed score
 _CPU = torch.device("cpu")
+_SAMPLES = "samples_per_prompt"  # in the meta_info of the file
 
 
 class PromptPool:
@@ -190,32 +191,51 @@ class PromptPool:
 
     # ------------------------------------------------------------------ checkpoint
 
+    def position(self) -> tuple[list[DataProto], dict[str, None]]:
+        """Return the waiting prompts, for `rewind`."""
+        return list(self._waiting), dict(self._uids)
+
+    def rewind(self, position: tuple[list[DataProto], dict[str, None]]) -> None:
+        """Go back to the waiting prompts of an earlier moment."""
+        self._waiting, self._uids = list(position[0]), dict(position[1])
+        self._start_step()
+
     def save(self, folder: Path) -> None:
         """Write the waiting prompts, if there are any."""
         if self._waiting:
-            join_generated(self._waiting, self.pad_token_id).save_to_disk(folder / SURPLUS_FILE)
+            batch = join_generated(self._waiting, self.pad_token_id)
+            meta = {**batch.meta_info, _SAMPLES: self.samples}
+            DataProto(batch.batch, batch.non_tensor_batch, meta).save_to_disk(folder / SURPLUS_FILE)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote.
 
         Raises:
-            UserError: the saved prompts have another number of samples.
+            UserError: the prompts were saved with another number of samples per prompt.
         """
         path = folder / SURPLUS_FILE
         self.drop()
         if not path.exists():
             return
         surplus = DataProto.load_from_disk(path)
-        samples = samples_of(surplus)
         uids = {str(uid): None for uid in surplus.non_tensor_batch["uid"]}
-        if samples.count != self.samples * len(uids):
-            found = samples.count // len(uids)
+        # Groups may have less, down to all of them, where samples were dropped (reward.on_error=drop).
+        largest = max(samples_of(surplus.select_idxs(rows)).count for rows in _rows_of_groups(surplus))
+        # Files of earlier versions do not say how many there were.
+        found = int(surplus.meta_info.pop(_SAMPLES, max(largest, self.samples)))
+        if found != self.samples:
             raise UserError(
                 f"{path} holds {found} samples of each prompt that waits for the next step, and "
                 f"actor_rollout_ref.rollout.n={self.samples}; resume with rollout.n={found}"
             )
         self._waiting, self._uids = [surplus], uids
         self._start_step()
+
+
+def _rows_of_groups(batch: DataProto) -> list[torch.Tensor]:
+    """Return the row numbers of each group."""
+    groups = Groups(batch.non_tensor_batch["uid"], _CPU)
+    return [(groups.ids == number).nonzero().squeeze(-1) for number in range(groups.count)]
 
 
 def samples_of(batch: DataProto) -> Groups:

@@ -1,33 +1,59 @@
 """The PPO program, from the configuration to the last step."""
 
-from collections.abc import Mapping
-from contextlib import closing
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import PPOTrainerConfig, validate
+from hybridrl.notify import notify
+from hybridrl.programs import Outcome
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
-from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.roles import POLICY, resource_pools, spawn_worker_groups
 from hybridrl.trainer.startup import workers_starting
 
+if TYPE_CHECKING:
+    from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
-def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None = None) -> None:
+
+def run_ppo(config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None = None) -> Outcome:
     """Train as `config` says.
 
     Args:
         role_worker_mapping: worker classes by role, in place of the library's classes.
+
+    Raises:
+        ConfigError: `validate` finds faults in the configuration.
     """
+    with started_trainer(config, role_worker_mapping) as trainer:
+        trainer.fit()
+        return trainer.run.outcome
+
+
+@contextmanager
+def started_trainer(
+    config: PPOTrainerConfig, role_worker_mapping: Mapping[str, Any] | None = None
+) -> Iterator["RayPPOTrainer"]:
+    """Start everything that `fit` needs, also for a `fit` of one's own: models are loaded, and the rollout is running.
+
+    Workers, rollout and reward function end with the block. Arguments and errors are those of `run_ppo`.
+    """
+    validate(config)
     import_external_lib(config.actor_rollout_ref.model.external_lib)  # may register roles; their workers start first
     manager = resource_pools(config)
 
     def spawn() -> dict[str, RayWorkerGroup]:
         return spawn_worker_groups(config, role_worker_mapping, manager)
 
-    with workers_starting(config.ray_kwargs.ray_init, manager, config.trainer.device, spawn) as started:
-        from hybridrl.trainer.ppo.build import prepare  # takes seconds (transformers, datasets), as Ray's start does
+    with workers_starting(config.ray_kwargs, manager, config.trainer.device, spawn) as started:
+        # takes seconds (transformers, datasets), as Ray's start does
+        from hybridrl.trainer.ppo.build import check_rollout, prepare
 
         trainer = prepare(config, role_worker_mapping, manager)
         with closing(trainer.reward_fn):
-            trainer.init_workers(started())
+            groups = started()
+            check_rollout(config, manager.get_resource_pool(POLICY).use_gpu)
+            notify(f"{trainer.sizes()}; loading the model {config.actor_rollout_ref.model.path}")
+            trainer.init_workers(groups)
             with closing(trainer.rollout):
-                trainer.fit()
+                yield trainer

@@ -14,9 +14,11 @@ import torch
 from hybridrl.algorithms.groups import Groups
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
-from hybridrl.errors import RolloutError
+from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
+from hybridrl.reward.columns import part_means
+from hybridrl.reward.factory import ask
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
@@ -24,6 +26,8 @@ from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_p
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
+
+_COUNTS = ("reward/timeouts", "reward/errors")
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Sampled:
             log-probabilities, `token_level_scores` [B, T], and the columns of the prompts, the rollout and the reward
             function.
         metrics: metrics of generation, scoring and the prompt pool.
-        timing: seconds per phase: `gen`, `reward`, `gen_max`.
+        timing: seconds per phase: `data`, `gen`, `reward`, `gen_max`.
         reward_columns: names of the columns that the reward function returned, which dumps show.
         probe: responses sampled without top-p and top-k, on which the learner compares sampler and trainer. Set only
             with the first batch, and only if the batch itself was sampled otherwise.
@@ -61,6 +65,7 @@ class Sampler:
     Attributes:
         step: number of batches that `next` returned. The sampling noise is keyed by it.
         reward_columns: names of the columns that the reward function last returned.
+        unscored: the batch that the reward function is scoring, or failed for.
     """
 
     def __init__(
@@ -79,6 +84,8 @@ class Sampler:
         self.needs = Needs.of(config)
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
+        self.unscored: DataProto | None = None
+        self._failed: list[bool] = []
         self._prompts = _endless(loader)
 
     def next(self) -> Sampled:
@@ -87,17 +94,20 @@ class Sampler:
         timer = PhaseTimer(memory_advice())
         metrics: dict[str, float] = {}
         while self.pool.wanted:
-            prompts = next(self._prompts)
+            with timer.phase("data"):
+                prompts = next(self._prompts)
             batch = self.generate(prompts, timer)
-            scored = self.score(batch, timer)
-            timeouts = metrics.get("reward/timeouts", 0.0) + scored.get("reward/timeouts", 0.0)
-            metrics |= scored | {"reward/timeouts": timeouts}
+            metrics = _merged(metrics, self.score(batch, timer))
             if self.needs.reward_baselines:
-                metrics |= self.add_baselines(batch, prompts, timer)
-            self.pool.add(batch)
+                metrics = _merged(metrics, self.add_baselines(batch, prompts, timer))
+            if self.config.reward.on_error == "drop" and any(self._failed):
+                batch = without_failed(batch, self._failed)
+            if len(batch):
+                self.pool.add(batch)
         batch, of_pool = self.pool.take()
+        parts = part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
         probe = self.probe(batch) if self.step == 1 else None
-        return Sampled(batch, metrics | of_pool, dict(timer.seconds), self.reward_columns, probe)
+        return Sampled(batch, metrics | parts | of_pool, dict(timer.seconds), self.reward_columns, probe)
 
     def generate(self, prompts: DataProto, timer: PhaseTimer) -> DataProto:
         """Generate `rollout.n` samples of each prompt, with the sampler's log-probabilities."""
@@ -110,8 +120,8 @@ class Sampler:
         Returns:
             The metrics of the reward manager.
         """
-        with timer.phase("reward"):
-            result = self.reward_fn(batch, return_dict=True)
+        result = self._ask(batch, timer)
+        self._failed = list(result.get("failed", ()))
         batch.batch["token_level_scores"] = result["reward_tensor"]
         for name, values in result["reward_extra_info"].items():
             batch.non_tensor_batch[name] = object_array(values)
@@ -120,17 +130,45 @@ class Sampler:
         return metrics
 
     def add_baselines(self, batch: DataProto, prompts: DataProto, timer: PhaseTimer) -> dict[str, float]:
-        """Add `reward_baselines` [B]: the score of the greedy response to the row's prompt (ReMax)."""
+        """Add `reward_baselines` [B]: the score of the greedy response to the row's prompt (ReMax).
+
+        With `reward.on_error=drop`, a prompt whose greedy response could not be scored counts as failed.
+
+        Returns:
+            The mean, and the manager's counts of time-outs and errors.
+        """
         with timer.phase("gen_max"):
             greedy = self.respond(repeat_for_sampling(prompts, 1), do_sample=False)
-        with timer.phase("reward"):
-            scores = self.reward_fn(greedy).sum(dim=-1)
+        result = self._ask(greedy, timer)
+        scores = result["reward_tensor"].sum(dim=-1)
         uids = greedy.non_tensor_batch["uid"]
+        without = {uid for uid, failed in zip(uids, result.get("failed", ()), strict=False) if failed}
+        if without and self._failed:
+            rows = zip(self._failed, batch.non_tensor_batch["uid"], strict=True)
+            self._failed = [failed or uid in without for failed, uid in rows]
         sums = Groups(uids, scores.device).sum(scores)
         group_of = {uid: number for number, uid in enumerate(dict.fromkeys(uids.tolist()))}
-        rows = [group_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
-        batch.batch["reward_baselines"] = sums[torch.tensor(rows)]
-        return {"critic/reward_baselines/mean": sums.mean().item()}
+        baselines = [group_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
+        batch.batch["reward_baselines"] = sums[torch.tensor(baselines)]
+        counts = {name: result["metrics"].get(name, 0.0) for name in _COUNTS}
+        return {"critic/reward_baselines/mean": sums.mean().item()} | counts
+
+    def _ask(self, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
+        """Return what the reward manager makes of a batch.
+
+        Raises:
+            RewardError: it does not return which rows failed, and `reward.on_error=drop` needs that.
+        """
+        self.unscored = batch
+        with timer.phase("reward"):
+            result = ask(self.reward_fn, batch)
+        self.unscored = None
+        if self.config.reward.on_error == "drop" and len(result.get("failed", ())) != len(batch):
+            raise RewardError(
+                f"reward.on_error=drop: the reward manager {type(self.reward_fn).__name__} does not return which rows "
+                "failed ('failed', one bool per row); return what RewardManager.__call__ returns, or set on_error=zero"
+            )
+        return result
 
     def probe(self, batch: DataProto) -> DataProto | None:
         """Generate a few responses without top-p and top-k, to compare sampler and trainer on them.
@@ -148,6 +186,17 @@ class Sampler:
         temperature = self.config.actor_rollout_ref.rollout.temperature
         return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
 
+    def position(self) -> dict[str, Any]:
+        """Return where the next batch begins, for `rewind`."""
+        return {"loader": self.loader.state_dict(), "pool": self.pool.position(), "step": self.step}
+
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        """Forget what was drawn and generated since `position`, so that `save` saves the state of that moment."""
+        self.loader.load_state_dict(position["loader"])
+        self._prompts = _endless(self.loader)
+        self.pool.rewind(position["pool"])
+        self.step = position["step"]
+
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the prompts that wait for the next step, and return the rest of the state."""
         self.pool.save(folder)
@@ -158,6 +207,35 @@ class Sampler:
         self.loader.load_state_dict(state["train_loader"])
         self.reward_columns = tuple(state["reward_columns"])
         self.pool.load(folder)
+
+
+def _merged(metrics: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics with those of a further call of the reward manager; counts are added."""
+    counts = {name: metrics.get(name, 0.0) + more.get(name, 0.0) for name in _COUNTS if name in {**metrics, **more}}
+    return {**metrics, **more, **counts}
+
+
+def without_failed(batch: DataProto, failed: Sequence[bool]) -> DataProto:
+    """Return a batch without the samples that could not be scored (`reward.on_error=drop`).
+
+    All rows of such a sample are left out, and a prompt with a single sample left, which has nothing to compare with.
+    """
+    objects = batch.non_tensor_batch
+    numbers = objects.get("sample", np.arange(len(batch))).tolist()
+    uids = [str(uid) for uid in objects["uid"]]
+    samples = list(zip(uids, numbers, strict=True))
+    bad = {sample for sample, is_bad in zip(samples, failed, strict=True) if is_bad}
+    left: dict[str, set[Any]] = {uid: set() for uid in uids}
+    for uid, number in samples:
+        if (uid, number) not in bad:
+            left[uid].add(number)
+    hit = {uid for uid, _ in bad}
+    kept = [
+        row
+        for row, (uid, number) in enumerate(samples)
+        if (uid, number) not in bad and not (uid in hit and len(left[uid]) < 2)
+    ]
+    return batch.select_idxs(torch.tensor(kept, dtype=torch.int64))
 
 
 def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: Any) -> DataProto:

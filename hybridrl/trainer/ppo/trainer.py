@@ -5,12 +5,14 @@ validation and checkpoints. A new algorithm registers a function (`register_adv_
 replaces a phase in a subclass of `Sampler` or `Learner` (`sampler_class`, `learner_class`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
+from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.observe.metrics import (
     compute_data_metrics,
@@ -18,19 +20,24 @@ from hybridrl.observe.metrics import (
     compute_timing_metrics,
     staleness_metrics,
 )
+from hybridrl.protocol import DataProto
+from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.reward import RewardManager
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
+from hybridrl.trainer.ppo.forecast import check_before_loading
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
 from hybridrl.trainer.ppo.learner import Learner, StepResult
-from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice
+from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, phase_peaks
 from hybridrl.trainer.ppo.needs import total_training_steps
+from hybridrl.trainer.ppo.profiling import StepProfiler
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, phases_per_token, spawn_worker_groups
 from hybridrl.trainer.ppo.sampler import Sampled, Sampler
 from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.trainer.run import TrainingRun
+from hybridrl.trainer.utilization import Utilization
 
 
 class RayPPOTrainer:
@@ -77,6 +84,7 @@ class RayPPOTrainer:
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
         self.health = HealthMonitor(config.trainer.health)
+        self.validation_failed = False  # of the step that is saved
         prompts_per_epoch = len(self.train_loader) * generated_at_once
         self.pool = PromptPool(
             config.algorithm.filter_groups,
@@ -88,6 +96,11 @@ class RayPPOTrainer:
         steps = total_training_steps(config, prompts_per_epoch)
         self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=memory_advice())
 
+    def sizes(self) -> str:
+        """Say how much data there is and how many steps."""
+        val = 0 if self.val_loader is None else len(self.val_loader.dataset)
+        return f"{len(self.train_loader.dataset)} prompts, {val} for validation, {self.run.total_steps} steps"
+
     def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
         """Start the worker processes, unless `groups` holds started ones, and have each load its model."""
         self.groups = dict(
@@ -98,9 +111,34 @@ class RayPPOTrainer:
         )
         self.n_devices = sum({id(g.resource_pool): g.world_size for g in self.groups.values()}.values())
         self.learner = self.learner_class(self.config, self.groups, self.run.failed_batches)
+        check_before_loading(self.config, self.groups[POLICY])
         self.learner.init_models(self.run.total_steps)
+        self.utilization = self._measured_roles()
+        self.profiler = StepProfiler(self.config, self.groups)
+        self.run.groups = list(self.groups.values())
+        self.run.writers = self.learner.background_writers
         self._start_rollout(self.groups[POLICY])
         self.sampler = self.sampler_class(self.config, self.rollout, self.reward_fn, self.train_loader, self.pool)
+
+    def _measured_roles(self) -> dict[str, Utilization]:
+        """What measures the updates of each role whose group can tell its device, by the role's name."""
+        found = {}
+        for spec in self.learner.roles:
+            group, model = self.groups[spec.name], getattr(spec.config_of(self.config), "model", None)
+            if spec.update is not None and isinstance(model, ModelConfig) and hasattr(group, "device_name"):
+                name, peak = spec.update.phase.removeprefix("update_"), self.config.trainer.peak_tflops
+                found[spec.name] = Utilization(name, model, group, spec.update.method, name == "critic", peak)
+        return found
+
+    def _utilization_metrics(self, batch: DataProto) -> dict[str, float]:
+        mask = batch.batch["response_mask"]
+        lengths = batch.batch["attention_mask"].sum(-1)[mask.sum(-1) > 0].tolist()
+        metrics: dict[str, float] = {}
+        for spec in self.learner.roles:
+            if spec.name in self.utilization:
+                passes = spec.settings_of(self.config).ppo_epochs
+                metrics |= self.utilization[spec.name].measure(lengths, int(mask.sum()), passes)
+        return metrics
 
     def _start_rollout(self, policy: RayWorkerGroup) -> None:
         """Start the rollout, and measure how much memory each phase has. The first `reshard` reports it."""
@@ -108,14 +146,31 @@ class RayPPOTrainer:
         own = manager is not None and ROLLOUT in manager.mapping
         self.memory = MemoryReport(policy)
         loaded = self.memory.note("models loaded")
-        self.rollout = start_rollout(
-            self.config.actor_rollout_ref,
-            policy,
-            manager.get_resource_pool(ROLLOUT) if manager is not None and own else None,
-            start_timeout_s=trainer.ray_wait_register_center_timeout,
-            threads=trainer.threads_per_worker,
-            log_folder=self.run.folder / "logs",
-        )
+        # Engines take a share of the memory that is free now, so what the first update takes must not be free.
+        learners = [group for group in self.groups.values() if not own and hasattr(group, "reserve_memory")]
+        states = 0.0
+        if sum(sum(group.reserve_memory(True)) for group in learners):
+            states = self.memory.note("with optimizer states") - loaded
+
+        def check_memory(engine: str) -> None:
+            on_gpu = getattr(policy.resource_pool, "use_gpu", False)
+            if learners and on_gpu and INFERENCE_ENGINES.facts(engine).reserves_of_total:
+                share = self.config.actor_rollout_ref.rollout.gpu_memory_utilization
+                self.memory.check_fits(loaded, states, share)
+
+        try:
+            self.rollout = start_rollout(
+                self.config.actor_rollout_ref,
+                policy,
+                manager.get_resource_pool(ROLLOUT) if manager is not None and own else None,
+                threads=trainer.threads_per_worker,
+                log_folder=self.run.folder / "logs",
+                before_start=check_memory,
+            )
+        finally:
+            for group in learners:
+                group.reserve_memory(False)
+        self.learner.on_weights_change.append(self.rollout.weights_will_change)
         if not self.rollout.in_place:
             awake = self.memory.note("with engines")
             self.rollout.release()
@@ -133,13 +188,15 @@ class RayPPOTrainer:
         with self.run as run:
             resumed = self.restore()
             self.reshard()
-            if self.config.trainer.val_only or not resumed:  # a checkpoint is written after its step's validation
+            # A checkpoint is written after its step's validation, unless that failed.
+            if self.config.trainer.val_only or not resumed or self.validation_failed:
                 self.validate_if_due()
+                self.validation_failed = False
             if self.config.trainer.val_only:
                 return None
             while not run.is_last:
                 busy = self.worker_seconds()
-                with run.measured_step():
+                with self.keeping_progress(), run.measured_step(), self.profiler.step(run.step):
                     sampled = self.sampler.next()  # prompts -> generate -> score, until there are enough
                     self.rollout.release()  # training needs its memory now
                     result = self.learner.learn(sampled)  # evaluate -> correct -> advantages -> update
@@ -147,7 +204,8 @@ class RayPPOTrainer:
                     self.train_loader.after_step(result.batch)  # a curriculum uses it to choose the next prompts
                 metrics = self.report(sampled, result, synced | {"timing_s/workers": self.worker_seconds() - busy})
                 self.watch(metrics)
-                self.validate_if_due()
+                with self.keeping_progress(validating=True):
+                    self.validate_if_due()
                 self.save_if_due()
             self.save_if_due()  # a stop request may arrive between the last save and the end of the loop
         return result
@@ -185,9 +243,16 @@ class RayPPOTrainer:
         metrics |= {**sampled.metrics, **result.metrics, **further}
         metrics |= self.health.measure(batch) | {"health/rollbacks": self.health.rollbacks}
         metrics |= self.rollout.metrics() | staleness_metrics(batch, run.step - 1)
-        metrics |= compute_data_metrics(batch, use_critic="values" in batch.batch.keys())
+        metrics |= compute_data_metrics(
+            batch,
+            use_critic="values" in batch.batch.keys(),
+            max_prompt_length=self.config.data.max_prompt_length,
+            max_response_length=self.config.data.max_response_length,
+        )
         metrics |= compute_timing_metrics(batch, timing, phases_per_token())
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.n_devices)
+        metrics |= self._utilization_metrics(batch)
+        metrics |= phase_peaks(self.groups)
         run.report(metrics)
         if run.due(self.config.trainer.dump_freq):
             samples = Samples(self.tokenizer)
@@ -232,18 +297,46 @@ class RayPPOTrainer:
             self.learner.load(folder, state)
             self.sampler.load(folder, state)
             self.health.load_state_dict(state["health"], folder)
+            self.validation_failed = state.get("validation_failed", False)
 
         resumed = self.run.restore(load)
         self.learner.step = self.sampler.step = self.run.step
         return resumed
 
     def save_if_due(self) -> None:
-        """Write a checkpoint of everything that the next step depends on."""
-
-        def write(folder: Path) -> dict[str, Any]:
-            state = self.learner.save(folder) | self.sampler.save(folder)
-            self.health.saved = self.run.store.folder(self.run.step)
-            return state | {"health": self.health.state_dict()}
-
+        """Write a checkpoint of everything that the next step depends on, if one is due."""
         self.run.store.protected = self.health.good
-        self.run.save_if_due(write)
+        self.run.save_if_due(self._write)
+
+    def _write(self, folder: Path) -> dict[str, Any]:
+        """Write a checkpoint into `folder`, and return the controller's state."""
+        state = self.learner.save(folder) | self.sampler.save(folder)
+        self.health.saved = self.run.store.folder(self.run.step)
+        return state | {"health": self.health.state_dict(), "validation_failed": self.validation_failed}
+
+    @contextmanager
+    def keeping_progress(self, validating: bool = False) -> Iterator[None]:
+        """Save the last complete step, and the batch at fault, if the reward function fails inside the block.
+
+        A resumed run draws and answers the same prompts again.
+
+        Args:
+            validating: the block validates a complete step. A resumed run validates it again.
+        """
+        before, step = self.sampler.position(), self.run.step
+        try:
+            yield
+        except RewardError as error:
+            if self.sampler.unscored is not None:
+                error.add_note(self.run.failed_batches.keep(self.sampler.unscored, self.run.step))
+            self.run.step, self.validation_failed = step, validating
+            self.sampler.rewind(before)
+            self.rollout.release()  # saving needs its memory
+            self.run.save(self._write)
+            self.run.complete_save()
+            if self.run.outcome.checkpoint is not None:
+                error.add_note(
+                    f"step {step}, the last complete one, is kept in {self.run.outcome.checkpoint}; to go on from "
+                    "there, run the same command again once the reward function works"
+                )
+            raise

@@ -6,6 +6,7 @@ from hybridrl.config import RolloutConfig
 from hybridrl.observe.metrics import validation_metrics
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
+from hybridrl.reward.factory import ask
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 from hybridrl.trainer.ppo.sampler import respond
@@ -36,6 +37,6 @@ def validate(
     for batch in prompts:
         asked = repeat_for_sampling(batch, settings.val_kwargs.n)
         answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True)
-        result = reward_fn(answered, return_dict=True)
+        result = ask(reward_fn, answered)
         samples.add(answered, result["reward_tensor"].sum(dim=-1).tolist(), result["reward_extra_info"])
     return validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})

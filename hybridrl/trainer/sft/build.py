@@ -5,6 +5,7 @@ from hybridrl.data import create_sft_dataset
 from hybridrl.models.info import checked_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.trainer.sft.trainer import SFTTrainer
+from hybridrl.trainer.startup import check_engine
 
 
 def prepare(config: SFTTrainerConfig) -> SFTTrainer:
@@ -17,6 +18,8 @@ def prepare(config: SFTTrainerConfig) -> SFTTrainer:
     check_loggers(config.trainer.logger)
     tokenizer = tokenizer_of(config.model)
     identity = checked_identity(config.model, tokenizer)
+    ranks = sum(config.placement.pools[config.placement.roles["model"]])
+    check_engine("engine", config.engine, config.model, ranks, config.optim, config.checkpoint)
     train = create_sft_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
     val = None
     if data.val_files:

@@ -1,14 +1,21 @@
 """The supervised fine-tuning program, from the configuration to the last step."""
 
-from hybridrl.config import SFTTrainerConfig
+from hybridrl.config import SFTTrainerConfig, validate
+from hybridrl.notify import notify
+from hybridrl.programs import Outcome
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.startup import USES_GPU, workers_starting
 
 ROLE = "model"
 
 
-def run_sft(config: SFTTrainerConfig) -> None:
-    """Train as `config` says."""
+def run_sft(config: SFTTrainerConfig) -> Outcome:
+    """Train as `config` says.
+
+    Raises:
+        ConfigError: `validate` finds faults in the configuration.
+    """
+    validate(config)
     placement, trainer_config = config.placement, config.trainer
     pool = placement.roles[ROLE]
     manager = ResourcePoolManager(
@@ -27,9 +34,11 @@ def run_sft(config: SFTTrainerConfig) -> None:
             threads=trainer_config.threads_per_worker,
         )
 
-    with workers_starting(config.ray_kwargs.ray_init, manager, trainer_config.device, spawn) as started:
+    with workers_starting(config.ray_kwargs, manager, trainer_config.device, spawn) as started:
         from hybridrl.trainer.sft.build import prepare  # takes seconds, as Ray's start does
 
         trainer = prepare(config)
+        notify(f"{trainer.sizes()}; loading the model {config.model.path}")
         trainer.init_workers(started())
         trainer.fit()
+        return trainer.run.outcome

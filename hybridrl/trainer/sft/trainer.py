@@ -1,6 +1,7 @@
 """Supervised fine-tuning over a worker group: `SFTTrainer.fit` is the algorithm."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.trainer.ppo.batching import spread_over_ranks
 from hybridrl.trainer.run import TrainingRun
+from hybridrl.trainer.utilization import Utilization
 from hybridrl.utils.metrics import merge_metrics, reduce_to_floats
 from hybridrl.workers.update_plan import UpdatePlan
 
@@ -44,13 +46,25 @@ class SFTTrainer:
         if val_dataset is not None:
             size = min(data.train_batch_size, len(val_dataset))
             self.val_loader = create_sft_loader(data, val_dataset, size, train=False)
-        total_steps = trainer.total_training_steps or trainer.total_epochs * len(self.train_loader)
-        self.run = TrainingRun(config, trainer, total_steps, identity=identity or {})
+        epoch = len(self.train_loader)
+        total_steps = trainer.total_training_steps or trainer.total_epochs * epoch
+        save, test = (epoch if each == "after_each_epoch" else each for each in (trainer.save_freq, trainer.test_freq))
+        in_steps = replace(trainer, save_freq=save, test_freq=test)
+        self.run = TrainingRun(config, in_steps, total_steps, identity=identity or {})
+
+    def sizes(self) -> str:
+        """Say how much data there is and how many steps."""
+        val = 0 if self.val_loader is None else len(self.val_loader.dataset)
+        return f"{len(self.train_loader.dataset)} conversations, {val} for validation, {self.run.total_steps} steps"
 
     def init_workers(self, group: WorkerGroup) -> None:
         """Have the started worker processes load the model."""
         self.group = group
         self.group.init_model(self.run.total_steps)
+        self.run.groups = [group]
+        peak = self.config.trainer.peak_tflops
+        self.utilization = Utilization("model", self.config.model, group, "update_model", False, peak)
+        self.run.writers = [group] if self.config.checkpoint.async_save else []
 
     def fit(self) -> None:
         """Train until the last step, or until the user asks to stop. Resumes where an earlier run stopped."""
@@ -92,6 +106,9 @@ class SFTTrainer:
         self.run.failed_batches.keep_if_skipped(batch, self.run.step, of_ranks)
         merged = merge_metrics({name: metric} for name, found in of_ranks.items() for metric in found)
         return reduce_to_floats(merged) | {
+            **self.utilization.measure(
+                batch.batch["attention_mask"].sum(-1).tolist(), int(batch.batch["response_mask"].sum())
+            ),
             "train/global_tokens": int(batch.batch["response_mask"].sum()),
             "perf/total_num_tokens": int(batch.batch["attention_mask"].sum()),
         }
@@ -99,7 +116,7 @@ class SFTTrainer:
     def validate_if_due(self) -> None:
         """Compute `val/loss`: the mean negative log-likelihood of the tokens under the validation data's loss mask."""
         run = self.run
-        if self.val_loader is None or not run.due(self.config.trainer.test_freq):
+        if self.val_loader is None or not run.due(run.trainer.test_freq):
             return
         nll = tokens = 0.0
         with run.phase("testing"):
@@ -122,7 +139,8 @@ class SFTTrainer:
         """Write a checkpoint of everything that the next step depends on."""
 
         def write(folder: Path) -> dict[str, Any]:
-            self.group.save_checkpoint(str(folder / MODEL_FOLDER), self.config.checkpoint.save_contents)
+            checkpoint, where = self.config.checkpoint, str(folder / MODEL_FOLDER)
+            self.group.save_checkpoint(where, checkpoint.save_contents, in_background=checkpoint.async_save)
             return {"train_loader": self.train_loader.state_dict()}
 
         self.run.save_if_due(write)

@@ -1,0 +1,177 @@
+"""Makes a Hugging Face model of the shards in a checkpoint.
+
+    python -m hybridrl.checkpoint.merge CHECKPOINT --out DIR
+
+CHECKPOINT is `global_step_N`, or a model's folder in it: `actor`, `critic`, `model` (fine-tuning). It may come from any
+training engine on any number of ranks, also from verl's FSDP workers. Not much more than the file that is being written
+is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import PreTrainedConfig
+
+from hybridrl.checkpoint.verl_shards import VerlShards, is_verl_checkpoint
+from hybridrl.engine import saved_parts
+from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
+from hybridrl.engine.saved_boxes import SavedBoxes, ScatteredBoxes
+from hybridrl.errors import CheckpointError, UserError
+from hybridrl.hybrid_engine.shards import whole
+from hybridrl.models import loading, value
+
+_MODELS = ("actor", "model", "critic")
+#: Where the settings of a model are in a run's `config.yaml`, by its folder in a checkpoint.
+_SETTINGS = {"actor": ("actor_rollout_ref", "model"), "critic": ("critic", "model"), "model": ("model",)}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a run was started with; the fields are the keys of a `ModelConfig`."""
+
+    path: str
+    hf_config_path: str | None = None
+    tokenizer_path: str | None = None
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] = field(default_factory=dict)
+    custom_chat_template: str | None = None
+
+
+def merge(
+    checkpoint: Path, out: Path, model: str | None = None, dtype: str | None = None, trust_remote_code: bool = False
+) -> Path:
+    """Write the weights of a checkpoint as Hugging Face loads them, with configuration and tokenizer.
+
+    Args:
+        checkpoint: `global_step_N` with one model, or a model's folder in it.
+        out: folder to write into; it holds no weights yet.
+        model: the model that the run was started with; None: the one that the checkpoint or its run names.
+        dtype: of the weights; None: that of `model`.
+        trust_remote_code: run code that comes with the model.
+
+    Returns:
+        The folder of the shards that were read.
+
+    Raises:
+        UserError: the checkpoint or the model cannot be read, or `out` holds weights already.
+    """
+    folder = _model_folder(Path(checkpoint))
+    if any(match for pattern in loading.WEIGHT_PATTERNS for match in out.glob(pattern)):
+        raise CheckpointError(f"{out} holds weights already; name another folder with --out")
+    origin = _origin(folder, model, trust_remote_code)
+    config = loading.load_model_config(
+        origin.hf_config_path or origin.path, origin.trust_remote_code, override=origin.override_config
+    )
+    wanted = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
+    files = ModelFiles(out)
+    with VerlShards(folder) if is_verl_checkpoint(folder) else SavedBoxes(folder / "model") as saved:
+        is_value = any(name.startswith(f"{value.HEAD_NAME}.") for name in saved.names)
+        for name, tensor in _checkpoint_tensors(saved, config, origin.trust_remote_code, is_value):
+            keeps = wanted is None or _is_buffer(name) or not tensor.is_floating_point()
+            files.add(name, tensor if keeps else tensor.to(wanted))
+    files.finish()
+    write_config(config, "value_model" if is_value else "language_model", files, out)
+    saved_parts.save_tokenizer(origin, out)
+    return folder
+
+
+def _model_folder(checkpoint: Path) -> Path:
+    """The folder of the one model in a checkpoint."""
+
+    def holds_model(folder: Path) -> bool:
+        return is_verl_checkpoint(folder) or any((folder / "model").glob("*.safetensors"))
+
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: there is no such folder")
+    if holds_model(checkpoint):
+        return checkpoint
+    found = [name for name in _MODELS if holds_model(checkpoint / name)]
+    if len(found) == 1:
+        return checkpoint / found[0]
+    if found:
+        raise CheckpointError(f"{checkpoint} holds {len(found)} models: name one, such as {checkpoint / found[0]}")
+    inside = sorted(path.name for path in checkpoint.glob("global_step_*"))
+    hint = f"it holds {', '.join(inside)}: name one of these" if inside else "save with model in save_contents"
+    for part in (checkpoint, *(checkpoint / name for name in _MODELS)):
+        if (part / "dist_ckpt").is_dir():
+            hint = "verl's Megatron workers wrote it; make a Hugging Face model of it with verl"
+    raise CheckpointError(f"{checkpoint} has no weights that can be merged (no model/*.safetensors): {hint}")
+
+
+def _origin(folder: Path, model: str | None, trust_remote_code: bool) -> Origin:
+    """Find the model that a checkpoint's configuration and tokenizer are taken from."""
+    if model is not None:
+        return Origin(model, trust_remote_code=trust_remote_code)
+    for near in (folder / "huggingface", folder / "hf_model"):
+        if (near / "config.json").is_file():
+            return Origin(str(near), trust_remote_code=trust_remote_code)
+    settings: Any = None
+    run = folder.resolve().parent.parent / "config.yaml"
+    if run.is_file() and folder.resolve().name in _SETTINGS:
+        settings = yaml.safe_load(run.read_text(encoding="utf-8"))
+        for key in _SETTINGS[folder.resolve().name]:
+            settings = settings.get(key) if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or not settings.get("path"):
+        raise CheckpointError(
+            f"{folder} does not say which model it was trained from (there is no {run} that does): name it with --model"
+        )
+    known = {name: settings[name] for name in Origin.__dataclass_fields__ if settings.get(name) is not None}
+    return Origin(**{**known, "trust_remote_code": trust_remote_code or bool(known.get("trust_remote_code"))})
+
+
+def _checkpoint_tensors(
+    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, is_value: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors under the names of Hugging Face checkpoints.
+
+    Shards may have the names of a module that keeps several tensors of its checkpoints in one.
+    """
+    if is_value:
+        yield from saved.whole_tensors()
+        return
+    module = loading.build_language_model(config, torch.float32, trust_remote_code)
+    stored = frozenset(saved.names)
+    own = [name for name in module.state_dict() if name in stored]
+    if len(own) < len(stored):
+        yield from saved.whole_tensors()
+        return
+    in_order = ((name, saved.read(name, whole(saved.shape(name)))) for name in own)  # the tensors of a layer together
+    yield from loading.to_checkpoint_names(module, in_order)
+
+
+def _is_buffer(name: str) -> bool:
+    return name.endswith("e_score_correction_bias")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.checkpoint.merge",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model into")
+    parser.add_argument("--model", help="the model that the run was started with; default: what the run's files name")
+    parser.add_argument("--dtype", help="dtype of the weights (bfloat16, float32); default: that of the model")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    given = parser.parse_args(arguments)
+    try:
+        folder = merge(given.checkpoint, given.out, given.model, given.dtype, given.trust_remote_code)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{folder} -> {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Valid settings with a consequence that the user may not expect; each is one notice before the run."""
+
+from collections.abc import Iterator
+
+from hybridrl.config.roles import active_roles, pool_of
+from hybridrl.config.schema.root import PPOTrainerConfig, RootConfig
+from hybridrl.config.schema.trainer import RunConfig
+from hybridrl.registry import ADV_ESTIMATORS
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def consequences(config: RootConfig) -> Iterator[str]:
+    """Yield the notices about a configuration without faults."""
+    if isinstance(config, PPOTrainerConfig):
+        yield from _of_training(config)
+    trainer = getattr(config, "trainer", None)
+    if isinstance(trainer, RunConfig):
+        yield from _of_resuming(trainer)
+
+
+def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
+    name, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
+    if ADV_ESTIMATORS.facts(name).compares_samples and rollout.n == 1:
+        yield (
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, and {_ROLLOUT}.n=1: "
+            "without others to compare with, there is no baseline and each response is reinforced by its own score. "
+            "Set n to 2 or more, 8 is usual"
+        )
+    where, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+        yield (
+            f"{where}.rollout_is={correction.rollout_is} has no effect with bypass_mode=True and loss_type=ppo_clip, "
+            "whose clipped ratio is against the sampler already. Set rollout_is=null, or loss_type=reinforce"
+        )
+    check = rollout.val_kwargs
+    if check.n > 1 and not check.do_sample:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.n={check.n} with do_sample=False: greedy samples of a prompt are all alike, so "
+            f"validation costs {check.n} times as much for the same result. Set val_kwargs.do_sample=True and a "
+            "temperature, or n=1"
+        )
+    yield from _of_profiling(config)
+    used = {pool_of(spec, config) for spec in active_roles(config)}
+    for pool, processes in config.placement.pools.items():
+        roles = [role for role, name in config.placement.roles.items() if name == pool]
+        if pool != "global" and roles and pool not in used:
+            yield (
+                f"placement.pools.{pool}={processes} stays idle: of its roles ({', '.join(roles)}) none takes part in "
+                f"this run (algorithm.adv_estimator={name}). Give its devices to another pool, e.g. placement=colocated"
+            )
+
+
+def _of_profiling(config: PPOTrainerConfig) -> Iterator[str]:
+    wanted, where = config.global_profiler, "actor_rollout_ref.actor.profiler"
+    roles = {where: config.actor_rollout_ref.actor.profiler, "critic.profiler": config.critic.profiler}
+    enabled = {name: one for name, one in roles.items() if one.enable}
+    if wanted.tool is None:
+        if wanted.steps or enabled:
+            yield (
+                "no profile is written, because global_profiler.tool=null: set it to torch, torch_memory or nsys, and "
+                "global_profiler.steps to the steps to profile"
+            )
+    elif not wanted.steps:
+        yield f"no profile is written: global_profiler.tool={wanted.tool} needs global_profiler.steps, such as [3]"
+    elif not any(one.all_ranks or one.ranks for one in enabled.values()):
+        yield (
+            f"no profile is written, because no rank is chosen: set {where}.enable=True, and {where}.all_ranks=True or "
+            f"{where}.ranks=[0]"
+        )
+
+
+def _of_resuming(trainer: RunConfig) -> Iterator[str]:
+    if trainer.resume_from_path is None or trainer.resume_mode == "resume_path":
+        return
+    continues = (
+        "starts from its first step"
+        if trainer.resume_mode == "disable"
+        else "continues from the newest checkpoint it has"
+    )
+    yield (
+        f"trainer.resume_from_path={trainer.resume_from_path} has no effect with trainer.resume_mode="
+        f"{trainer.resume_mode}: the run {continues}. Set trainer.resume_mode=resume_path to resume from that path"
+    )

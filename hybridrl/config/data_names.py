@@ -1,0 +1,74 @@
+"""What an entry of `data.train_files`, `data.val_files` or `data.path` names: a file, a glob, or a data set of the hub.
+
+Imported by the configuration's checks, so it reads nothing but folder listings.
+"""
+
+import glob
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+#: kinds of data files
+FORMATS = (".parquet", ".json", ".jsonl", ".csv", ".tsv")
+#: text files may be compressed
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+KINDS = "parquet, json, jsonl, csv or tsv"
+
+_DATASET = re.compile(r"(?P<name>[^:@]+)(@(?P<config>[^:@]+))?(:(?P<split>.+))?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """A data set that the `datasets` library loads: `NAME@CONFIG:SPLIT`, the last two optional.
+
+    Attributes:
+        name: a hub id `ORG/NAME`, or a local folder.
+        config: one of the data set's configurations; None if it has only one.
+        split: one of its splits; None if it has only one.
+    """
+
+    name: str
+    config: str | None
+    split: str | None
+
+
+def format_of(path: Path) -> str:
+    """Return the suffix that says the format, without that of the compression; "" if the file has none."""
+    return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def local_files(entry: str) -> list[str]:
+    """Return the files that an entry names on this machine, sorted where it is a glob; empty if there are none."""
+    path = Path(entry).expanduser()
+    if path.exists():
+        return [str(entry)]
+    return sorted(file for file in glob.glob(str(path), recursive=True) if Path(file).is_file())
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote a folder."""
+    return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def dataset_name(entry: str) -> DatasetName | None:
+    """Return the data set that an entry names; None if it names a file.
+
+    A file or folder of exactly this name is itself, and a folder that `Dataset.save_to_disk` wrote is a data set.
+    Without a split, `ORG/NAME` is a hub id unless it ends like a file or `ORG` is a folder here, in which a file of
+    this name was expected.
+    """
+    path = Path(entry).expanduser()
+    if is_saved_dataset(path):
+        return DatasetName(str(path), None, None)
+    if path.exists() or "://" in entry:
+        return None
+    found = _DATASET.fullmatch(entry)
+    if found is None:
+        return None
+    name, folder = found["name"], Path(found["name"]).expanduser()
+    is_qualified = bool(found["split"] or found["config"])
+    is_hub_id = _HUB_ID.fullmatch(name) is not None and format_of(folder) not in FORMATS
+    if not (is_hub_id and (is_qualified or not folder.parent.is_dir())) and not (is_qualified and folder.is_dir()):
+        return None
+    return DatasetName(str(folder) if folder.is_dir() else name, found["config"], found["split"])

@@ -1,0 +1,261 @@
+"""The table of roles: every model that takes part in a run of `ppo_trainer`, and everything known about it.
+
+Checks, start-up, loading, evaluation, updates, checkpoints, placement and metrics iterate over this table. To add a
+model, write a worker class and a dataclass of its settings, and add a row (`register_role`).
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.config.own_settings import read_own
+from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.errors import ConfigError
+
+POLICY = "actor_rollout"
+
+
+def _always(needs: Any) -> bool:
+    return True
+
+
+def _at_once(config: PPOTrainerConfig) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over a batch before the update: one call of the worker group whose columns join the batch.
+
+    Attributes:
+        phase: its name in `timing_s/<phase>`.
+        method: the method of the worker group. It gets `MODEL_INPUTS` and returns tensors with the same rows.
+        needed: whether the run reads the result, by its `trainer.ppo.needs.Needs`.
+        advice: what to change if the phase runs out of memory.
+        per_token: whether `timing_per_token_ms/<phase>` is reported.
+    """
+
+    phase: str
+    method: str
+    needed: Callable[[Any], bool] = _always
+    advice: str = ""
+    per_token: bool = True
+
+
+@dataclass(frozen=True)
+class Update:
+    """How a role learns from a batch. Its settings have `ppo_epochs`, `ppo_mini_batch_size`, `shuffle` and
+    `data_loader_seed`.
+
+    Attributes:
+        phase: its name in `timing_s/<phase>`.
+        method: the method of the worker group. It gets the batch of an epoch; see `ModelWorker.update`.
+        fields: fields of the batch that it needs besides `MODEL_INPUTS`.
+        optional: further fields that it gets if the batch has them.
+        after: number of steps before the role starts to learn. Its schedule begins then.
+        advice: what to change if the phase runs out of memory.
+    """
+
+    phase: str
+    method: str
+    fields: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    after: Callable[[PPOTrainerConfig], int] = _at_once
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role.
+
+    The checks before a run go by the types of its settings: a `ModelConfig`, `FSDPConfig`, `OptimConfig` or
+    `CheckpointConfig` among them, batch sizes and token limits are checked as those of the policy are.
+
+    Attributes:
+        name: name of the worker group, and the key of every mapping by role.
+        worker: returns the worker class, and imports it only then. The constructor of the class takes `config` and
+            `timeout_s`, and the class has `init_model(steps, updates_per_step)`.
+        needed: whether the role takes part in a run.
+        placement: keys of `placement.roles`. The first one that is set counts.
+        mesh: the dispatch mesh of the worker's methods.
+        settings: dataclass of its settings, which are `roles.<name>`; None if they are at `path`, or if it has none.
+        path: where the settings of a built-in role are.
+        config: path of what the worker's constructor gets as `config`; by default the settings.
+        arguments: further arguments of the worker's constructor.
+        passes: forward passes before the update.
+        scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
+        update: how the role learns; None for a frozen model.
+        saved: the role's folder in a checkpoint, whose contents are those of `checkpoint` in its settings; None if
+            there is nothing to save.
+    """
+
+    name: str
+    worker: Callable[[], Any]
+    needed: Callable[[PPOTrainerConfig], bool]
+    placement: tuple[str, ...]
+    mesh: str
+    settings: type | None = None
+    path: str = ""
+    config: str = ""
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    passes: tuple[Pass, ...] = ()
+    scores: Callable[[Any], Any] | None = None
+    update: Update | None = None
+    saved: str | None = None
+
+    @property
+    def where(self) -> str:
+        """Where its settings are in the configuration."""
+        return self.path or f"roles.{self.name}"
+
+    def settings_of(self, config: PPOTrainerConfig) -> Any:
+        """Return its settings.
+
+        Raises:
+            ConfigError: keys or values of `roles.<name>` do not fit its dataclass.
+        """
+        if self.settings is None:
+            return part_of(config, self.path) if self.path else None
+        own, faults = read_own(self.settings, config.roles.get(self.name) or {}, f"roles.{self.name}.", config)
+        if faults:
+            raise ConfigError(faults)
+        return own
+
+    def config_of(self, config: PPOTrainerConfig) -> Any:
+        """Return what the worker's constructor gets as `config`; raises like `settings_of`."""
+        return part_of(config, self.config) if self.config else self.settings_of(config)
+
+
+def part_of(config: Any, path: str) -> Any:
+    """Return the part of a configuration at a dotted path."""
+    return functools.reduce(getattr, path.split("."), config)
+
+
+def _class(module: str, name: str) -> Callable[[], Any]:
+    """Return a function that imports a class: workers import torch and Ray, which the checks do not need."""
+    return lambda: getattr(importlib.import_module(module), name)
+
+
+_policy_worker = _class("hybridrl.workers.actor_rollout_ref", "ActorRolloutRefWorker")
+
+_ACTOR = "actor_rollout_ref.actor"
+_LOG_PROBS = "log_prob_micro_batch_size_per_gpu (or log_prob_max_token_len_per_gpu)"
+_TRAINING = (
+    "lower {0}.ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu with use_dynamic_bsz), set "
+    "enable_gradient_checkpointing, or offload with param_offload and optimizer_offload in {1} (or .megatron); a "
+    "rollout engine keeps its memory while actor_rollout_ref.rollout.free_cache_engine=False"
+)
+
+#: In the order of evaluation. Loading and updating use the reverse order: a critic or reference in the same pool loads
+#: before the policy, which generates and must see the memory that is left, and the critic learns before the policy.
+ROLES: dict[str, RoleSpec] = {}
+
+
+def register_role(spec: RoleSpec) -> RoleSpec:
+    """Add a row to the table. The role is evaluated after the existing roles, and loads and learns before them.
+
+    Raises:
+        ValueError: a role of that name exists.
+    """
+    if spec.name in ROLES:
+        raise ValueError(f"role {spec.name!r} is registered already; roles are {', '.join(ROLES)}")
+    ROLES[spec.name] = spec
+    return spec
+
+
+register_role(
+    RoleSpec(
+        name=POLICY,
+        worker=_policy_worker,
+        path=_ACTOR,
+        config="actor_rollout_ref",
+        needed=lambda config: True,
+        placement=("actor_rollout_ref",),
+        mesh="actor",
+        arguments={"role": POLICY},
+        passes=(
+            Pass(
+                "old_log_prob",
+                "compute_log_prob",
+                needed=lambda needs: needs.old_log_probs,
+                advice=f"lower actor_rollout_ref.rollout.{_LOG_PROBS}",
+                per_token=False,  # verl has no such metric
+            ),
+        ),
+        update=Update(
+            "update_actor",
+            "update_actor",
+            fields=("advantages",),
+            optional=("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights"),
+            after=lambda config: config.trainer.critic_warmup,
+            advice=_TRAINING.format(_ACTOR, f"{_ACTOR}.fsdp_config"),
+        ),
+        saved="actor",
+    )
+)
+register_role(
+    RoleSpec(
+        name="ref",
+        worker=_policy_worker,
+        path="actor_rollout_ref.ref",
+        config="actor_rollout_ref",
+        needed=lambda config: config.use_reference,
+        placement=("ref", "actor_rollout_ref"),  # with the actor unless it is placed elsewhere
+        mesh="ref",
+        arguments={"role": "ref"},
+        passes=(
+            Pass(
+                "ref",
+                "compute_ref_log_prob",
+                needed=lambda needs: needs.ref_log_prob,
+                advice=f"lower actor_rollout_ref.ref.{_LOG_PROBS}",
+            ),
+        ),
+    )
+)
+register_role(
+    RoleSpec(
+        name="critic",
+        worker=_class("hybridrl.workers.critic", "CriticWorker"),
+        path="critic",
+        needed=lambda config: config.use_critic,
+        placement=("critic",),
+        mesh="critic",
+        passes=(Pass("values", "compute_values", advice="lower critic.forward_micro_batch_size_per_gpu"),),
+        update=Update(
+            "update_critic",
+            "update_critic",
+            fields=("values", "returns"),
+            advice=_TRAINING.format("critic", "critic.fsdp"),
+        ),
+        saved="critic",
+    )
+)
+
+
+def pool_of(spec: RoleSpec, config: PPOTrainerConfig) -> str | None:
+    """Return the name of the pool that a role runs in; None if `placement.roles` names none."""
+    roles = config.placement.roles
+    return next((roles[key] for key in spec.placement if key in roles), None)
+
+
+def active_roles(config: PPOTrainerConfig) -> list[RoleSpec]:
+    """Return the roles of this run, in the table's order.
+
+    Raises:
+        ConfigError: `roles` has settings for a role that is not registered, or that is configured elsewhere.
+    """
+    faults = [
+        f"roles.{name}: no such role; registered are {', '.join(ROLES)}. Register it with register_role in a module "
+        "that actor_rollout_ref.model.external_lib names"
+        if name not in ROLES
+        else f"roles.{name}: this role has no settings here{'; see ' * bool(ROLES[name].path)}{ROLES[name].path}"
+        for name in config.roles
+        if name not in ROLES or ROLES[name].settings is None
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return [spec for spec in ROLES.values() if spec.needed(config)]

@@ -1,0 +1,45 @@
+"""Settings of profiles: `global_profiler` of a run, and `profiler` of a role."""
+
+from dataclasses import dataclass
+
+from hybridrl.config.schema.node import ConfigNode, group, key
+
+TOOLS = ("torch", "torch_memory", "nsys")
+
+
+@dataclass
+class MemoryToolConfig(ConfigNode):
+    """`global_profiler.global_tool_config.torch_memory`."""
+
+    trace_alloc_max_entries: int = key(100_000, "allocations that a snapshot remembers", gt=0)
+
+
+@dataclass
+class ToolsConfig(ConfigNode):
+    """`global_profiler.global_tool_config`."""
+
+    torch_memory: MemoryToolConfig = group(MemoryToolConfig)
+
+
+@dataclass
+class GlobalProfilerConfig(ConfigNode):
+    """`global_profiler`: what is recorded, in which steps."""
+
+    tool: str | None = key(
+        None,
+        "torch: traces of operations; torch_memory: snapshots of GPU memory; nsys: ranges for Nsight Systems",
+        choices=TOOLS,
+        later=("npu", "precision_debugger"),
+    )
+    steps: list[int] | None = key(None, "steps that are profiled, from 1")
+    save_path: str = key("outputs/profile", "folder for the files, step_<N>/<role>_rank_<R>")
+    global_tool_config: ToolsConfig = group(ToolsConfig)
+
+
+@dataclass
+class RoleProfilerConfig(ConfigNode):
+    """`profiler` of the policy and the critic: which of its ranks are profiled."""
+
+    enable: bool = key(False, "profile this role in global_profiler.steps")
+    all_ranks: bool = key(False, "profile every rank")
+    ranks: list[int] = key([], "ranks that are profiled; empty without all_ranks: none")

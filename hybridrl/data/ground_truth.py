@@ -1,0 +1,38 @@
+"""Tells which rows have no ground truth, before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridrl.data.table import REWARD_MODEL
+from hybridrl.notify import notify
+from hybridrl.reward.factory import ground_truths
+
+
+def report_missing(dataset: Any, key: str) -> None:
+    """Report rows for which a reward function receives `ground_truth=None`.
+
+    A function may need no ground truth. But a file whose answers are in another column looks the same, and a reward
+    that compares with None is 0 for the whole run.
+
+    Args:
+        dataset: with `table`, `column(name)` and `locate(item)`, as `hybridrl.data.RLHFDataset`; others are skipped.
+        key: the configuration key that named the files.
+    """
+    if not hasattr(dataset, "column") or not hasattr(dataset, "table"):
+        return
+    values = ground_truths(dataset)
+    # A column of numbers holds NaN where a value is missing.
+    missing = [item for item, value in enumerate(values) if value is None or value != value]
+    if len(missing) == len(values):
+        notify(
+            f"{key}: no row has a ground truth ({REWARD_MODEL}.ground_truth, or a column ground_truth), so a reward "
+            "function that takes ground_truth receives None. If another column holds it, name that with "
+            f"data.ground_truth_key (columns: {', '.join(dataset.table.columns)})"
+        )
+    elif missing:
+        notify(
+            f"{key}: {len(missing)} of {len(values)} rows have no ground truth; the reward function receives None for "
+            f"them. The first is {dataset.locate(missing[0])}",
+            "warning",
+        )

@@ -1,0 +1,222 @@
+"""The rows of one or several sources as one table.
+
+Rows of parquet files and data sets stay in Arrow memory, and a row becomes Python objects when it is read. Rows of text
+files are Python objects from the start. A row keeps its file and line, so that an error can say which line of which
+file to fix.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+REWARD_MODEL = "reward_model"  # verl's column of the ground truth
+
+
+class ArrowPart:
+    """Rows in Arrow memory, which `path` describes: a parquet file, a data set of the hub. They are counted from 0."""
+
+    def __init__(self, path: Path | str, table: pyarrow.Table) -> None:
+        self.path = path
+        self.table = table
+        self.columns = list(table.column_names)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self.table.slice(index, 1).to_pylist()[0]
+
+    def column(self, name: str) -> list[Any]:
+        return self.table.column(name).to_pylist()
+
+    def arrow(self) -> pyarrow.Table:
+        return self.table
+
+    def with_ground_truth(self, name: str) -> ArrowPart:
+        import pyarrow
+
+        truth = self.table.column(name).combine_chunks()
+        style = pyarrow.array(["rule"] * len(truth), pyarrow.string())
+        column = pyarrow.StructArray.from_arrays([style, truth], ["style", "ground_truth"])
+        kept = self.table.drop_columns([REWARD_MODEL] if REWARD_MODEL in self.columns else [])
+        return ArrowPart(self.path, kept.append_column(REWARD_MODEL, column))
+
+    def locate(self, index: int) -> str:
+        return f"{self.path}, row {index} (counted from 0)"
+
+
+class RowsPart:
+    """Rows as Python objects, which `path` describes. They are named by their line, or by their position in a list."""
+
+    def __init__(self, path: Path | str, rows: list[dict[str, Any]], lines: list[int] | None) -> None:
+        self.path = path
+        self.rows = rows
+        self.lines = lines
+        self.columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        return {name: row.get(name) for name in self.columns}
+
+    def column(self, name: str) -> list[Any]:
+        return [row.get(name) for row in self.rows]
+
+    def arrow(self) -> pyarrow.Table:
+        import pyarrow
+
+        return pyarrow.Table.from_pydict({name: self.column(name) for name in self.columns})
+
+    def with_ground_truth(self, name: str) -> RowsPart:
+        rows = [{**row, REWARD_MODEL: {"style": "rule", "ground_truth": row.get(name)}} for row in self.rows]
+        return RowsPart(self.path, rows, self.lines)
+
+    def locate(self, index: int) -> str:
+        if self.lines is None:
+            return f"{self.path}, item {index} (counted from 0)"
+        return f"{self.path}, line {self.lines[index]}"
+
+
+class Table:
+    """The rows of several files, in order.
+
+    Attributes:
+        parts: one part per file, in the order given.
+        columns: every column that any of the files has. Rows of a file that lacks a column hold None there.
+    """
+
+    def __init__(self, parts: Sequence[ArrowPart | RowsPart]) -> None:
+        self.parts = list(parts)
+        self._ends: list[int] = []
+        total = 0
+        for part in self.parts:
+            total += len(part)
+            self._ends.append(total)
+        self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _find(self, index: int) -> tuple[ArrowPart | RowsPart, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect.bisect_right(self._ends, index)
+        return self.parts[number], index - (self._ends[number - 1] if number else 0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        part, inner = self._find(index)
+        row = part.row(inner)
+        return {name: row.get(name) for name in self.columns}
+
+    def arrow(self) -> pyarrow.Table:
+        """Return all rows in Arrow memory. Parquet columns keep their types; the types of JSON columns are inferred.
+
+        Raises:
+            DataError: no single type can hold the values of a column; the error names the file.
+        """
+        import pyarrow
+
+        tables = []
+        for part in self.parts:
+            try:
+                tables.append(part.arrow())
+            except pyarrow.ArrowException as error:
+                raise DataError(f"{part.path}: cannot be kept as parquet: {error}.") from error
+        try:
+            return pyarrow.concat_tables(tables, promote_options="permissive")
+        except pyarrow.ArrowException as error:
+            files = ", ".join(str(part.path) for part in self.parts)
+            raise DataError(f"{files}: their columns do not fit into one parquet file: {error}.") from error
+
+    def column(self, name: str) -> list[Any]:
+        """Return all values of one column as Python objects, None where a file lacks it."""
+        values: list[Any] = []
+        for part in self.parts:
+            values.extend(part.column(name) if name in part.columns else [None] * len(part))
+        return values
+
+    def locate(self, index: int) -> str:
+        """Return the file and row of `index`, for messages."""
+        part, inner = self._find(index)
+        return part.locate(inner)
+
+    def with_ground_truth(self, name: str, key: str = "data.ground_truth_key") -> Table:
+        """Return the table with a column `reward_model`, `{style, ground_truth}`, of the values of another column.
+
+        Raises:
+            DataError: a file lacks the column, which the configuration key `key` names.
+        """
+        self.require(name, key)
+        return Table([part.with_ground_truth(name) for part in self.parts])
+
+    def files_without(self, column: str) -> Iterator[ArrowPart | RowsPart]:
+        """Yield the files that lack a column."""
+        return (part for part in self.parts if column not in part.columns)
+
+    def require(self, column: str, key: str, hint: str = "") -> None:
+        """Refuse files that lack `column`, which the configuration key `key` names.
+
+        Raises:
+            DataError: a file lacks it; the error names the file, the columns it has and what to change.
+        """
+        for part in self.files_without(column):
+            found = ", ".join(part.columns) or "none"
+            raise DataError(
+                f"{part.path} has no column {column!r} (columns found: {found}). "
+                f"{hint or f'Add it, or name the right column with {key}=COLUMN.'}"
+            )
+
+
+def table_of(rows: Any, origin: str) -> Table:
+    """Make a table from rows that are already in memory.
+
+    Args:
+        rows: a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table`, or a list of dicts.
+        origin: where the rows come from, for messages.
+
+    Raises:
+        DataError: `rows` is something else, or empty.
+    """
+    import datasets
+    import pandas
+    import pyarrow
+
+    if isinstance(rows, datasets.Dataset):
+        rows = rows.with_format("arrow")[:]  # also of one that was filtered or shuffled
+    elif isinstance(rows, pandas.DataFrame):
+        try:
+            rows = pyarrow.Table.from_pandas(rows, preserve_index=False)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{origin}: the DataFrame's columns have no single type: {error}.") from error
+    part: ArrowPart | RowsPart
+    if isinstance(rows, pyarrow.Table):
+        part = ArrowPart(origin, rows)
+    elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        part = RowsPart(origin, rows, None)
+    else:
+        raise DataError(
+            f"{origin}: rows must be a datasets.Dataset (one split), a pandas.DataFrame, a pyarrow.Table or a list of "
+            f"dicts, found {_kind(rows)}."
+        )
+    if len(part) == 0:
+        raise DataError(f"{origin}: there are no rows.")
+    return Table([part])
+
+
+def _kind(rows: Any) -> str:
+    """Describe rows of a wrong type, for messages."""
+    if isinstance(rows, Mapping):
+        return f"{type(rows).__name__} with the keys {', '.join(map(str, rows))}"
+    if isinstance(rows, list):
+        return f"a list with {type(next(row for row in rows if not isinstance(row, dict))).__name__} in it"
+    return type(rows).__name__

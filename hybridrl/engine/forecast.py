@@ -1,0 +1,129 @@
+"""What an engine will take of its device's memory, computed before anything is loaded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hybridrl.engine.train_engine import MicroBatching
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The largest batch that an engine gets.
+
+    Attributes:
+        prompt: tokens of the longest prompt.
+        response: tokens of the longest response.
+        rows: sequences per rank in an update or a pass.
+        update: the limits of micro-batches in an update; None for an engine that is not trained.
+        infer: the same for passes without gradients; None where there are none.
+    """
+
+    prompt: int
+    response: int
+    rows: int
+    update: MicroBatching | None
+    infer: MicroBatching | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes on the device of one rank.
+
+    Attributes:
+        parameters: number of the whole model's parameters.
+        weights: the module's parameters, or this rank's shards.
+        masters: float32 copies that the optimizer updates.
+        states: the optimizer's state, from the first step on.
+        gradients: those that are summed over micro-batches.
+        gathered: whole layers of a sharded model, and buffers of collectives.
+        activations: the largest micro-batch's in an update, without its logits.
+        logits: logits of that micro-batch, and what is computed from them.
+        pass_activations: the largest micro-batch's of a pass without gradients, with its logits.
+        kept_weights: what of `weights` and `masters` stays on the device between uses.
+        kept_states: the same of `states`.
+    """
+
+    parameters: int
+    weights: int
+    masters: int
+    states: int
+    gradients: int
+    gathered: int
+    activations: int
+    logits: int
+    pass_activations: int
+    kept_weights: int
+    kept_states: int
+
+    @property
+    def resident(self) -> int:
+        """What stays on the device between uses."""
+        return self.kept_weights + self.kept_states
+
+    @property
+    def update(self) -> int:
+        """The peak of an update."""
+        held = self.weights + self.masters + self.states + self.gradients
+        return held + self.gathered + self.activations + self.logits
+
+    @property
+    def without_gradients(self) -> int:
+        """The peak of a pass without gradients."""
+        return max(self.kept_weights, self.weights) + self.kept_states + self.gathered + self.pass_activations
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations within it allocate, and of those that are still in use.
+
+    It counts tensors on the meta device, too, which take no memory.
+
+    Attributes:
+        live: bytes in use.
+        peak: the most that were in use at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        """Do not count these, which existed before."""
+        for tensor in tensors:
+            self._known[tensor.untyped_storage()] = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = None
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, size).atexit = False
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def peak_of(compute: Callable[[], Any], *existing: torch.Tensor) -> int:
+    """The most bytes that are in use while `compute` runs, besides those of the `existing` tensors."""
+    counted = LiveBytes()
+    counted.ignore(*existing)
+    with counted:
+        compute()
+    return counted.peak

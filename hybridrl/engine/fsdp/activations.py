@@ -1,0 +1,92 @@
+"""What an update keeps for its backward pass: layers computed again, their inputs in main memory, MLPs in tiles."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hybridrl.errors import ModelError
+from hybridrl.models.loading import decoder_layer_classes
+from hybridrl.utils import device
+
+# A gated or plain MLP, which computes each token on its own, has a layer of this name.
+_LAST_OF_MLP = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
+
+_checkpoint = functools.partial(checkpoint, use_reentrant=False)
+
+
+def check_activations(model: Any, engine: Any) -> None:
+    """Refuse settings that do not go together.
+
+    Raises:
+        ModelError: the message names both keys.
+    """
+    if model.enable_activation_offload and not model.enable_gradient_checkpointing:
+        raise ModelError(
+            "model.enable_activation_offload=True keeps the inputs of checkpointed layers in main memory; set "
+            "model.enable_gradient_checkpointing=True, too, or leave it off"
+        )
+    if model.tiled_mlp.enabled and engine.use_torch_compile:
+        raise ModelError(
+            "model.tiled_mlp.enabled=True and fsdp_config.use_torch_compile=True were not made to work together; leave "
+            "one of them off"
+        )
+
+
+def save_activations(module: Any, model: Any) -> None:
+    """Have a module that will be trained keep what the settings of `model` say.
+
+    Raises:
+        ModelError: `tiled_mlp` finds no MLP.
+    """
+    if model.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if model.enable_activation_offload:
+        for part in module.modules():
+            if hasattr(part, "_gradient_checkpointing_func"):
+                part._gradient_checkpointing_func = _offloading
+    if model.tiled_mlp.enabled:
+        _tile(module, model.tiled_mlp.num_shards)
+
+
+def _offloading(function: Any, *arguments: Any, **named: Any) -> Any:
+    """Checkpoint `function`, with the tensors that it is computed again from in main memory until then."""
+    with saved_tensors_hooks(_to_host, _to_device):
+        return _checkpoint(function, *arguments, **named)
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    if not tensor.requires_grad:  # positions and masks, which all layers share
+        return tensor.device, tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.is_gpu())
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def _to_device(saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    home, tensor = saved
+    return tensor.to(home, non_blocking=True)
+
+
+def _tile(module: nn.Module, tiles: int) -> None:
+    """Compute the MLP of each layer for a part of the tokens at a time, forward and backward."""
+    classes = decoder_layer_classes(module)
+    layers = [part for part in module.modules() if type(part).__name__ in classes]
+    found = [getattr(layer, "mlp", None) for layer in layers]
+    known = [mlp for mlp in found if any(isinstance(getattr(mlp, name, None), nn.Module) for name in _LAST_OF_MLP)]
+    if not known:
+        raise ModelError(
+            f"model.tiled_mlp.enabled=True: {type(module).__name__} has no MLP that computes each token on its own; "
+            "set it to False"
+        )
+    for mlp in known:
+        mlp.forward = functools.partial(_in_tiles, mlp.forward, tiles)  # type: ignore[union-attr]
+
+
+def _in_tiles(forward: Any, tiles: int, hidden: torch.Tensor) -> torch.Tensor:
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    return torch.cat([_checkpoint(forward, tile) for tile in tokens.chunk(tiles)]).view_as(hidden)

@@ -1,0 +1,213 @@
+"""The memory that `FSDPEngine` will take: the model on the meta device, and one micro-batch through it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from hybridrl.algorithms import functional, linear_statistics
+from hybridrl.engine.forecast import Forecast, Workload, peak_of
+from hybridrl.engine.fsdp.activations import save_activations
+from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
+from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
+from hybridrl.engine.optim.muon import hidden_matrices
+from hybridrl.engine.optim.optimizer import state_bytes
+from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.models import attention, loading, value
+from hybridrl.utils import device
+
+# Attention whose memory is that of the fused kernels: no scores, and no mask.
+_ATTENTION = "hybridrl_forecast"
+_REDUCED = 4  # bytes of an element while gradients are summed over ranks: float32
+
+
+def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
+    """What one of `ranks` ranks takes.
+
+    Args:
+        model: a `ModelConfig`.
+        engine: an `FSDPConfig`.
+        optim: an `OptimConfig`; None for an engine that only computes.
+
+    Raises:
+        ModelError: the model's configuration cannot be read.
+    """
+    optim = None if engine.forward_only else optim
+    compute = loading.resolve_dtype(engine.dtype, "fsdp_config.dtype")
+    stored = loading.resolve_dtype(engine.model_dtype, "fsdp_config.model_dtype") if optim is not None else compute
+    config = loading.load_model_config(
+        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
+    )
+    packed = bool(model.use_remove_padding) and attention.why_not_packed(config) is None
+    packed = packed and attention.takes_boundaries(str(config._attn_implementation))
+    config._attn_implementation = _ATTENTION
+    build = loading.build_language_model if model_type == "language_model" else value.build_value_model
+    module = build(config, compute, model.trust_remote_code)
+    loading.disable_dropout(module)
+    fused = bool(model.use_fused_kernels) and model_type == "language_model"
+    passes = _Passes(module, fused, packed, work, engine.ulysses_sequence_parallel_size)
+    shards = 1 if ranks == 1 else (ranks if engine.fsdp_size in (-1, 0) else min(engine.fsdp_size, ranks))
+    count = sum(parameter.numel() for parameter in module.parameters())
+    whole = count * stored.itemsize
+    weights, masters = (count * compute.itemsize, whole) if ranks == 1 else (whole // shards, 0)
+    if ranks == 1 and compute == stored:
+        masters = 0
+    states = gradients = 0
+    if optim is not None:
+        states = _states(module, stored, optim) // shards
+        gradients = whole // shards
+    activations, logits = _of_update(module, passes, model, work.update) if optim is not None else (0, 0)
+    gathered = _gathered(module, engine, compute, optim is not None) if ranks > 1 else 0
+    if ranks > 1 and engine.offload_policy:  # FSDP2 keeps shards in main memory
+        weights = states = gradients = 0
+    return Forecast(
+        parameters=count,
+        weights=weights,
+        masters=masters,
+        states=states,
+        gradients=gradients,
+        gathered=gathered,
+        activations=activations,
+        logits=logits,
+        pass_activations=0 if work.infer is None else passes.peak(work.infer, training=False),
+        kept_weights=0 if engine.param_offload else weights + masters,
+        kept_states=0 if engine.optimizer_offload else states,
+    )
+
+
+def _states(module: nn.Module, dtype: torch.dtype, optim: Any) -> int:
+    """Bytes of the optimizer's state for all parameters, which it gets in this dtype."""
+    named = dict(module.named_parameters())
+    updated = {id(parameter): torch.empty_like(parameter, dtype=dtype) for parameter in named.values()}
+    matrices = [updated[id(parameter)] for parameter in hidden_matrices(module, named)]
+    return state_bytes(updated.values(), optim, matrices)
+
+
+def _of_update(module: Any, passes: _Passes, model: Any, micro: MicroBatching | None) -> tuple[int, int]:
+    """Activations of an update without logits, and what logits add to the peak."""
+    assert micro is not None
+    # What is offloaded is counted: it leaves the device while the next layer is computed.
+    save_activations(module, replace(model, enable_activation_offload=False))
+    for parameter in module.parameters():
+        # Gradients are counted apart. Until it is added to the others, that of a parameter is part of the peak.
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    everything = passes.peak(micro, training=True)
+    body = min(passes.peak(micro, training=True, response=1), everything)
+    return body, everything - body
+
+
+class _Passes:
+    """Passes of the largest micro-batch through a model on the meta device.
+
+    Args:
+        fused: whether statistics of tokens are computed without logits.
+        packed: whether sequences share a row.
+        sharers: ranks that share each sequence.
+    """
+
+    def __init__(self, module: Any, fused: bool, packed: bool, work: Workload, sharers: int) -> None:
+        self.module, self.packed, self.work, self.sharers = module, packed, work, sharers
+        self.head = SelectingHead(module)
+        self.fused = fused and self.head.is_linear
+
+    def peak(self, micro: MicroBatching, training: bool, response: int | None = None) -> int:
+        """Bytes of the pass, and if `training` of its backward pass.
+
+        Args:
+            response: response tokens per row whose outputs are computed; None for all.
+        """
+        layout = self._layout(micro, self.work.response if response is None else response)
+        self.module.train(training)
+
+        def run() -> None:
+            loss = torch.stack([part.sum() for part in self._outputs(layout)]).sum()
+            if training:
+                loss.backward()
+
+        with torch.set_grad_enabled(training):
+            return peak_of(run, *self.module.parameters(), *self.module.buffers()) // self.sharers
+
+    def _layout(self, micro: MicroBatching, response: int) -> Layout:
+        length = self.work.prompt + self.work.response
+        rows = min(self.work.rows, micro.size or self.work.rows)
+        if micro.max_tokens:
+            rows = min(rows, micro.max_tokens * self.sharers // length)
+        if not self.packed:
+            rows = min(rows, PREFERRED_CELLS[device.get_device_name()] // length)
+        rows = max(1, rows)
+        shape = (1, rows * length) if self.packed else (rows, length)
+        with torch.device("meta"):
+            ids, selected = torch.zeros(shape, dtype=torch.int64), torch.zeros(rows * response, dtype=torch.int64)
+            positions = torch.arange(shape[1])[None].expand(shape)
+        return Layout(ids, positions, selected, selected, None)
+
+    def _outputs(self, layout: Layout) -> list[torch.Tensor]:
+        kind = device.get_device_name()
+
+        def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            rows = linear_statistics.rows_at_a_time(kind, weight.shape[0])
+            found = linear_statistics.linear_token_statistics(
+                hidden, weight, bias, layout.labels, entropy=True, chunk_size=rows
+            )
+            return torch.stack(list(found.values()), dim=-1)
+
+        if self.fused:
+            with self.head.replaced_by(fused):
+                return [response_logits(self.module, self.head, layout, takes_boundaries=False)]
+        logits = response_logits(self.module, self.head, layout, takes_boundaries=False)
+        if logits.shape[-1] == 1:
+            return [logits.float()]
+        rows = functional.rows_at_a_time(kind, *logits.shape)
+        found = functional.token_statistics(logits, layout.labels, entropy=True, inplace_backward=True, chunk_size=rows)
+        return list(found.values())
+
+
+def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool) -> int:
+    """Whole parameters that a rank of several holds at once, and the buffers that they are gathered and reduced in."""
+    classes = loading.decoder_layer_classes(module, getattr(engine.wrap_policy, "transformer_layer_cls_to_wrap", None))
+    layers = [_elements(part) for part in module.modules() if type(part).__name__ in classes]
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
+    total = _elements(module)
+    tied = getattr(head, "weight", None) is embedding.weight
+    # Each is a unit, as each layer is, unless they are tied: then they belong to the rest, which stays gathered.
+    ends = [] if tied else [_elements(embedding), _elements(head)]
+    largest = max([*layers, *ends], default=0)
+    rest = total - sum(layers) - sum(ends)
+    held = total if trains and not engine.reshard_after_forward else rest + sum(ends[1:]) + 2 * largest
+    buffer = max(largest, rest)
+    size = (min(held, total) + buffer) * compute.itemsize
+    return size + (buffer * (compute.itemsize + _REDUCED) if trains else 0)
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class _Attention(torch.autograd.Function):
+    """Allocates what a fused attention kernel allocates, and keeps what it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor) -> torch.Tensor:
+        out = query.new_empty((*query.shape[:-1], head_value.shape[-1]))
+        sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, head_value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, head_value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(head_value)
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    out: torch.Tensor = _Attention.apply(query, key, head_value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)

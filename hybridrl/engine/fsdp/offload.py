@@ -1,0 +1,214 @@
+"""Model and optimizer state that stays in main memory between the uses of an engine.
+
+All host copies of a kind are views of one buffer per dtype. It is allocated once, is exactly as large as needed and is
+page-locked for GPUs, which makes copies fast. A host copy stays valid while its tensors are on the device, so tensors
+that did not change are freed there without being copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hybridrl.engine.fsdp.master_weights import MasterWeights
+from hybridrl.utils import device
+
+
+class HostCopies:
+    """Host memory for tensors of the kinds and shapes of these; for shards, for this rank's part.
+
+    Args:
+        tensors: on any device. They are not copied yet.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        parts = [part for tensor in tensors for part in _plain_parts(tensor)]
+        self.shapes = _shapes(tensors)
+        sizes: dict[torch.dtype, int] = {}
+        for part in parts:
+            sizes[part.dtype] = sizes.get(part.dtype, 0) + part.numel()
+        self._buffers = {dtype: device.host_memory(size, dtype) for dtype, size in sizes.items()}
+        used = dict.fromkeys(sizes, 0)
+        self._views: list[torch.Tensor] = []
+        for part in parts:
+            start = used[part.dtype]
+            used[part.dtype] += part.numel()
+            flat = self._buffers[part.dtype][start : start + part.numel()]
+            strides = torch.empty_like(part, device="meta").stride()
+            self._views.append(flat.as_strided(part.shape, strides, flat.storage_offset()))
+
+    def store(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors' present values; those that are views of this memory are left as they are."""
+        parts = [part for tensor in tensors for part in _plain_parts(tensor)]
+        with device.transfers():
+            for view, part in zip(self._views, parts, strict=True):
+                if part.numel() and part.data_ptr() != view.data_ptr():
+                    view.copy_(part, non_blocking=True)
+
+    def on_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors like these that are views of the host copies."""
+        views = iter(self._views)
+        return [_rebuilt(tensor, lambda _: next(views)) for tensor in tensors]
+
+    def on_device(self, tensors: Sequence[torch.Tensor], target: torch.device) -> list[torch.Tensor]:
+        """Tensors like these on a device, with the values of the host copies."""
+        views = iter(self._views)
+        new = [_rebuilt(tensor, lambda _: torch.empty_like(next(views), device=target)) for tensor in tensors]
+        with device.transfers():
+            for view, part in zip(self._views, (p for tensor in new for p in _plain_parts(tensor)), strict=True):
+                part.copy_(view, non_blocking=True)
+        return new
+
+
+class _Offloaded:
+    """A group of tensors that move together.
+
+    Args:
+        tensors: returns the present ones, in the same order each time.
+        replace: puts others in their place.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], list[torch.Tensor]], replace: Callable[[list[torch.Tensor]], None]
+    ) -> None:
+        self._tensors, self._replace = tensors, replace
+        self._host: HostCopies | None = None
+        self._on_host = False
+
+    def load(self, target: torch.device) -> None:
+        if self._on_host and self._host is not None:
+            self._replace(self._host.on_device(self._tensors(), target))
+            self._on_host = False
+
+    def unload(self, changed: bool) -> None:
+        """Free the device memory.
+
+        Args:
+            changed: the values may differ from those of the host copies.
+        """
+        tensors = self._tensors()
+        if self._on_host and not changed:
+            return
+        # An optimizer's state comes with its first step.
+        if self._host is None or self._host.shapes != _shapes(tensors):
+            self._host = None  # freed before the new memory is allocated
+            self._host, changed = HostCopies(tensors), True
+        if changed:
+            self._host.store(tensors)
+        self._replace(self._host.on_host(tensors))
+        self._on_host = True
+
+
+class Offload:
+    """What of an engine is in main memory between its uses.
+
+    Args:
+        masters: master weights that only updates need.
+        optimizer: None for an engine that only computes.
+        parameters: whether module and master weights are offloaded.
+        states: whether the optimizer's state is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        masters: MasterWeights | None,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: bool,
+        states: bool,
+    ) -> None:
+        self._always: list[_Offloaded] = []
+        self._for_updates: list[_Offloaded] = []
+        self._loaded_for_updates = False
+        if parameters:
+            self._always.append(_Offloaded(lambda: _parameters(module), lambda new: _replace_parameters(module, new)))
+            if masters is not None:
+                self._for_updates.append(_Offloaded(masters.tensors, masters.replace))
+        if states and optimizer is not None:
+            self._for_updates.append(
+                _Offloaded(
+                    lambda: [state[name] for state, name in _state_tensors(optimizer)],
+                    lambda new: _replace_states(optimizer, new),
+                )
+            )
+
+    def load(self, updates: bool) -> None:
+        """Bring everything that is needed to the device.
+
+        Args:
+            updates: whether the weights will be updated, and not only used.
+        """
+        self._loaded_for_updates = updates
+        for group in [*self._always, *(self._for_updates if updates else [])]:
+            group.load(device.current_device())
+
+    def unload(self, changed: bool = False) -> None:
+        """Free the device memory of everything.
+
+        Args:
+            changed: values changed although they were not loaded for updates.
+        """
+        changed, self._loaded_for_updates = changed or self._loaded_for_updates, False
+        for group in [*self._always, *self._for_updates]:
+            group.unload(changed)
+        if self._always or self._for_updates:
+            device.empty_cache()
+
+
+def _parameters(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@torch.no_grad()
+def _replace_parameters(module: nn.Module, new: Sequence[torch.Tensor]) -> None:
+    by_parameter = dict(zip(map(id, module.parameters()), new, strict=True))
+    # `_apply` keeps the parameters' identity, tells FSDP2 that its shards moved, and passes buffers, too.
+    module._apply(lambda tensor: by_parameter.get(id(tensor), tensor))
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], str]]:
+    """The optimizer's tensors, in an order that does not depend on whether a step or a checkpoint created them.
+
+    A fused step counter is one of them; a plain one stays in main memory.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in sorted(state.items()):
+                on_device = group.get("fused") or group.get("capturable")
+                if isinstance(value, torch.Tensor) and (value.ndim > 0 or on_device):
+                    yield state, name
+
+
+def _replace_states(optimizer: torch.optim.Optimizer, new: Sequence[torch.Tensor]) -> None:
+    for (state, name), tensor in zip(list(_state_tensors(optimizer)), new, strict=True):
+        state[name] = tensor
+
+
+def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that this one consists of: this rank's shard, or the codes and scales of 8-bit state."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.detach()]
+    fields = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for field in fields if isinstance(field, torch.Tensor) for part in _plain_parts(field)]
+
+
+def _rebuilt(tensor: torch.Tensor, replaced: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A tensor of the same kind, made of other plain parts, which are asked for in the order of `_plain_parts`."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return replaced(tensor)
+    names, context = tensor.__tensor_flatten__()
+    fields = {name: getattr(tensor, name) for name in names}  # a mesh may be among them
+    new: Any = {
+        name: _rebuilt(field, replaced) if isinstance(field, torch.Tensor) else field for name, field in fields.items()
+    }
+    rebuilt: torch.Tensor = tensor.__tensor_unflatten__(new, context, tensor.size(), tensor.stride())
+    return rebuilt
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(part.dtype, part.shape) for tensor in tensors for part in _plain_parts(tensor)]

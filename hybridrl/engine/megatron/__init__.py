@@ -1,0 +1,1 @@
+"""The training engine on megatron-core: tensor, pipeline, context and expert parallelism."""

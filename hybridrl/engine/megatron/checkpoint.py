@@ -1,0 +1,238 @@
+"""A Megatron engine's state on disk, readable in any other layout and without unpickling anything.
+
+The folder of a checkpoint:
+
+    model/      master weights (float32), as boxes of Hugging Face tensors (`saved_boxes`)
+    optimizer/  the optimizer's tensors, in the same way, named `<tensor>/<state>`
+    extra/      schedule.json, and rng_<rank>.json of every rank
+    hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+
+A rank's optimizer updates ranges of flattened parameters. A range is a few boxes of Hugging Face tensors, so that
+nothing needs to be gathered to be written, and a rank of another layout reads just the boxes that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridrl.engine import saved_parts
+from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
+from hybridrl.engine.megatron.mapping import Entry
+from hybridrl.engine.optim.low_bit import CODES, SCALE
+from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range, copied
+from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.shards import Box
+from hybridrl.utils import device, distributed
+
+if TYPE_CHECKING:
+    from hybridrl.engine.megatron.engine import MegatronEngine
+    from hybridrl.engine.megatron.optimizer import Shard
+
+SEPARATOR = "/"
+
+
+def state(engine: MegatronEngine, contents: Sequence[str], copy: bool) -> saved_parts.State:
+    """Return what this rank writes of the parts in `contents`. All ranks call it with the same arguments.
+
+    Args:
+        engine: whose state it is.
+        contents: `model`, `optimizer`, `extra`, `hf_model`.
+        copy: copy everything to main memory, so that training may go on before it is written.
+    """
+    saved_parts.check_contents(contents)
+    made = saved_parts.State()
+    if "model" in contents:
+        made.boxes["model"] = copied(_weights(engine)) if copy else _weights(engine)
+    if "optimizer" in contents and engine.optimizer is not None:
+        made.boxes["optimizer"] = copied(_optimizer_state(engine)) if copy else _optimizer_state(engine)
+    if "extra" in contents:
+        made.texts = saved_parts.extra(_schedule(engine))
+    if "hf_model" in contents:
+        made.write_hf = _hf_copy(engine) if copy else partial(_write_hf, engine)
+    return made
+
+
+def _write_hf(engine: MegatronEngine, folder: Path) -> None:
+    """Write an engine's model and its tokenizer. All ranks call it together; rank 0 holds some files' worth of tensors.
+
+    Weights have the dtype of the checkpoint that training started from.
+    """
+    files, failed = ModelFiles(folder), None
+    for name, tensor in engine._exporter.export(stored_dtype(engine.config), engine.readable):
+        if distributed.get_rank() == 0 and failed is None:
+            try:
+                files.add(name, tensor)
+            except Exception as error:  # the other ranks go on sending
+                failed = error
+
+    def finish() -> None:
+        if failed is not None:
+            raise failed
+        _finish_hf(engine, files, folder)
+
+    distributed.on_rank_0(finish)
+
+
+def _hf_copy(engine: MegatronEngine) -> Callable[[Path], None] | None:
+    """Gather the model in the main memory of rank 0, and return what writes it there. All ranks call it together."""
+    exported = engine._exporter.export(stored_dtype(engine.config), engine.readable)
+    state = {name: tensor.cpu() for name, tensor in exported if distributed.get_rank() == 0}
+
+    def write(folder: Path) -> None:
+        files = ModelFiles(folder)
+        for name, tensor in state.items():
+            files.add(name, tensor)
+        _finish_hf(engine, files, folder)
+
+    return write if distributed.get_rank() == 0 else None
+
+
+def _finish_hf(engine: MegatronEngine, files: ModelFiles, folder: Path) -> None:
+    files.finish()
+    write_config(engine.config, engine.model_type, files, folder)
+    saved_parts.save_tokenizer(engine.model_config, folder)
+
+
+def load(engine: MegatronEngine, folder: Path, contents: Sequence[str]) -> None:
+    """Read the parts named in `contents`. `hf_model` is for other programs and is never read back.
+
+    Raises:
+        ModelError: a part is missing, or belongs to another model or optimizer.
+    """
+    saved_parts.check_contents(contents)
+    if "model" in contents:
+        with SavedBoxes(saved_parts.part(folder, "model")) as saved:
+            saved_parts.check_same_model(engine._exporter.shapes(), saved)  # all ranks together
+            _load_weights(engine, saved)
+    if "optimizer" in contents and engine.optimizer is not None:
+        with SavedBoxes(saved_parts.part(folder, "optimizer")) as saved:
+            _load_optimizer(engine, saved)
+    if "extra" in contents:
+        saved_parts.load_extra(_schedule(engine), engine.engine_config.seed, saved_parts.part(folder, "extra"))
+
+
+def _schedule(engine: MegatronEngine) -> Any:
+    return None if engine.optimizer is None else engine.optimizer.schedule
+
+
+def _entries(engine: MegatronEngine) -> dict[tuple[int, str], Entry]:
+    """This rank's parameters and buffers, by the number of their chunk and their name in it."""
+    return {(engine.chunks.index(entry.chunk), entry.name): entry for entry in engine.weight_map.entries}
+
+
+def _views(entry: Entry, shard: Shard, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+    """Split the range of a flattened parameter that a rank updates by the Hugging Face tensors that it belongs to.
+
+    Args:
+        entry: the parameter.
+        shard: the range.
+        flat: values of the range.
+
+    Yields:
+        Name and shape of a tensor, a box of it, and the box's elements as a view of `flat`.
+    """
+    for own, at in boxes_of_range(tuple(entry.tensor.shape), shard.start, shard.stop):
+        values = flat[at : at + own.elements].view(own.extents)
+        for piece in entry.pieces:
+            held = Box(piece.at, tuple(a + n for a, n in zip(piece.at, piece.box.extents, strict=True)))
+            common = own.intersect(held)
+            if common is None:
+                continue
+            shift = [b - a for a, b in zip(piece.at, piece.box.start, strict=True)]
+            box = Box(
+                tuple(a + s for a, s in zip(common.start, shift, strict=True)),
+                tuple(b + s for b, s in zip(common.stop, shift, strict=True)),
+            )
+            yield piece.name, piece.shape, box, values[common.within(own)]
+
+
+def _weights(engine: MegatronEngine) -> Iterator[SavedBox]:
+    """What this rank writes of the weights: its ranges of the master weights, and what has none."""
+    engine._exporter.shapes()  # all ranks together; some ask for nothing below
+    entries = _entries(engine)
+    covered: set[tuple[int, str]] = set()
+    for shard in [] if engine.optimizer is None else engine.optimizer.shards:
+        if shard.counted:
+            flat = engine.readable(shard.master.detach())
+            for part in _views(entries[shard.chunk, shard.name], shard, flat):
+                yield SavedBox(*part)
+    if engine.optimizer is not None:
+        covered = {key for key, entry in entries.items() if getattr(entry.tensor, "requires_grad", False)}
+    for key, entry in entries.items():
+        if key in covered:
+            continue
+        values = engine.readable(entry.tensor.detach())
+        for piece in entry.pieces:
+            if engine._exporter.is_first(entry, piece):
+                yield SavedBox(piece.name, piece.shape, piece.box, piece.of(values))
+
+
+def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedBox]:
+    assert engine.optimizer is not None
+    entries = _entries(engine)
+    for shard in engine.optimizer.shards:
+        if not shard.counted:
+            continue
+        entry = entries[shard.chunk, shard.name]
+        for key, item in sorted(engine.optimizer.optimizer.state.get(shard.master, {}).items()):
+            value = item if isinstance(item, torch.Tensor) else torch.tensor(item)
+            if value.ndim:
+                for name, shape, box, view in _views(entry, shard, engine.readable(value.detach())):
+                    yield SavedBox(f"{name}{SEPARATOR}{key}", shape, box, view)
+            else:
+                for name in dict.fromkeys(piece.name for piece in entry.pieces):
+                    yield SavedBox(f"{name}{SEPARATOR}{key}", (), Box((), ()), value)
+
+
+def _load_weights(engine: MegatronEngine, saved: SavedBoxes) -> None:
+    entries = _entries(engine)
+    for entry in entries.values():
+        values = engine.readable(entry.tensor.detach())
+        for piece in entry.pieces:
+            piece.of(values).copy_(saved.read(piece.name, piece.box))
+    for shard in [] if engine.optimizer is None else engine.optimizer.shards:
+        if shard.master.dtype != shard.parameter.dtype:  # otherwise they are the same memory
+            flat = engine.readable(shard.master.detach())
+            for name, _, box, view in _views(entries[shard.chunk, shard.name], shard, flat):
+                view.copy_(saved.read(name, box))
+
+
+def _load_optimizer(engine: MegatronEngine, saved: SavedBoxes) -> None:
+    assert engine.optimizer is not None
+    optimizer, entries = engine.optimizer.optimizer, _entries(engine)
+    keys: dict[str, list[str]] = {}
+    for full_name in saved.names:
+        name, _, key = full_name.rpartition(SEPARATOR)
+        keys.setdefault(name, []).append(key)
+    if surplus := sorted(keys.keys() - engine._exporter.shapes().keys()):
+        raise ModelError(
+            f"checkpoint {saved.where} belongs to another model: it has optimizer state for {surplus[0]!r}, which this "
+            "model does not have"
+        )
+    if quantised := next((name for name in saved.names if name.endswith((CODES, SCALE))), None):
+        raise ModelError(
+            f"checkpoint {saved.where} has {quantised} of an optimizer with moments of 8 bits, which strategy=megatron "
+            "cannot continue; resume with strategy=fsdp2 and optim.optimizer of the run, or leave optimizer out of "
+            "checkpoint.load_contents"
+        )
+    where = device.current_device()  # offloaded state leaves it right after: its memory is released, not replaced
+    steps_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    optimizer.state.clear()
+    for shard in engine.optimizer.shards:
+        entry = entries[shard.chunk, shard.name]
+        first = next((piece.name for piece in entry.pieces), None)
+        for key in keys.get(first or "", ()):
+            full_name = f"{first}{SEPARATOR}{key}"
+            if not saved.shape(full_name):
+                value = saved.read(full_name, Box((), ()))
+                optimizer.state[shard.master][key] = value.to(where) if steps_on_device else value
+                continue
+            flat = torch.zeros(shard.stop - shard.start, dtype=saved.dtype(full_name), device=where)
+            for name, _, box, view in _views(entry, shard, flat):
+                view.copy_(saved.read(f"{name}{SEPARATOR}{key}", box))
+            optimizer.state[shard.master][key] = flat

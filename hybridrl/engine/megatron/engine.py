@@ -1,0 +1,310 @@
+"""`MegatronEngine`: language and value models on Megatron-core."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrl.engine.capabilities import CopiesState, ExportsShards, WeightShard
+from hybridrl.engine.megatron import build, checkpoint, hf_weights
+from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_first_masters, load_first_weights
+from hybridrl.engine.megatron.forward import Arranger, Outputs
+from hybridrl.engine.megatron.mapping import WeightMap, family_of, padded_vocabulary
+from hybridrl.engine.megatron.offload import DiscardedStorages, Offload, OffloadedStorages
+from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
+from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state
+from hybridrl.engine.megatron.schedule import Schedule
+from hybridrl.engine.megatron.vocabulary import Part
+from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
+from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.optim.optimizer import check_optimizer
+from hybridrl.engine.saved_parts import State
+from hybridrl.engine.train_engine import Geometry, TrainEngines
+from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.topology import MegatronLayout
+from hybridrl.models import attention, loading
+from hybridrl.models.work import work_of
+from hybridrl.notify import notify
+from hybridrl.utils import device, distributed
+
+
+@TrainEngines.register("megatron", settings="hybridrl.config.schema.megatron:MegatronConfig")
+class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
+    """A decoder of Megatron-core with the weights of a Hugging Face model, or its backbone with a value head.
+
+    Args:
+        model_type: `language_model` or `value_model`.
+        model: A `ModelConfig`.
+        engine: A `MegatronConfig`: the layout, precision, offload, overrides of Megatron-core's settings.
+        optim: An `OptimConfig`, or None for an engine that only computes.
+
+    Attributes:
+        sizes: how many ranks share the model, and how.
+        state: this rank's place among them.
+        chunks: this rank's parts of the model, one per virtual stage.
+        weight_map: which parts of which Hugging Face tensors they hold.
+        config: the model's Hugging Face configuration.
+        optimizer: None for an engine that only computes.
+    """
+
+    def __init__(self, model_type: str, model: Any, engine: Any, optim: Any = None):
+        self.model_type = model_type
+        self.model_config = model
+        self.engine_config = engine
+        self.optim_config = None if engine.forward_only else optim
+        self.sizes = ParallelSizes.of(engine)
+        self.state: ParallelState
+        self.chunks: list[nn.Module]
+        self.weight_map: WeightMap
+        self.optimizer: ShardedOptimizer | None = None
+        self._wrapped: list[nn.Module] = []
+
+    # ------------------------------------------------------------------ building
+
+    @classmethod
+    def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
+        import_parallel_state()
+        plan = _plan(model, engine, "language_model", trains=optim is not None, here=device.is_gpu())
+        sizes = ParallelSizes.of(engine)
+        sizes.check(ranks, plan.facts)
+        build.transformer_config(plan, sizes, engine.sequence_parallel, _dtype(engine))
+        build.check_ddp_overrides(engine.override_ddp_config)
+        if optim is not None:
+            check_optimizer(usable_settings(optim))
+
+    @classmethod
+    def check_first_weights(cls, model: Any, engine: Any) -> None:
+        if dist_checkpoint_of(model.path, engine) is None:
+            super().check_first_weights(model, engine)
+
+    def initialize(self) -> None:
+        model, engine = self.model_config, self.engine_config
+        import_parallel_state()
+        self.dtype = _dtype(engine)
+        if distributed.get_rank() == 0:
+            _tell_without_effect(model)
+        trains = self.optim_config is not None
+        plan = _plan(model, engine, self.model_type, trains)
+        self.config = plan.hf_config
+        self.sizes.check(distributed.get_world_size(), plan.facts)
+        self.state = ParallelState(self.sizes)
+        with self.activate():
+            settings = build.transformer_config(plan, self.sizes, engine.sequence_parallel, self.dtype)
+            self.chunks = build.build_chunks(plan, settings, self.state)
+            self.weight_map = WeightMap(plan.family, self.config, self.chunks, model_type=self.model_type)
+            self._exporter = hf_weights.Exporter(self.weight_map)
+            load_first_weights(self.weight_map, model.path, engine)
+            if trains:
+                self._make_trainable(settings)
+            else:
+                for chunk in self.chunks:
+                    chunk.requires_grad_(False)
+        self._schedule = self._make_schedule(settings, plan.vocabulary)
+        self._set_mode(training=False)
+        device.manual_seed(engine.seed + distributed.get_rank())
+        self._offload = self._make_offload()
+        self._offload.unload(changed=True)
+        device.empty_cache()  # what loading and converting left would count as used while an engine is started
+
+    def _make_trainable(self, settings: Any) -> None:
+        engine = self.engine_config
+        distributed_optimizer = engine.use_distributed_optimizer
+        self._wrapped = build.wrap_chunks(self.chunks, settings, distributed_optimizer, engine.override_ddp_config)
+        self.optimizer = ShardedOptimizer(self._wrapped, self.state, self.optim_config, distributed_optimizer)
+        if self.optimizer.separate_masters():
+            load_first_masters(self.weight_map, self.model_config.path, engine, self.optimizer.shards)
+
+    def _make_schedule(self, settings: Any, vocabulary: int) -> Schedule:
+        self.packed = bool(self.model_config.use_remove_padding) and self._may_pack()
+        if self.packed:
+            self.work = work_of(self.config)
+        arranger = Arranger(self.state, settings.sequence_parallel, self.packed)
+        outputs = None
+        if self.chunks[-1].post_process:
+            part = Part.of(vocabulary, padded_vocabulary(vocabulary, self.sizes.tp), self.state.tp_group)
+            outputs = Outputs(self.chunks[-1], self.state, part, settings.sequence_parallel)
+        return Schedule(self.state, settings, arranger, outputs)
+
+    def _may_pack(self) -> bool:
+        """Whether attention can keep the sequences of a packed row apart; on a GPU, tell why not."""
+        reason = self._why_not_packed() if device.is_gpu() else None
+        if reason and distributed.get_rank() == 0:
+            notify(
+                f"sequences of {self.model_config.path} are padded to the longest of their micro-batch and not packed "
+                f"(model.use_remove_padding): {reason}"
+            )
+        return reason is None
+
+    def _why_not_packed(self) -> str | None:
+        if build.has_transformer_engine():
+            if self.dtype == torch.float32:
+                return f"the kernels of Transformer Engine do not compute packed sequences in {self.dtype}"
+            return None
+        if self.sizes.cp > 1:
+            return None
+        reason = attention.why_not_varlen(self.config)
+        if reason is None and (self.dtype == torch.float32 or not device.supports_varlen_attention()):
+            return f"the kernel in PyTorch does not compute {self.dtype} on this GPU"
+        return reason
+
+    def _make_offload(self) -> Offload:
+        engine, optimizer = self.engine_config, self.optimizer
+        parameters = states = gradients = None
+        if engine.param_offload:
+            parameters = OffloadedStorages(lambda: [p.detach() for chunk in self.chunks for p in chunk.parameters()])
+        if optimizer is not None and engine.optimizer_offload:
+            states = OffloadedStorages(lambda: [*optimizer.separate_masters(), *optimizer.state_tensors()])
+        if optimizer is not None and engine.grad_offload:
+            gradients = DiscardedStorages(optimizer.gradient_buffers)
+        return Offload(parameters, gradients, states)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.state.geometry
+
+    def activate(self) -> AbstractContextManager[None]:
+        """Within the context, Megatron-core's parallel state is this engine's."""
+        return self.state.activate()
+
+    # ------------------------------------------------------------------ computing
+
+    def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]] | None:
+        with self.activate():
+            return self._schedule.forward_only(self.chunks, layouts, wanted)
+
+    def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+        self._set_mode(training=True)
+        with self.activate():
+            self._schedule.forward_backward(self._wrapped, layouts, wanted, share_of_loss)
+        self._set_mode(training=False)
+
+    def _set_mode(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    # ------------------------------------------------------------------ stepping
+
+    def gradient_norm(self) -> torch.Tensor:
+        assert self.optimizer is not None
+        return self.optimizer.gradient_norm()
+
+    def nonfinite_gradients(self) -> list[str]:
+        assert self.optimizer is not None
+        found = set(self.optimizer.nonfinite_gradients())
+        return [
+            piece.name
+            for entry in self.weight_map.entries
+            if (self.chunks.index(entry.chunk), entry.name) in found
+            for piece in entry.pieces
+        ]
+
+    def discard_gradients(self) -> None:
+        if self.optimizer is not None and self._offload.has_gradients:
+            self.optimizer.discard_gradients()
+
+    def apply_gradients(self, norm: torch.Tensor) -> None:
+        assert self.optimizer is not None
+        with self.activate():
+            self.optimizer.step(norm)
+        self.discard_gradients()
+
+    def learning_rate(self) -> float | None:
+        return None if self.optimizer is None else float(self.optimizer.optimizer.param_groups[0]["lr"])
+
+    # ------------------------------------------------------------------ weights
+
+    @contextlib.contextmanager
+    def loaded(self, optimizer: bool = False) -> Iterator[None]:
+        self._offload.load(updates=optimizer)
+        try:
+            yield
+        finally:
+            if optimizer:
+                self._set_mode(training=False)
+                self.discard_gradients()  # those of an interrupted backward pass
+            self._offload.unload()
+            self.state.release_buffers()
+            device.empty_cache()  # free activations, so that other processes can use their memory
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter, master weight or optimizer state, or its copy in main memory while it is offloaded.
+
+        Writing to it changes the weights, wherever they are.
+        """
+        return self._offload.readable(tensor)
+
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._exporter.export(dtype)
+
+    def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+        yield from hf_weights.export_shards(self.weight_map)
+
+    @property
+    def copy_of_model(self) -> int:
+        return self.state.dp_cp_group.rank()
+
+    @property
+    def training_layout(self) -> MegatronLayout:
+        sizes = self.sizes
+        dp = sizes.dp(distributed.get_world_size())
+        return MegatronLayout(sizes.tp, sizes.pp, dp, sizes.cp, sizes.ep, sizes.etp, sizes.vpp)
+
+    def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
+        return self._exporter.bytes(dtype)
+
+    def first_step_bytes(self) -> int:
+        if self.optimizer is None or self.engine_config.optimizer_offload:
+            return 0
+        return self.optimizer.first_step_bytes()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        with self.activate():
+            checkpoint.state(self, contents, copy=False).write(Path(folder))
+            distributed.barrier()
+
+    def copy_state(self, contents: Sequence[str]) -> State:
+        with self.activate():
+            return checkpoint.state(self, contents, copy=True)
+
+    def load(self, folder: Path, contents: Sequence[str]) -> None:
+        with self.activate():
+            checkpoint.load(self, Path(folder), contents)
+        self._offload.unload(changed=True)
+        distributed.barrier()
+
+
+def _tell_without_effect(model: Any) -> None:
+    """Name the settings of a model that Megatron-core does not read."""
+    names = ("use_fused_kernels", "share_prefixes", "enable_activation_offload")
+    keys = [f"model.{name}" for name in names if getattr(model, name)]
+    if model.tiled_mlp.enabled:
+        keys.append("model.tiled_mlp.enabled")
+    if "attn_implementation" in model.override_config:
+        keys.append("model.override_config.attn_implementation")
+    for key in keys:
+        notify(f"{model.path}: {key} has no effect on Megatron-core")
+
+
+def _dtype(engine: Any) -> torch.dtype:
+    dtype = loading.resolve_dtype(engine.dtype, "megatron.dtype")
+    if dtype == torch.float16:
+        raise ModelError(
+            "float16 training needs loss scaling, which this engine does not support; set megatron.dtype to bfloat16"
+        )
+    return dtype
+
+
+def _plan(model: Any, engine: Any, model_type: str, trains: bool, here: bool = True) -> build.Blueprint:
+    config = loading.load_model_config(
+        model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
+    )
+    recompute = trains and model.enable_gradient_checkpointing
+    return build.blueprint(family_of(config), config, model_type, engine.override_transformer_config, recompute, here)

@@ -1,0 +1,219 @@
+"""Micro-batches as this rank's part of the model reads them, and the outputs that the last stage computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrl.engine.megatron.layers import own_positions
+from hybridrl.engine.megatron.parallel import ParallelState
+from hybridrl.engine.megatron.vocabulary import Part, parallel_statistics
+from hybridrl.engine.micro_batched import Wanted
+from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.shared_sum import SharedSum
+from hybridrl.utils import device
+
+
+@dataclass(slots=True)
+class RankLayout:
+    """One micro-batch on one rank; b rows of W tokens, or one row of packed sequences.
+
+    Attributes:
+        input_ids, position_ids: `[b, W / cp]`.
+        lengths: of packed sequences, padding included, over all context-parallel ranks; None in the aligned layout.
+        selected: positions in the flattened `[b, W / cp]` that predict a response token, of those of this rank.
+        labels: the response tokens of all ranks, `[N]`.
+        owned: which of the N this rank predicts; None: all.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    lengths: list[int] | None
+    selected: torch.Tensor
+    labels: torch.Tensor
+    owned: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arranger:
+    """Pads micro-batches to what a layout needs, and takes this rank's part of the sequences.
+
+    Attributes:
+        sequence_parallel: whether tensor-parallel ranks split the sequence, too.
+        packed: whether sequences are packed.
+    """
+
+    state: ParallelState
+    sequence_parallel: bool
+    packed: bool
+
+    @property
+    def _row_multiple(self) -> int:
+        """What the number of tokens of a row has to be a multiple of."""
+        sizes = self.state.sizes
+        return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self.sequence_parallel else 1)
+
+    def shape(self, layouts: Sequence[Layout]) -> tuple[int, int]:
+        """The smallest `(b, W)` that every micro-batch can be padded to."""
+        rows = max(layout.input_ids.shape[0] for layout in layouts)
+        return rows, max(sum(self._padded_lengths(layout)) for layout in layouts)
+
+    def arrange(self, layout: Layout, shape: tuple[int, int] | None = None) -> RankLayout:
+        """This rank's part of a micro-batch.
+
+        Args:
+            shape: pad it to this `(b, W)`.
+
+        Raises:
+            ValueError: positions do not count the tokens of each sequence.
+        """
+        _check_positions(layout)
+        lengths = self._padded_lengths(layout, None if shape is None else shape[1])
+        real = self._real_lengths(layout)
+        rows, width = layout.input_ids.shape[0] if shape is None else shape[0], sum(lengths)
+        # Where each token goes: the tokens of sequence i begin at column starts[i].
+        ids = torch.zeros(rows, width, dtype=torch.int64)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        columns = torch.cat(
+            [start + torch.arange(length) for start, length in zip(_starts(lengths), real, strict=False)]
+        )
+        ids[: layout.input_ids.shape[0], columns] = layout.input_ids
+        row, column = layout.selected // sum(real), layout.selected % sum(real)
+        selected, owned = row * width + columns[column], None
+        if self.state.sizes.cp > 1:
+            kept = self._own_columns(lengths)
+            ids, positions = ids[:, kept], positions[kept]
+            place = torch.full((width,), -1)
+            place[kept] = torch.arange(len(kept))
+            local = place[columns[column]]
+            owned = local >= 0
+            selected = (row * len(kept) + local)[owned]
+        here = device.current_device()
+        return RankLayout(
+            ids.to(here),
+            positions.expand(rows, -1).to(here),
+            lengths if self.packed else None,
+            selected.to(here),
+            layout.labels.to(here),
+            None if owned is None else owned.to(here),
+        )
+
+    def _real_lengths(self, layout: Layout) -> list[int]:
+        return [layout.input_ids.shape[1]] if layout.lengths is None else layout.lengths
+
+    def _padded_lengths(self, layout: Layout, width: int | None = None) -> list[int]:
+        """Of each sequence of a row, and of a further one of padding if the row needs it."""
+        sizes, multiple = self.state.sizes, self._row_multiple
+        each = 2 * sizes.cp if sizes.cp > 1 else 1
+        lengths = [_up(length, each) for length in self._real_lengths(layout)]
+        missing = (_up(sum(lengths), multiple) if width is None else width) - sum(lengths)
+        if not missing:
+            return lengths
+        return [*lengths, missing] if self.packed else [sum(lengths) + missing]
+
+    def _own_columns(self, lengths: Sequence[int]) -> torch.Tensor:
+        size, rank = self.state.sizes.cp, self.state.cp_rank
+        parts = [
+            start + own_positions(length, size, rank) for start, length in zip(_starts(lengths), lengths, strict=True)
+        ]
+        return torch.cat(parts)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts = [0]
+    for length in lengths[:-1]:
+        starts.append(starts[-1] + length)
+    return starts
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _check_positions(layout: Layout) -> None:
+    lengths = layout.lengths or [layout.input_ids.shape[1]]
+    counted = torch.cat([torch.arange(length) for length in lengths])
+    if layout.attention_mask is not None or not bool((layout.position_ids == counted).all()):
+        raise ValueError(
+            "position_ids do not count the tokens of each sequence from 0; strategy=megatron computes no other "
+            "positions. Leave position_ids out, or use strategy=fsdp2"
+        )
+
+
+def packed_parameters(layout: RankLayout) -> Any:
+    """What tells Megatron-core's attention and rotary positions where packed sequences begin; None if aligned."""
+    if layout.lengths is None:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, *layout.lengths]).cumsum(0).to(layout.input_ids.device, torch.int32)
+    longest = max(layout.lengths)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What the last stage computes from its hidden states.
+
+    Only positions that predict a response token pass through the output layer: a hook of it picks them. With sequence
+    parallelism they are gathered before.
+
+    Attributes:
+        chunk: the model's last chunk; its output layer gets the hook.
+        part: this rank's part of the vocabulary.
+    """
+
+    chunk: nn.Module
+    state: ParallelState
+    part: Part
+    sequence_parallel: bool
+    _selected: torch.Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        head: Any = self.chunk.output_layer
+        head.register_forward_pre_hook(self._select)
+        if self.sequence_parallel and hasattr(head, "allreduce_dgrad"):  # the value head has no part of a vocabulary
+            head.sequence_parallel, head.allreduce_dgrad = False, True
+
+    @contextlib.contextmanager
+    def selecting(self, layout: RankLayout) -> Iterator[None]:
+        """Within the context, the model computes logits `[1, n, V / tp]` of the selected positions only."""
+        self._selected = layout.selected
+        try:
+            yield
+        finally:
+            self._selected = None
+
+    def _select(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        hidden = arguments[0]  # [W, b, H]
+        assert self._selected is not None
+        if self.sequence_parallel:
+            # What follows computes the whole gradient on each rank.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        rows = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
+        return rows.index_select(0, self._selected)[:, None], *arguments[1:]
+
+    def compute(self, logits: torch.Tensor, layout: RankLayout, wanted: Wanted) -> dict[str, torch.Tensor]:
+        """The outputs of all N response tokens, float32 `[N]`; the same on every rank that holds the last stage."""
+        logits = logits.reshape(-1, logits.shape[-1])
+        if "values" in wanted.outputs:
+            found = {"values": logits.reshape(-1).float()}
+        else:
+            labels = layout.labels if layout.owned is None else layout.labels[layout.owned]
+            found = parallel_statistics(logits, labels, wanted.temperature, wanted.outputs, self.part)
+        if layout.owned is None:
+            return found
+        group = self.state.cp_group
+        return {
+            name: SharedSum.apply(own.new_zeros(len(layout.owned)).masked_scatter(layout.owned, own), group)
+            for name, own in found.items()
+        }

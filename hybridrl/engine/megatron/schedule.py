@@ -1,0 +1,104 @@
+"""Runs all micro-batches of a call through Megatron-core's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrl.engine.megatron.forward import Arranger, Outputs, RankLayout, packed_parameters
+from hybridrl.engine.megatron.parallel import ParallelState
+from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
+from hybridrl.engine.microbatch import Layout, dummy_layout
+from hybridrl.utils import device
+
+Numbered = tuple[int, RankLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One layout's way through a pipeline: all at once, one forward one backward, or interleaved.
+
+    Attributes:
+        config: Megatron-core's configuration of the model.
+        outputs: what the last stage computes; None on other stages.
+    """
+
+    state: ParallelState
+    config: Any
+    arranger: Arranger
+    outputs: Outputs | None
+
+    def forward_only(
+        self, chunks: Sequence[nn.Module], layouts: Sequence[Layout], wanted: Wanted
+    ) -> list[dict[str, torch.Tensor]] | None:
+        """The outputs of each micro-batch, on the last stage; None on others."""
+
+        def finish(logits: torch.Tensor, numbered: Numbered, **_: Any) -> dict[str, torch.Tensor]:
+            assert self.outputs is not None
+            return self.outputs.compute(logits, numbered[1], wanted)
+
+        with torch.no_grad():
+            found = self._run(chunks, layouts, finish, forward_only=True, collect_non_loss_data=True)
+        return found[: len(layouts)] if self.state.is_last_stage else None
+
+    def forward_backward(
+        self, wrapped: Sequence[nn.Module], layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss
+    ) -> None:
+        """Sum the gradients of all micro-batches' shares of the loss over all ranks that hold the parameters."""
+
+        def finish(logits: torch.Tensor, numbered: Numbered) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            assert self.outputs is not None
+            number, layout = numbered
+            loss = share_of_loss(number, self.outputs.compute(logits, layout, wanted))
+            # Megatron-core frees what a stage computes after it was used, and refuses to free a view.
+            return loss.clone(), torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+        self._run(wrapped, layouts, finish, forward_only=False)
+
+    def _run(
+        self, models: Sequence[nn.Module], layouts: Sequence[Layout], finish: Callable[..., Any], **options: Any
+    ) -> list[Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        interleaved = self.state.sizes.vpp > 1
+        layouts = list(layouts)
+        if interleaved:
+            layouts += [dummy_layout() for _ in range(-len(layouts) % self.state.sizes.pp)]
+        shape = self.arranger.shape(layouts) if interleaved else None
+        arranged = list(enumerate(self.arranger.arrange(layout, shape) for layout in layouts))
+
+        def step(iterator: Iterator[Numbered], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            numbered = next(iterator)
+            return self._forward(model, numbered[1]), lambda logits, **rest: finish(logits, numbered, **rest)
+
+        rows, width = shape or arranged[0][1].input_ids.shape
+        iterators = [iter(arranged) for _ in models]
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if interleaved else iterators[0],
+            model=list(models) if interleaved else models[0],
+            num_microbatches=len(arranged),
+            seq_length=width,
+            micro_batch_size=rows,
+            **options,
+        )
+        device.synchronize()  # messages to other stages refer to memory that is released now
+        return found
+
+    def _forward(self, model: Any, layout: RankLayout) -> torch.Tensor:
+        arguments = {
+            "input_ids": layout.input_ids,
+            "position_ids": layout.position_ids,
+            "attention_mask": None,
+            "packed_seq_params": packed_parameters(layout),
+        }
+        if self.outputs is None or getattr(model, "module", model) is not self.outputs.chunk:
+            hidden: torch.Tensor = model(**arguments)
+            return hidden
+        with self.outputs.selecting(layout):
+            logits: torch.Tensor = model(**arguments)
+        return logits

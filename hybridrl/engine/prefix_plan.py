@@ -1,0 +1,113 @@
+"""Micro-batches in which each token that rows share is computed once (`model.share_prefixes`).
+
+The rows of a micro-batch become the flat row of their prefix tree (`hybridrl.models.prefix_tree`). What a response
+token needs, its log-probability given the tokens before it, is a property of its node in the tree: rows that share the
+token share its outputs, and rows that branch before it have a node each. So outputs are computed once per node, and
+every row takes those of its own path; in the backward pass the gradients of all rows add up there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, Layout
+from hybridrl.engine.train_engine import MicroBatching
+from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition
+from hybridrl.models.tree_attention import Paths
+from hybridrl.utils import device
+
+
+@dataclass(slots=True)
+class TreeLayout(Layout):
+    """A flat row `[1, L]`. `selected` and `labels` have one entry for each node `[U]` that is a response token.
+
+    Attributes:
+        paths: for the attention.
+        taken: `[N]` the node of each response token of the micro-batch's rows.
+    """
+
+    paths: Paths | None = None
+    taken: torch.Tensor | None = None
+
+    def to(self, target: torch.device) -> TreeLayout:
+        if target.type == "cpu":
+            return self
+        names = ("input_ids", "position_ids", "selected", "labels", "taken")
+        return replace(self, **{name: getattr(self, name).to(target, non_blocking=True) for name in names})
+
+    def part(self, own: Layout) -> TreeLayout:
+        """This micro-batch with one rank's part of its tokens, where ranks share sequences."""
+        assert self.paths is not None and own.lengths is not None
+        paths = self.paths.padded(sum(own.lengths) - self.input_ids.shape[1])
+        return TreeLayout(own.input_ids, own.position_ids, own.selected, own.labels, None, None, paths, self.taken)
+
+    def of_rows(self, of_nodes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs `[U]` of nodes as outputs `[N]` of the rows' response tokens."""
+        assert self.taken is not None
+        return {name: tensor.index_select(0, self.taken) for name, tensor in of_nodes.items()}
+
+
+class PrefixPlan(BatchPlan):
+    """A plan whose micro-batches are prefix trees. Rows that share a prefix are in the same one where limits allow.
+
+    Both limits of `micro` hold; `max_tokens` counts the tokens of the tree.
+
+    Attributes:
+        shared_tokens: the share of the batch's tokens that are not computed, because another row's are the same.
+        row_tokens: tokens of the rows in micro-batches.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching):
+        super().__init__(tensors, micro, packed=False)
+        # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
+        width = max(1, *self.lengths) if self.lengths else 1
+        order = torch.argsort((~self.attention).to(torch.uint8), dim=1, stable=True)[:, :width]
+        self._ids = self.input_ids.gather(1, order)
+        positions = self.ranks if self.positions is None else self.positions
+        kinds = positions.reshape(self.batch_size, -1, self.width).transpose(1, 2)  # [B, S, k]
+        self._positions = kinds.gather(1, order[..., None].expand(-1, -1, kinds.shape[-1]))
+        # Where positions count tokens, equal prefixes have equal positions.
+        words = self._ids if self.positions is None else torch.cat([self._ids[..., None], self._positions], -1)
+        rows = [row for row, count in enumerate(self.token_counts) if count]
+        self._order = PrefixOrder.of(words, self.lengths, rows)
+        kind = device.get_device_name()
+        self.groups = partition(
+            self._order, micro.size or len(rows), micro.max_tokens, PREFERRED_CELLS[kind], WORTHWHILE_PADDING[kind]
+        )
+        self.row_tokens = sum(self._order.lengths)
+        computed = sum(map(self.tokens, self.groups))
+        self.shared_tokens = 1 - computed / self.row_tokens if self.row_tokens else 0.0
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of the prefix tree of these rows."""
+        return self._order.only(rows).tokens
+
+    def layout(self, rows: Sequence[int]) -> TreeLayout:
+        order = self._order.only(rows)
+        tree = PrefixTree.of(order)
+        ids = np.empty(tree.tokens, dtype=np.int64)
+        parents = np.zeros(tree.tokens, dtype=np.int64)
+        positions = np.empty((tree.tokens, self._positions.shape[-1]), dtype=np.int64)
+        for row, path in zip(order.rows, tree.paths, strict=True):
+            ids[path] = self._ids[row, : len(path)].numpy()
+            positions[path] = self._positions[row, : len(path)].numpy()
+            parents[path[1:]] = path[:-1]
+        path_of = dict(zip(order.rows, tree.paths, strict=True))
+        start = self.width - self.response_width
+        # A response token's node; the token before it on the path predicts it.
+        nodes = [path_of[row][self.ranks[row, start:][self.response_mask[row]].numpy()] for row in rows]
+        found, taken = np.unique(np.concatenate(nodes), return_inverse=True)
+        kinds = torch.from_numpy(positions).T[:, None]  # [k, 1, L]
+        return TreeLayout(
+            input_ids=torch.from_numpy(ids)[None],
+            position_ids=kinds if self.positions is not None and self.positions.ndim == 3 else kinds[0],
+            selected=torch.from_numpy(parents[found]),
+            labels=torch.from_numpy(ids[found]),
+            lengths=None,
+            paths=Paths.of(tree),
+            taken=torch.from_numpy(taken),
+        )

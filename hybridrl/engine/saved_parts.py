@@ -1,0 +1,162 @@
+"""What checkpoints of all training engines have in common: their parts, schedule, random states and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.optim.lr_scheduler import LambdaLR
+
+from hybridrl.engine.optim.optimizer import set_rate
+from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, write_boxes
+from hybridrl.engine.train_engine import SAVE_CONTENTS
+from hybridrl.errors import ModelError
+from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.notify import notify
+from hybridrl.utils import distributed
+from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
+
+
+def check_contents(contents: Sequence[str]) -> None:
+    """Raise `ModelError` for contents of a checkpoint that are unknown."""
+    unknown = sorted(set(contents) - set(SAVE_CONTENTS))
+    if unknown:
+        raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {', '.join(SAVE_CONTENTS)}")
+
+
+def part(folder: Path, name: str) -> Path:
+    """Return the folder of one part of a checkpoint.
+
+    Raises:
+        ModelError: the checkpoint was saved without it.
+    """
+    found = folder / name
+    if not found.is_dir():
+        raise ModelError(
+            f"checkpoint {folder} has no {name}/ (it was saved without {name!r} in checkpoint.save_contents); "
+            f"remove {name!r} from checkpoint.load_contents, or resume from another checkpoint"
+        )
+    return found
+
+
+@dataclass
+class State:
+    """What one rank writes into the folder of a checkpoint.
+
+    Attributes:
+        boxes: of the parts `model` and `optimizer`; iterated once.
+        texts: content of the files of `extra`, by name.
+        write_hf: writes the part `hf_model` into a folder; None on ranks that write none of it.
+        rank: whose state it is.
+    """
+
+    boxes: dict[str, Iterable[SavedBox]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    write_hf: Callable[[Path], None] | None = None
+    rank: int = field(default_factory=distributed.get_rank)
+
+    def write(self, folder: Path) -> None:
+        """Write everything. No rank waits for another."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for part_name, boxes in self.boxes.items():
+            write_boxes(folder / part_name, self.rank, boxes)
+        for name, text in self.texts.items():
+            (folder / "extra").mkdir(exist_ok=True)
+            (folder / "extra" / name).write_text(text, encoding="utf-8")
+        if self.write_hf is not None:
+            self.write_hf(folder / "hf_model")
+
+
+def extra(schedule: LambdaLR | None) -> dict[str, str]:
+    """Return the files of `extra`: this rank's random states, and the step of the schedule."""
+    files = {f"rng_{distributed.get_rank()}.json": json.dumps(rng_state())}
+    if distributed.get_rank() == 0 and schedule is not None:
+        files["schedule.json"] = json.dumps({"step": schedule.last_epoch})
+    return files
+
+
+def check_same_model(
+    ours: Mapping[str, tuple[int, ...]], saved: SavedBoxes, may_be_missing: Collection[str] = ()
+) -> None:
+    """Raise `ModelError` for a checkpoint whose tensors are not those of the model.
+
+    Args:
+        ours: shape of each tensor of the model, by its name.
+        saved: the checkpoint.
+        may_be_missing: names that checkpoints of earlier versions lack.
+    """
+    theirs = {name: saved.shape(name) for name in saved.names}
+    missing = sorted(ours.keys() - theirs.keys() - set(may_be_missing))
+    surplus = sorted(theirs.keys() - ours.keys())
+    reshaped = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
+    parts = [
+        f"{len(names)} {what} (first: {names[0]})"
+        for what, names in (("are missing", missing), ("are unexpected", surplus))
+        if names
+    ]
+    if reshaped:
+        name = reshaped[0]
+        parts.append(f"{name} has shape {list(theirs[name])} in the checkpoint and {list(ours[name])} in the model")
+    if parts:
+        raise ModelError(
+            f"checkpoint {saved.where} belongs to another model: of its tensors {'; '.join(parts)}. Set model.path to "
+            "the model that this run was started with, or trainer.resume_mode=disable to start from the beginning"
+        )
+
+
+def load_extra(schedule: LambdaLR | None, run_seed: int, folder: Path) -> None:
+    """Read what `extra` made. A rank that has no random states there gets new ones.
+
+    Args:
+        schedule: of the optimizer; None for an engine that only computes.
+        run_seed: the seed that new random states are made from.
+        folder: the part of the checkpoint.
+
+    Raises:
+        ModelError: the step of the schedule cannot be read.
+    """
+    schedule_file = folder / "schedule.json"
+    if schedule is not None:
+        try:
+            step = int(json.loads(schedule_file.read_text(encoding="utf-8"))["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{schedule_file} cannot be read: {error}") from error
+        # The rate depends on the step alone, so settings that were changed since then take effect.
+        schedule.last_epoch = step
+        for group, base, factor in zip(
+            schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            set_rate(group, base * factor(step))
+        schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
+    rng_file = folder / f"rng_{distributed.get_rank()}.json"
+    if rng_file.is_file():
+        set_rng_state(json.loads(rng_file.read_text(encoding="utf-8")))
+        return
+    saved, step = len(list(folder.glob("rng_*.json"))), 0 if schedule is None else schedule.last_epoch
+    seed = _seed_of(run_seed, distributed.get_rank(), step)
+    seed_rng(seed)
+    notify(
+        f"{folder} was saved by {saved} ranks and holds no random state of rank {distributed.get_rank()}; its "
+        f"generators are seeded with {seed}, from the run's seed {run_seed}, the rank and the step "
+        f"{step}",
+        "warning",
+    )
+
+
+def _seed_of(*numbers: int) -> int:
+    """A 32-bit seed that depends on each number, so that new ranks share no stream with each other or with old ones."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def save_tokenizer(model: Any, folder: Path) -> None:
+    """Write the tokenizer and the generation settings of a `ModelConfig` next to saved weights."""
+    generation = Path(model.path).expanduser() / "generation_config.json"
+    if generation.is_file():  # it lists all EOS ids, which config.json may not
+        shutil.copyfile(generation, folder / generation.name)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
+    tokenizer.save_pretrained(folder)

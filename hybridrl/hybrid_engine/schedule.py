@@ -1,0 +1,177 @@
+"""The schedule: a plan divided into rounds, each of which fits into a bucket on every device.
+
+In a round, each device sends at most one message to each other device. A message is a run of bytes in the receiver's
+bucket; its pieces are boxes of tensors, one after another. What a device keeps is a message to itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hybridrl.hybrid_engine.plan import Plan, TensorPlan, common
+from hybridrl.hybrid_engine.shards import Box, Boxes
+
+ALIGNMENT = 16  # bytes; more than any dtype requires
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor in a bucket.
+
+    Attributes:
+        name: of the tensor.
+        box: its elements, in row-major order.
+        dtype: in which they travel.
+        offset: of the first byte in the receiver's bucket.
+    """
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.box.elements * self.dtype.itemsize
+
+    def view(self, data: torch.Tensor, origin: int = 0) -> torch.Tensor:
+        """Return the piece within bytes that begin at offset `origin` of the bucket."""
+        begin = self.offset - origin
+        return data[begin : begin + self.size].view(self.dtype).view(self.box.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What `source` gives `target` in a round; bytes `begin` to `end` of the target's bucket."""
+
+    source: int
+    target: int
+    begin: int
+    end: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A part of the transfer.
+
+    Attributes:
+        names: the tensors that it brings, in the plan's order.
+        messages: those that concern the devices that the schedule was made for, ordered by target and source.
+        bucket: bytes of the largest bucket that a device fills.
+    """
+
+    names: tuple[str, ...]
+    messages: tuple[Message, ...]
+    bucket: int
+
+    def sent_by(self, device: int) -> list[Message]:
+        """The messages that a device sends to others."""
+        return [message for message in self.messages if message.source == device != message.target]
+
+    def received_by(self, device: int) -> list[Message]:
+        """The messages that a device gets, what it keeps included."""
+        return [message for message in self.messages if message.target == device]
+
+
+@dataclass
+class _Open:
+    """The round that is being filled."""
+
+    names: list[str] = field(default_factory=list)
+    pieces: dict[tuple[int, int], list[tuple[str, Box, torch.dtype]]] = field(default_factory=lambda: defaultdict(list))
+    needed: np.ndarray | int = 0
+    sent: np.ndarray | int = 0
+
+
+def schedule(
+    made: Plan,
+    held: Sequence[Mapping[str, Boxes]],
+    needed: Sequence[Mapping[str, Boxes]],
+    dtypes: Mapping[str, torch.dtype],
+    bucket_bytes: int,
+    devices: Collection[int] | None = None,
+) -> list[Round]:
+    """Divide a plan into rounds.
+
+    A tensor is never divided over rounds, so that a bucket grows to the largest part of one tensor that a device needs.
+    All devices get the same rounds.
+
+    Args:
+        made: a plan of `plan_boxes`, in which device i has place i.
+        held, needed: what the plan was made of.
+        dtypes: of each tensor on the wire.
+        bucket_bytes: what no device receives or sends more than in a round, unless a single tensor is larger.
+        devices: the messages from and to these are listed; None: all.
+    """
+    wanted = set(range(len(held))) if devices is None else set(devices)
+    return list(_rounds(made, held, needed, dtypes, bucket_bytes, wanted))
+
+
+def _rounds(
+    made: Plan,
+    held: Sequence[Mapping[str, Boxes]],
+    needed: Sequence[Mapping[str, Boxes]],
+    dtypes: Mapping[str, torch.dtype],
+    bucket_bytes: int,
+    devices: set[int],
+) -> Iterator[Round]:
+    now = _Open()
+    for name, tensor in made.tensors:
+        if not tensor.needed.any():
+            continue
+        dtype = dtypes[name]
+        more, out = tensor.needed * dtype.itemsize, tensor.sent * dtype.itemsize
+        if now.names and max(int((now.needed + more).max()), int((now.sent + out).max())) > bucket_bytes:
+            yield _close(now)
+            now = _Open()
+        now.names.append(name)
+        now.needed, now.sent = now.needed + more, now.sent + out
+        for source, target, box in _moves(name, tensor, held, needed, devices):
+            now.pieces[target, source].append((name, box, dtype))
+    if now.names:
+        yield _close(now)
+
+
+def _moves(
+    name: str,
+    tensor: TensorPlan,
+    held: Sequence[Mapping[str, Boxes]],
+    needed: Sequence[Mapping[str, Boxes]],
+    devices: set[int],
+) -> Iterator[tuple[int, int, Box]]:
+    for device in sorted(devices):
+        if tensor.kept[device]:
+            for box in common(held[device][name], needed[device][name]):
+                yield device, device, box
+    for route in tensor.routes:
+        for target in route.targets:
+            if target in devices or route.source in devices:
+                yield route.source, target, route.box
+
+
+def _close(now: _Open) -> Round:
+    messages = []
+    offsets: dict[int, int] = defaultdict(int)
+    for target, source in sorted(now.pieces):
+        offset = begin = -(-offsets[target] // ALIGNMENT) * ALIGNMENT
+        pieces = []
+        # The widest first, so that each lies at a multiple of its element size without gaps.
+        for name, box, dtype in sorted(now.pieces[target, source], key=lambda piece: -piece[2].itemsize):
+            pieces.append(Piece(name, box, dtype, offset))
+            offset += pieces[-1].size
+        messages.append(Message(source, target, begin, offset, tuple(pieces)))
+        offsets[target] = offset
+    gaps = ALIGNMENT * len(np.atleast_1d(now.needed))  # one before each message
+    return Round(tuple(now.names), tuple(messages), int(np.max(now.needed)) + gaps)

@@ -1,0 +1,162 @@
+"""Carries out a plan: every rank brings its part of each round, and its bucket holds what its engine process needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybridrl.errors import ModelError
+from hybridrl.hybrid_engine.digest import digest
+from hybridrl.hybrid_engine.schedule import ALIGNMENT, Message, Piece, Round
+from hybridrl.hybrid_engine.shards import Box, Boxes
+
+#: a box of a tensor and its elements
+Part = tuple[Box, torch.Tensor]
+#: the device that a piece goes to, its tensor, its box, and the digest of its elements
+Digest = tuple[int, str, Box, int]
+
+
+@dataclass
+class Traffic:
+    """Bytes of weights that this rank has moved.
+
+    Attributes:
+        received, sent: over the network between devices.
+        kept: copied from the training shard to the bucket of the same device.
+    """
+
+    received: int = 0
+    sent: int = 0
+    kept: int = 0
+
+
+class Shards:
+    """The training shards of this rank, by the name of their tensor.
+
+    Args:
+        parts: name, box and elements; they are not copied.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        self._parts: dict[str, list[Part]] = defaultdict(list)
+        for name, box, tensor in parts:
+            self._parts[name].append((box, tensor))
+
+    def boxes(self) -> dict[str, Boxes]:
+        """The boxes of each tensor."""
+        return {name: tuple(box for box, _ in parts) for name, parts in self._parts.items()}
+
+    def write(self, piece: Piece, target: torch.Tensor) -> None:
+        """Write the elements of a piece into `target`, in its dtype."""
+        assemble(target, piece.box, self._parts[piece.name], piece.name)
+
+
+def assemble(target: torch.Tensor, box: Box, parts: Sequence[Part], name: str) -> None:
+    """Fill a tensor that has the shape of a box with the elements of disjoint parts; converts to its dtype.
+
+    Raises:
+        ModelError: the parts do not cover the box.
+    """
+    found = 0
+    for at, tensor in parts:
+        both = box.intersect(at)
+        if both is not None:
+            target[both.within(box)].copy_(tensor[both.within(at)])
+            found += both.elements
+    if found != box.elements:
+        raise ModelError(f"{name}: {found} of the {box.elements} elements of {box} are there")
+
+
+class Exchange:
+    """Sends and receives the messages of rounds between the ranks of a process group.
+
+    Args:
+        device: of this rank among those of the plan; the devices of the plan that are ranks come first, in their order.
+        group: their process group; None: the default one.
+        on: where the memory for what is sent is allocated.
+    """
+
+    def __init__(self, device: int, on: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.device = device
+        self.traffic = Traffic()
+        self._group = group
+        self._on = on
+        self._staging = torch.empty(0, dtype=torch.uint8, device=on)
+
+    def close(self) -> None:
+        """Free the memory for what is sent."""
+        self._staging = torch.empty(0, dtype=torch.uint8, device=self._on)
+
+    def run(self, now: Round, shards: Shards, bucket: torch.Tensor) -> None:
+        """Fill this device's bucket, and give other ranks what they lack. All ranks call this together.
+
+        Messages to devices of the plan that are no ranks of the group are left out; see `staged`.
+
+        Args:
+            now: the round.
+            shards: this rank's shards.
+            bucket: bytes; not used if the device needs nothing.
+        """
+        operations = []
+        for message in now.received_by(self.device):
+            if message.source == self.device:
+                self._keep(message, shards, bucket)
+            else:
+                part = bucket[message.begin : message.end]
+                operations.append(self._operation(dist.irecv, part, message.source))
+                self.traffic.received += part.numel()
+        ranks = dist.get_world_size(self._group) if dist.is_initialized() else 1
+        outgoing = [message for message in now.sent_by(self.device) if message.target < ranks]
+        for message, part in self.staged(outgoing, shards):
+            operations.append(self._operation(dist.isend, part, message.target))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+    def staged(self, messages: Sequence[Message], shards: Shards) -> list[tuple[Message, torch.Tensor]]:
+        """Return messages with their bytes, which are valid until the next call.
+
+        Messages of the same content share their bytes, so that what a device sends to many takes memory once.
+        """
+        contents = [tuple((piece.name, piece.box, piece.dtype) for piece in message.pieces) for message in messages]
+        sizes = {
+            content: -(-message.size // ALIGNMENT) * ALIGNMENT
+            for content, message in zip(contents, messages, strict=True)
+        }
+        if sum(sizes.values()) > self._staging.numel():
+            self.close()  # before the larger memory is allocated
+            self._staging = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self._on)
+        offset, filled = 0, []
+        written: dict[object, torch.Tensor] = {}
+        for content, message in zip(contents, messages, strict=True):
+            if content not in written:
+                written[content] = part = self._staging[offset : offset + message.size]
+                for piece in message.pieces:
+                    shards.write(piece, piece.view(part, message.begin))
+                offset += sizes[content]
+            filled.append((message, written[content]))
+            self.traffic.sent += message.size
+        return filled
+
+    def digests(self, now: Round, shards: Shards, shapes: Mapping[str, tuple[int, ...]]) -> list[Digest]:
+        """Return the digests of all pieces of the round that come from this device, taken from its shards."""
+        found: list[Digest] = []
+        for message in now.messages:
+            for piece in message.pieces if message.source == self.device else ():
+                value = torch.empty(piece.box.extents, dtype=piece.dtype, device=self._on)
+                shards.write(piece, value)
+                found.append((message.target, piece.name, piece.box, digest(value, piece.box, shapes[piece.name])))
+        return found
+
+    def _keep(self, message: Message, shards: Shards, bucket: torch.Tensor) -> None:
+        for piece in message.pieces:
+            shards.write(piece, piece.view(bucket))
+        self.traffic.kept += message.size
+
+    def _operation(self, what: object, part: torch.Tensor, peer: int) -> dist.P2POp:
+        rank = peer if self._group is None else dist.get_global_rank(self._group, peer)
+        return dist.P2POp(what, part, rank, self._group)  # type: ignore[arg-type]

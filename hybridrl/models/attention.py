@@ -1,0 +1,242 @@
+"""Which attention a model uses, and attention over packed rows without a package besides torch.
+
+A packed row holds several sequences one after the other, and `cu_seq_lens_q` says where each begins. On a GPU the
+kernel is `torch.nn.attention.varlen`; on a CPU, attention runs over one sequence at a time. The ranks of a group may
+share the row, see `hybridrl.models.ulysses`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hybridrl.errors import ModelError
+from hybridrl.models.ulysses import heads_to_tokens, in_every_layer, tokens_to_heads
+from hybridrl.utils import device
+
+#: name of this module's attention in transformers; without boundaries it is sdpa
+VARLEN = "hybridrl_varlen"
+#: kinds of layers whose only path between tokens is attention over the row
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+#: parts of names of settings that only models with recurrent layers have
+_RECURRENT = ("mamba", "ssm", "linear_", "recurrent", "lru", "rwkv", "conv_L")
+LARGEST_HEAD = 256
+_HEAD_MULTIPLE = 8  # the kernel takes heads of these sizes only
+
+_packed: ContextVar[bool] = ContextVar("hybridrl_packed", default=False)
+_shared: ContextVar[bool] = ContextVar("hybridrl_shared", default=False)
+
+
+def attention_implementation(config: PreTrainedConfig, override: Mapping[str, Any]) -> str:
+    """Choose the attention implementation: that of the override, else one that can pack, else sdpa."""
+    chosen = override.get("attn_implementation")
+    if chosen is not None:
+        return str(chosen)
+    if device.supports_flash_attention():
+        return "flash_attention_2"
+    if device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config)):
+        return VARLEN
+    return "sdpa"
+
+
+def takes_boundaries(implementation: str) -> bool:
+    """Whether this attention keeps the sequences of a packed row apart by `cu_seq_lens_q`."""
+    return implementation == VARLEN or is_flash_attention(implementation)
+
+
+def is_flash_attention(implementation: str) -> bool:
+    """Whether this is flash attention: of an installed package, of any version, or a kernel from the hub."""
+    return implementation.startswith("flash_attention") or "flash-attn" in implementation
+
+
+def why_not_packed(config: PreTrainedConfig) -> str | None:
+    """Why sequences of this model may not share a row; None if they may.
+
+    Attention learns where a sequence begins. Recurrent layers do not, so their state would leak into the next one.
+    """
+    text = config.get_text_config()
+    model_class = _model_class(config)
+    if model_class is None:
+        return "it is not a plain causal language model of transformers"
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKABLE_LAYERS)
+    if others:
+        return f"it has layers of kind {', '.join(others)}"
+    recurrent = sorted(name for name in text.to_dict() if any(part in name for part in _RECURRENT))
+    if recurrent or getattr(model_class, "_is_stateful", False):
+        return f"it has recurrent layers ({', '.join(recurrent) or model_class.__name__})"
+    return None
+
+
+def why_not_replaced(config: PreTrainedConfig) -> str | None:
+    """Why the model's attention cannot be computed by one of ours; None if it can."""
+    text, model_class = config.get_text_config(), _model_class(config)
+    for name in ("_supports_flash_attn", "_supports_sdpa", "_supports_attention_backend"):
+        if not getattr(model_class, name, False):
+            return f"its code does not let its attention be replaced ({name} is False)"
+    for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(text, name, None):
+            return f"the attention that is there for it does not support its {name}={getattr(text, name)}"
+    return None
+
+
+def why_not_varlen(config: PreTrainedConfig) -> str | None:
+    """Why this module's attention does not fit the model; None if it does."""
+    reason = why_not_replaced(config)
+    if reason is not None:
+        return reason
+    text = config.get_text_config()
+    settings = text.to_dict()
+    layers = [settings, *(settings.get("per_layer_config") or {}).values()]
+    sizes = [size for layer in layers for name, size in layer.items() if name.endswith("head_dim") and size]
+    if not sizes and settings.get("hidden_size") and settings.get("num_attention_heads"):
+        sizes = [settings["hidden_size"] // settings["num_attention_heads"]]
+    if max(sizes, default=0) > LARGEST_HEAD:
+        return f"the kernel in PyTorch supports attention heads up to size {LARGEST_HEAD}, not {max(sizes)}"
+    return None
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    """The class of causal language models with this configuration, if transformers has one."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+@contextlib.contextmanager
+def packed_row(shared_by: PreTrainedConfig | None = None) -> Iterator[None]:
+    """Within the context no attention mask is made: the attention gets the boundaries of the sequences instead.
+
+    Args:
+        shared_by: where the ranks of a group share the row, the model's configuration: every attention of the forward
+            pass in the context has to know the group.
+    """
+    packed, sharing = _packed.set(True), _shared.set(shared_by is not None)
+    try:
+        with contextlib.nullcontext() if shared_by is None else in_every_layer(shared_by):
+            yield
+    finally:
+        _packed.reset(packed)
+        _shared.reset(sharing)
+
+
+def _mask(**arguments: Any) -> torch.Tensor | None:
+    return None if _packed.get() else sdpa_mask(**arguments)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    sequence_group: ProcessGroup | None = None,
+    **further: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention of transformers: query `[B, H, S, D]`, key and value `[B, G, S, D]`, result `[B, S, H, D]`.
+
+    Args:
+        sequence_group: the ranks that share the row; the tensors hold this rank's part of its tokens.
+
+    Raises:
+        ModelError: a packed row comes without its boundaries, or with something that the kernel does not compute.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if (
+        not torch.compiler.is_compiling()
+        and _shared.get()
+        and (sequence_group is None or cu_seq_lens_q is None or not causal)
+    ):
+        what = "does not pass on which ranks share the sequences" if causal else "is not causal"
+        raise ModelError(f"{type(module).__name__} {what}; set ulysses_sequence_parallel_size=1")
+    if cu_seq_lens_q is None or not causal:
+        if causal and _packed.get():
+            raise ModelError(
+                f"{type(module).__name__} does not pass on where packed sequences begin; set model.use_remove_padding="
+                "False"
+            )
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **further
+        )
+        return result
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} uses {', '.join(unknown)}, which attention over packed rows does not compute; "
+            "set model.use_remove_padding=False"
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    assert max_length_q is not None
+    if sequence_group is not None:
+        query, key, value = tokens_to_heads(query, key, value, sequence_group)
+    out = packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
+    if sequence_group is not None:
+        out = heads_to_tokens(out, sequence_group)
+    return out[None], None
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """Causal attention within each sequence of a packed row, `[L, H, D of value]`; see `device.varlen_attention`.
+
+    Heads may be of any size, and those of values of another one than those of queries and keys.
+    """
+    size = value.shape[-1]
+    query, key, value = of_one_size(query, key, value)
+    attend = device.varlen_attention if query.is_cuda and query.dtype != torch.float32 else _one_by_one
+    return attend(query, key, value, boundaries, longest, scale, window)[:, :, :size]
+
+
+def of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with zeros appended to each head, up to the next size that the kernel takes."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    width += -width % _HEAD_MULTIPLE
+    return [pad(t, [0, width - t.shape[-1]]) if t.shape[-1] < width else t for t in tensors]
+
+
+def _one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """See `device.varlen_attention`; one sequence after the other."""
+    ends, outs = boundaries.tolist(), []
+    for start, end in itertools.pairwise(ends):
+        q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        mask = None
+        if 0 < window < end - start:
+            ones = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
+            mask = ones.tril() & ones.triu(1 - window)
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+AttentionInterface.register(VARLEN, _attention)
+AttentionMaskInterface.register(VARLEN, _mask)

@@ -1,0 +1,195 @@
+"""Prefix trees of token sequences: which tokens rows share, and where each token is in one flat row.
+
+Rows that are sorted as words are in a dictionary visit their prefix tree depth-first. A row shares its longest prefix
+with the row before it, and the tokens after that prefix are new. The new tokens of all rows, one row after the other,
+are the *flat row*, which holds each token of the tree once:
+
+    row 0  a b c d        flat row   a b c d | x y | z
+    row 1  a b x y        index      0 1 2 3   4 5   6
+    row 2  a b x z        path of row 2: 0 1 4 6
+
+The *path* of a row is the index of each of its tokens. A token attends to the tokens before it on its path. A *run* is
+a part of the flat row whose tokens follow each other on one path, so its queries need one list of keys. A *piece* is a
+part that every path holds as a whole or not at all, so the keys of a run are whole pieces.
+
+Everything here is a function of token ids and lengths; no model is involved.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOrder:
+    """Rows in the order of a dictionary, and how much each shares with the one before it.
+
+    Attributes:
+        rows: numbers of the rows.
+        lengths: number of tokens of each, in this order.
+        shared: length of the longest common prefix with the row before, in this order; 0 for the first.
+    """
+
+    rows: list[int]
+    lengths: list[int]
+    shared: list[int]
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, lengths: Sequence[int], rows: Sequence[int] | None = None) -> PrefixOrder:
+        """Sort rows.
+
+        Args:
+            tokens: `[B, W]`, each row's tokens at its left end; or `[B, W, c]`, where tokens are shared only if all c
+                numbers are equal (an id and positions).
+            lengths: number of tokens of each of the B rows.
+            rows: which of them; all by default.
+        """
+        # Strings of bytes compare fast. Any total order of the numbers will do, so signs do not matter.
+        words = np.ascontiguousarray(tokens.reshape(*tokens.shape[:2], -1).numpy().astype(">i8"))
+        keys = {row: words[row, : lengths[row]].tobytes() for row in (range(len(words)) if rows is None else rows)}
+        order = sorted(keys, key=lambda row: keys[row])
+        shared = [0] * min(1, len(order))
+        for before, row in itertools.pairwise(order):
+            common = min(lengths[before], lengths[row])
+            differ = (words[before, :common] != words[row, :common]).any(-1)
+            shared.append(int(differ.argmax()) if differ.any() else common)
+        return cls(order, [lengths[row] for row in order], shared)
+
+    def only(self, rows: Sequence[int]) -> PrefixOrder:
+        """The same for some of the rows."""
+        wanted, kept = set(rows), PrefixOrder([], [], [])
+        common = 0  # with the last row that is kept: the least of what the rows in between share
+        for row, length, shared in zip(self.rows, self.lengths, self.shared, strict=True):
+            common = min(common, shared)
+            if row in wanted:
+                kept.rows.append(row)
+                kept.lengths.append(length)
+                kept.shared.append(common)
+                common = length
+        return kept
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the tree."""
+        return sum(self.lengths) - sum(self.shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of the flat row that follow each other on one path.
+
+    Attributes:
+        start, stop: where they are in the flat row.
+        before: tokens of the path before them.
+        pieces: numbers of the pieces of the path, up to the end of the run.
+    """
+
+    start: int
+    stop: int
+    before: int
+    pieces: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The flat row of some rows.
+
+    Attributes:
+        paths: for each row, in the order of the dictionary, where its tokens are in the flat row.
+        runs: in the order of the flat row, which they cover.
+        pieces: sizes of the pieces, in the order of the flat row.
+    """
+
+    paths: list[np.ndarray]
+    runs: list[Run]
+    pieces: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the flat row."""
+        return sum(self.pieces)
+
+    @classmethod
+    def of(cls, order: PrefixOrder) -> PrefixTree:
+        """Lay out rows that are in the order of a dictionary."""
+        paths: list[np.ndarray] = []
+        path = np.empty(0, dtype=np.int64)  # of the row before
+        ranges: list[tuple[int, int]] = []  # the same as ranges of indices
+        runs: list[list[tuple[int, int]]] = []  # the ranges of each run's path; the last one ends with the run
+        starts: list[int] = []
+        end = 0
+        for length, shared in zip(order.lengths, order.shared, strict=True):
+            continues = bool(runs) and shared == len(path)  # the row before is a prefix of this one, so its run goes on
+            path = np.concatenate([path[:shared], np.arange(end, end + length - shared)])
+            ranges = _cut(ranges, shared)
+            if length > shared:
+                stop = end + length - shared
+                if continues:
+                    ranges = [*ranges[:-1], (ranges[-1][0], stop)]
+                    runs[-1] = ranges
+                else:
+                    ranges = [*ranges, (end, stop)]
+                    runs.append(ranges)
+                    starts.append(end)
+                end = stop
+            paths.append(path)
+        cuts = sorted({edge for run in runs for part in run for edge in part})
+        pieces = [stop - start for start, stop in itertools.pairwise(cuts)]
+        found = []
+        for run, start in zip(runs, starts, strict=True):
+            numbers = [n for a, b in run for n in range(bisect.bisect_left(cuts, a), bisect.bisect_left(cuts, b))]
+            stop = run[-1][1]
+            before = sum(b - a for a, b in run) - (stop - start)
+            found.append(Run(start, stop, before, tuple(numbers)))
+        return cls(paths, found, pieces)
+
+
+def _cut(ranges: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The first tokens of a path."""
+    kept = []
+    for start, stop in ranges:
+        if length <= 0:
+            break
+        kept.append((start, min(stop, start + length)))
+        length -= stop - start
+    return kept
+
+
+def partition(order: PrefixOrder, size: int, budget: int | None, preferred: int, overhead: int) -> list[list[int]]:
+    """Cut sorted rows into micro-batches, so that little is computed twice.
+
+    A cut within a family of rows costs the tokens that they share. Of all ways to cut, this is the one with the least
+    cost of tokens and passes; of several, the one whose micro-batches are most equal.
+
+    Args:
+        size: the most rows of a micro-batch.
+        budget: the most tokens of its tree; a longer row gets a micro-batch of its own.
+        preferred: tokens above which a larger micro-batch computes no faster; a family may exceed it.
+        overhead: tokens that cost as much as another pass through the model.
+    """
+    count = len(order.rows)
+    lengths, shared = np.array(order.lengths, dtype=np.float64), np.array(order.shared, dtype=np.float64)
+    new = np.concatenate([[0.0], (lengths - shared).cumsum()])
+    balance = 0.25 / max(1.0, lengths.sum()) ** 2  # the sum of squares breaks ties and decides nothing else
+    best, begin = np.zeros(count + 1), [0] * (count + 1)
+    for stop in range(1, count + 1):
+        first = max(0, stop - size)
+        # Tokens of rows [i, stop): the first row as a whole, of the others what is new.
+        tokens = new[stop] - new[first:stop] + shared[first:stop]
+        cost = tokens + overhead + 0.25 * np.maximum(0.0, tokens - preferred) + balance * tokens**2 + best[first:stop]
+        if budget is not None:
+            cost[:-1][tokens[:-1] > budget] = np.inf
+        chosen = int(cost.argmin())
+        best[stop], begin[stop] = cost[chosen], first + chosen
+    groups = []
+    stop = count
+    while stop:
+        groups.append(order.rows[begin[stop] : stop])
+        stop = begin[stop]
+    return groups[::-1]

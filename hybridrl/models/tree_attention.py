@@ -1,0 +1,243 @@
+"""Attention over the flat row of a prefix tree: a token attends to the tokens before it on its path.
+
+Keys and values of each run are gathered along its path, so memory grows with the sum of the rows' lengths, as without
+sharing, and never with the square of the flat row. A run then is causal attention with more keys than queries: query i
+sees the first `before + i + 1` keys. On a GPU the kernel is `torch.nn.attention.varlen`; elsewhere, and where that
+kernel does not apply, attention runs over one block of a run at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hybridrl.errors import ModelError
+from hybridrl.models import attention
+from hybridrl.models.prefix_tree import PrefixTree, Run
+from hybridrl.models.ulysses import heads_to_tokens, tokens_to_heads
+from hybridrl.utils import device
+
+#: name of this module's attention in transformers; without a tree it is that of packed rows
+TREE = "hybridrl_tree"
+#: most queries of a block: its mask is small, and of a run's own keys it computes few that no query sees
+_BLOCK = 256
+
+_sharing: ContextVar[bool] = ContextVar("hybridrl_sharing", default=False)
+
+
+def why_not_shared(config: PreTrainedConfig) -> str | None:
+    """Why a prefix of this model's sequences cannot be computed once for all of them; None if it can.
+
+    A token's state must depend on the tokens before it alone, and attention must be the only path between tokens.
+    """
+    return attention.why_not_packed(config) or attention.why_not_replaced(config)
+
+
+class Paths:
+    """What attention needs to know of a prefix tree. Layers get it as an argument, also when they are recomputed."""
+
+    def __init__(self, runs: Sequence[Run], pieces: Sequence[int]) -> None:
+        self.runs = list(runs)
+        self.pieces = list(pieces)
+        self._masks: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._boundaries: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, tree: PrefixTree) -> Paths:
+        return cls(tree.runs, tree.pieces)
+
+    def padded(self, tokens: int) -> Paths:
+        """The paths of a flat row with further tokens at its end, which are a path of their own."""
+        if not tokens:
+            return self
+        end = sum(self.pieces)
+        return Paths([*self.runs, Run(end, end + tokens, 0, (len(self.pieces),))], [*self.pieces, tokens])
+
+    def mask(self, queries: int, before: int, window: int, like: torch.Tensor) -> torch.Tensor | None:
+        """What is added to the scores of a block, `[queries, before + queries]`; None if all keys before count."""
+        if before == 0 and not 0 < window < queries:
+            return None
+        name = (window, like.dtype, like.device)
+        if name not in self._masks:
+            self._masks[name] = self._whole_mask(window, like)
+        whole = self._masks[name]
+        left = whole.shape[1] - _BLOCK - before
+        return whole[:queries, left : left + before + queries]
+
+    def _whole_mask(self, window: int, like: torch.Tensor) -> torch.Tensor:
+        """The mask of a full block of the longest path. Those of all others are parts of it."""
+        before = max(run.before + run.stop - run.start for run in self.runs)
+        seen = torch.ones(_BLOCK, before + _BLOCK, dtype=torch.bool, device=like.device).tril(before)
+        if window:
+            seen = seen.triu(before - window + 1)
+        return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+
+    def boundaries(self, target: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the queries and the gathered keys of each run begin and end, int32."""
+        if self._boundaries is None:
+            queries = [0, *(run.stop for run in self.runs)]
+            keys = [0, *itertools.accumulate(run.before + run.stop - run.start for run in self.runs)]
+            self._boundaries = (
+                torch.tensor(queries, dtype=torch.int32, device=target),
+                torch.tensor(keys, dtype=torch.int32, device=target),
+            )
+        return self._boundaries
+
+
+@contextlib.contextmanager
+def flat_row() -> Iterator[None]:
+    """Within the context no attention mask is made: the attention gets the paths instead."""
+    token = _sharing.set(True)
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+def _mask(**arguments: Any) -> torch.Tensor | None:
+    return None if _sharing.get() else ALL_MASK_ATTENTION_FUNCTIONS[attention.VARLEN](**arguments)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    prefix_paths: Paths | None = None,
+    sequence_group: ProcessGroup | None = None,
+    **further: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention of transformers: query `[B, H, S, D]`, key and value `[B, G, S, D]`, result `[B, S, H, D]`.
+
+    Args:
+        sequence_group: the ranks that share the flat row; the tensors hold this rank's part of its tokens.
+
+    Raises:
+        ModelError: a flat row comes without its paths, or with something that this attention does not compute.
+    """
+    if prefix_paths is None:
+        if _sharing.get():
+            raise ModelError(
+                f"{type(module).__name__} does not pass on the paths of a prefix tree; set model.share_prefixes=False"
+            )
+        options = {"sliding_window": sliding_window, "is_causal": is_causal, "sequence_group": sequence_group}
+        result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[attention.VARLEN](
+            module, query, key, value, attention_mask, scaling, **options, **further
+        )
+        return result
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if further.get(name) is not None]
+    unknown += ["dropout"] if further.get("dropout") else []
+    unknown += [] if causal else ["attention to later tokens"]
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} uses {', '.join(unknown)}, which attention along the paths of a prefix tree does "
+            "not compute; set model.share_prefixes=False"
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    if sequence_group is not None:
+        query, key, value = tokens_to_heads(query, key, value, sequence_group)
+    out = tree_attention(query, key, value, prefix_paths, scaling, sliding_window or 0)
+    if sequence_group is not None:
+        out = heads_to_tokens(out, sequence_group)
+    return out[None], None
+
+
+def tree_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: Paths, scale: float, window: int = 0
+) -> torch.Tensor:
+    """Causal attention along the paths of a flat row, `[L, H, D of value]`.
+
+    Args:
+        query: `[L, H, D]`; key and value are `[L, G, ...]`, where G divides H. Heads of values may have another size.
+        scale: factor of the scores.
+        window: how many tokens of its path one attends to, itself included; 0 for all before it.
+    """
+    size = value.shape[-1]
+    query, key, value = attention.of_one_size(query, key, value)
+    on_kernel = (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= attention.LARGEST_HEAD
+        and kernel_sees_paths()
+    )
+    attend = _by_kernel if on_kernel else _by_blocks
+    return attend(query, key, value, paths, scale, window)[:, :, :size]
+
+
+def _gathered(tensor: torch.Tensor, paths: Paths) -> list[list[torch.Tensor]]:
+    """The pieces of each run's path. Pieces are views, so that their gradients add up piece by piece."""
+    pieces = tensor.split(paths.pieces)
+    return [[pieces[number] for number in run.pieces] for run in paths.runs]
+
+
+def _by_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: Paths, scale: float, window: int
+) -> torch.Tensor:
+    """All runs in one call of the kernel."""
+    of_queries, of_keys = paths.boundaries(query.device)
+    longest = max(run.stop - run.start for run in paths.runs)
+    longest_keys = max(run.before + run.stop - run.start for run in paths.runs)
+    key, value = (torch.cat([piece for path in _gathered(t, paths) for piece in path]) for t in (key, value))
+    return device.varlen_attention(query, key, value, of_queries, longest, scale, window, of_keys, longest_keys)
+
+
+def _by_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: Paths, scale: float, window: int
+) -> torch.Tensor:
+    """One block of a run after the other."""
+    queries = query.split([run.stop - run.start for run in paths.runs])
+    outs = []
+    for run, q, keys, values in zip(paths.runs, queries, _gathered(key, paths), _gathered(value, paths), strict=True):
+        k, v = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (keys, values))
+        for part, before in _blocks(run, window):
+            mask = paths.mask(part.stop - part.start, before, window, query)
+            end = before + part.stop - part.start
+            a, b, c = (t.transpose(0, 1)[None] for t in (q[part], k[:end], v[:end]))
+            out = scaled_dot_product_attention(a, b, c, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _blocks(run: Run, window: int) -> list[tuple[slice, int]]:
+    """The queries of each block of a run, and the number of keys before them; one block if no mask is needed."""
+    count = run.stop - run.start
+    if run.before == 0 and not 0 < window < count:
+        return [(slice(0, count), 0)]
+    starts = range(0, count, _BLOCK)
+    return [(slice(start, min(start + _BLOCK, count)), run.before + start) for start in starts]
+
+
+@functools.cache
+def kernel_sees_paths() -> bool:
+    """Whether the GPU's kernel gives the last query all keys where there are more keys than queries; tried once."""
+    if not device.supports_varlen_attention():
+        return False
+    paths = Paths([Run(0, 3, 0, (0,)), Run(3, 5, 3, (0, 1))], [3, 2])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, 1, 8, generator=generator) for _ in range(3))
+    expected = _by_blocks(q, k, v, paths, 1.0, 0)
+    q, k, v = (tensor.to(device.current_device(), torch.bfloat16) for tensor in (q, k, v))
+    found = _by_kernel(q, k, v, paths, 1.0, 0).float().cpu()
+    return bool(torch.allclose(found, expected, atol=0.1))
+
+
+AttentionInterface.register(TREE, _attention)
+AttentionMaskInterface.register(TREE, _mask)

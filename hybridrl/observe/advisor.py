@@ -1,0 +1,229 @@
+"""Names what limits the speed of a run, and one setting to try. `report.html` and the summary show it.
+
+The advice compares medians over the last steps. It looks at one thing: the phase that takes most of the time. What it
+proposes never changes what is trained, except where it says so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hybridrl.observe.timeline import rank_seconds
+from hybridrl.utils.spans import Span
+
+_STEPS = 20  # of the run's end; what happened before may be another setting
+_SLOWER = 1.3  # a rank that takes this many times the median of its group limits it
+_TAIL = 4.0  # the longest response is this many times the mean
+_FEW_TOKENS = 4096  # in a micro-batch: below it, a device waits for its kernels to start
+_OUTSIDE = ("save_checkpoint", "testing")  # phases that are no part of `timing_s/step`
+_NOT_A_PHASE = ("step", "workers")
+_UPDATES = {
+    "update_actor": ("actor_rollout_ref.actor", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
+    "update_critic": ("critic", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
+    "update_model": ("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What limits a run.
+
+    Attributes:
+        phase: the phase that takes most of the time.
+        share: its part of the time.
+        rank: the rank that the others wait for, `<role>/<method>` before it; None: no rank stands out.
+        reason: what makes the phase slow.
+        override: a setting to try, as on the command line.
+    """
+
+    phase: str
+    share: float
+    rank: str | None
+    reason: str
+    override: str
+
+    def __str__(self) -> str:
+        slow = f", where the others wait for rank {self.rank}" if self.rank else ""
+        return f"{self.phase} takes {self.share:.0%} of the time{slow}: {self.reason}. Try {self.override}"
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Medians over the last steps, settings, and the slowest rank of each method."""
+
+    metrics: Mapping[str, float]
+    config: Mapping[str, Any]
+    slow: tuple[str, int, float] | None
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        found: Any = self.config
+        for name in key.split("."):
+            if not isinstance(found, Mapping) or found.get(name) is None:
+                return default
+            found = found[name]
+        return found
+
+
+def advise(
+    metrics: Sequence[Mapping[str, float]], timeline: Mapping[int, Sequence[Span]], config: Mapping[str, Any]
+) -> Advice | None:
+    """Return what limits a run; None before a step was measured.
+
+    Args:
+        metrics: of each step.
+        timeline: spans of each step.
+        config: the settings of the run.
+    """
+    steps = [step for step in metrics if "timing_s/step" in step][-_STEPS:]
+    if not steps:
+        return None
+    if len(steps) > 2:
+        steps = steps[1:] if len(steps) < _STEPS else steps  # the first one compiles, allocates and warms up
+    names = {name for step in steps for name in step}
+    medians = {name: median([step.get(name, 0.0) for step in steps]) for name in names if not name.startswith("timing")}
+    # Means, not medians, of times: what happens every tenth step costs a tenth of it in each.
+    times = {
+        name.removeprefix("timing_s/"): sum(step.get(name, 0.0) for step in steps) / len(steps)
+        for name in names
+        if name.startswith("timing_s/") and name.count("/") == 1
+    }
+    phases = {name: seconds for name, seconds in times.items() if name not in _NOT_A_PHASE}
+    total = times["step"] + sum(phases.get(name, 0.0) for name in _OUTSIDE)
+    if not phases or total <= 0:
+        return None
+    phase = max(phases, key=lambda name: phases[name])
+    last = [spans for _, spans in sorted(timeline.items())[-_STEPS:]]
+    facts = _Facts(medians, config, _slow_rank(last, phases[phase]))
+    share = min(phases[phase] / total, 1.0)
+    if facts.slow is not None:
+        method, rank, factor = facts.slow
+        reason = f"rank {rank} needs {factor:.1f} times as long as the others in {method.partition('/')[2]}"
+        return Advice(phase, share, f"{rank} of {method}", reason, _for_slow_rank(facts))
+    reason, override = _RULES.get(phase, _other)(facts, phase)
+    return Advice(phase, share, None, reason, override)
+
+
+def _slow_rank(steps: Sequence[Sequence[Span]], seconds: float) -> tuple[str, int, float] | None:
+    """The rank that is much slower than the others of its group, in a method that fills most of the limiting phase."""
+    found: tuple[str, int, float] | None = None
+    longest = 0.5 * seconds
+    totals: dict[str, dict[int, float]] = {}
+    for spans in steps:
+        for method, of_ranks in rank_seconds(spans).items():
+            sums = totals.setdefault(method, {})
+            for rank, value in of_ranks.items():
+                sums[rank] = sums.get(rank, 0.0) + value / len(steps)
+    for method, of_ranks in totals.items():
+        if len(of_ranks) < 2:
+            continue
+        rank = max(of_ranks, key=lambda one: of_ranks[one])
+        others = median([value for one, value in of_ranks.items() if one != rank])
+        if of_ranks[rank] >= longest and of_ranks[rank] > _SLOWER * others:
+            found, longest = (method, rank, of_ranks[rank] / max(others, 1e-9)), of_ranks[rank]
+    return found
+
+
+def _for_slow_rank(facts: _Facts) -> str:
+    if facts.setting("trainer.balance_batch") is False:
+        return "trainer.balance_batch=True"
+    return "global_profiler.tool=torch with that rank in actor_rollout_ref.actor.profiler.ranks, to see what it does"
+
+
+def _reward(facts: _Facts, phase: str) -> tuple[str, str]:
+    workers = facts.setting("reward.num_workers")
+    return (
+        "the reward function is slower than the models",
+        f"reward.num_workers={2 * workers if workers else 8}",
+    )
+
+
+def _generation(facts: _Facts, phase: str) -> tuple[str, str]:
+    mean = facts.metrics.get("response_length/mean", 0.0)
+    longest = facts.metrics.get("response_length/max", 0.0)
+    if mean and longest >= _TAIL * mean:
+        return (
+            f"the longest response has {longest:.0f} tokens and the mean {mean:.0f}, so most devices wait for a few "
+            "responses",
+            f"data.max_response_length={int(longest) // 2} (it cuts off the longest responses, which changes what is "
+            "trained)",
+        )
+    if facts.setting("actor_rollout_ref.rollout.name") == "hf":
+        return "rollout.name=hf generates without an inference engine", "actor_rollout_ref.rollout.name=vllm"
+    sequences = facts.setting("actor_rollout_ref.rollout.max_num_seqs", 256)
+    return "all responses are about as long", f"actor_rollout_ref.rollout.max_num_seqs={2 * sequences}"
+
+
+def _weights(facts: _Facts, phase: str) -> tuple[str, str]:
+    key = "actor_rollout_ref.rollout.checkpoint_engine"
+    if facts.setting(f"{key}.method") == "streamed":
+        return "whole parameters are sent to the engines (method=streamed)", f"{key}.method=auto"
+    size = facts.setting(f"{key}.update_weights_bucket_megabytes", 2048)
+    return "new weights take long to reach the engines", f"{key}.update_weights_bucket_megabytes={2 * size}"
+
+
+def _update(facts: _Facts, phase: str) -> tuple[str, str]:
+    part, size_key, tokens_key = _UPDATES[phase]
+    length = facts.metrics.get("response_length/mean", 0.0) + facts.metrics.get("prompt_length/mean", 0.0)
+    if not length:  # fine-tuning
+        rows = facts.setting("data.train_batch_size", 1)
+        length = facts.metrics.get("perf/total_num_tokens", 0.0) / max(rows, 1)
+    if facts.setting(f"{part}.use_dynamic_bsz"):
+        tokens = facts.setting(f"{part}.{tokens_key}", 0)
+        if tokens < _FEW_TOKENS:
+            return f"a micro-batch has at most {tokens} tokens", f"{part}.{tokens_key}={2 * _FEW_TOKENS}"
+    else:
+        size = facts.setting(f"{part}.{size_key}", 1)
+        if 0 < size * length < _FEW_TOKENS:
+            wanted = 2 ** max(size.bit_length(), round(_FEW_TOKENS / length).bit_length())
+            return (
+                f"a micro-batch has about {size * length:.0f} tokens, too few to keep a device busy",
+                f"{part}.{size_key}={wanted}",
+            )
+    model = "model" if part == "data" else f"{part.partition('.')[0]}.model"
+    if facts.setting(f"{model}.enable_gradient_checkpointing"):
+        return (
+            "activations are computed twice (enable_gradient_checkpointing)",
+            f"{model}.enable_gradient_checkpointing=False, if the memory suffices",
+        )
+    return "the model's passes are most of the work", f"{part}.use_dynamic_bsz=True"
+
+
+def _data(facts: _Facts, phase: str) -> tuple[str, str]:
+    key = "data.num_workers" if facts.setting("data.micro_batch_size_per_gpu") else "data.dataloader_num_workers"
+    return "the next batch is not ready when it is needed", f"{key}={max(2 * int(facts.setting(key, 0)), 4)}"
+
+
+def _saving(facts: _Facts, phase: str) -> tuple[str, str]:
+    key = "actor_rollout_ref.actor.checkpoint" if facts.setting("actor_rollout_ref") else "checkpoint"
+    if not facts.setting(f"{key}.async_save"):
+        return "training waits while a checkpoint is written", f"{key}.async_save=True"
+    frequency = facts.setting("trainer.save_freq", 1)
+    return "a checkpoint is due before the one before is written", f"trainer.save_freq={2 * max(int(frequency), 1)}"
+
+
+def _testing(facts: _Facts, phase: str) -> tuple[str, str]:
+    return "validation runs often", f"trainer.test_freq={2 * max(int(facts.setting('trainer.test_freq', 1)), 1)}"
+
+
+def _passes(facts: _Facts, phase: str) -> tuple[str, str]:
+    part = "actor_rollout_ref.ref" if phase == "ref" else "actor_rollout_ref.rollout"
+    return "log-probabilities are computed in one more pass", f"{part}.log_prob_use_dynamic_bsz=True"
+
+
+def _other(facts: _Facts, phase: str) -> tuple[str, str]:
+    return "no rule here knows this phase", "global_profiler.tool=torch, to see what it does"
+
+
+_RULES: dict[str, Callable[[_Facts, str], tuple[str, str]]] = {
+    "reward": _reward,
+    "gen": _generation,
+    "gen_max": _generation,
+    "update_weights": _weights,
+    **dict.fromkeys(_UPDATES, _update),
+    "data": _data,
+    "save_checkpoint": _saving,
+    "testing": _testing,
+    "old_log_prob": _passes,
+    "ref": _passes,
+}

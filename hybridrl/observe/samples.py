@@ -1,0 +1,69 @@
+"""Chooses the samples that the report shows: of several steps, the best, the worst, and some of other prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.observe import jsonl
+from hybridrl.observe.dump import dumped_steps
+from hybridrl.observe.history import RunHistory
+
+_STEPS = 6  # dumps of a kind that are shown
+_PROMPTS = 4  # samples of a step besides the best and the worst
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row of a dump, and why it is shown: `best`, `worst` or ""."""
+
+    row: Mapping[str, Any]
+    mark: str = ""
+
+
+def samples(history: RunHistory, kind: str) -> list[tuple[int, list[Sample]]]:
+    """Return samples of `rollouts` or `validation` by step.
+
+    Dumps are in the run's folder or in the folder that the settings name.
+
+    Raises:
+        UserError: a line of a dump is damaged; the error names it.
+    """
+    key = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
+    trainer = history.config.get("trainer")
+    elsewhere = trainer.get(key) if isinstance(trainer, Mapping) else None
+    for place in (history.folder / kind, Path(elsewhere) if elsewhere else None):
+        steps = dumped_steps(place) if place is not None else []
+        if place is not None and steps:
+            return [(step, choose(jsonl.read(place / f"{step}.jsonl"))) for step in spread(steps, _STEPS)]
+    return []
+
+
+def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    """Choose rows of one step: the best, the worst, and the first response of prompts that are evenly spaced.
+
+    The prompts are the same in every step that has the same prompts, as validation does, so that answers to one prompt
+    can be compared over the run.
+    """
+    first_of: dict[Any, int] = {}
+    for number, row in enumerate(rows):
+        first_of.setdefault(row.get("uid", row.get("input")), number)
+    chosen = dict.fromkeys(spread(list(first_of.values()), _PROMPTS), "")
+    scored = [
+        (score, number) for number, row in enumerate(rows) if (score := jsonl.number(row.get("score"))) is not None
+    ]
+    finite = [pair for pair in scored if pair[0] == pair[0]]
+    marked: dict[int, str] = {}
+    if finite and min(finite)[0] < max(finite)[0]:
+        best = max(finite, key=lambda pair: (pair[0], -pair[1]))
+        marked = {best[1]: "best", min(finite)[1]: "worst"}
+    return [Sample(rows[number], mark) for number, mark in {**marked, **{n: marked.get(n, "") for n in chosen}}.items()]
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` items, evenly spaced, with the first and the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (count - 1))] for number in range(count)]

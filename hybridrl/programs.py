@@ -1,0 +1,174 @@
+"""The programs of hybridrl by name, and the command `hybridrl NAME ...` that runs them (also `python -m hybridrl`).
+
+Only the standard library is imported here, so that a Python without the packages gets one line instead of a traceback.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop; the same command continues it
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program.
+
+    Attributes:
+        summary: what it does, for `hybridrl --help`.
+        tree: its configuration (`hybridrl.config.load_config`).
+        function: `module:name` of the function that is called with the configuration.
+        defaults: values by key that replace defaults of the tree; files and words replace them in turn.
+    """
+
+    summary: str
+    tree: str
+    function: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function; with it come torch and Ray, which `--help` and `--cfg` do not need."""
+        module, _, name = self.function.partition(":")
+        loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return loaded
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training program ended.
+
+    Attributes:
+        folder: the run's folder.
+        step: the last step that was completed.
+        total_steps: the step after which the run is complete.
+        checkpoint: the last checkpoint; None if there is none.
+        stopped_by: the signal that asked the run to stop before that step; None if there was none.
+    """
+
+    folder: Path
+    step: int
+    total_steps: int
+    checkpoint: Path | None = None
+    stopped_by: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit status of the program: 0, or 75 for a run that was asked to stop and can be resumed."""
+        return 0 if self.stopped_by is None else STOPPED
+
+
+_RUN_PPO = "hybridrl.trainer.ppo.run_ppo:run_ppo"
+PROGRAMS = {
+    "grpo": Program(
+        "GRPO and other methods without a critic; samples 8 responses per prompt unless rollout.n says otherwise",
+        "ppo_trainer",
+        _RUN_PPO,
+        {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8},
+    ),
+    "ppo": Program("PPO with a critic, and every other estimator by algorithm.adv_estimator", "ppo_trainer", _RUN_PPO),
+    "sft": Program("supervised fine-tuning", "sft_trainer", "hybridrl.trainer.sft.run_sft:run_sft"),
+    "forecast": Program(
+        "print the memory that grpo or ppo would take with the same settings, and start nothing",
+        "ppo_trainer",
+        "hybridrl.trainer.ppo.forecast:print_forecast",
+    ),
+    "generate": Program(
+        "write responses to the prompts of a file",
+        "generation",
+        "hybridrl.trainer.generation.run_generation:run_generation",
+    ),
+    "eval": Program(
+        "score the responses in a file, by data source", "evaluation", "hybridrl.trainer.evaluation:run_evaluation"
+    ),
+}
+_REPORT = "report"
+_REPORT_SUMMARY = "write the report of a run's folder and print its summary"
+
+
+def start(name: str, command: str, argv: Sequence[str] | None = None) -> None:
+    """Run a program's command line (`hybridrl.config.cli`).
+
+    Args:
+        name: a name from `PROGRAMS`.
+        command: how the user called it, for `--help`.
+        argv: the words after the command; those of the process by default.
+    """
+    program = PROGRAMS[name]
+
+    def run(config: Any) -> int:
+        return getattr(program.load()(config), "exit_code", 0)
+
+    try:
+        from hybridrl.config import cli
+
+        cli(program.tree, run, argv, command=command, defaults=program.defaults)
+    except ModuleNotFoundError as error:
+        _explain_missing(error)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `hybridrl`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    if name in PROGRAMS:
+        start(name, f"hybridrl {name}", rest)
+    elif name == _REPORT:
+        try:
+            from hybridrl.observe import report
+        except ModuleNotFoundError as error:
+            _explain_missing(error)
+        raise SystemExit(report.main(rest, command="hybridrl report"))
+    elif name in ("--help", "-h", "help"):
+        print(_help())
+    elif name == "--version":
+        from hybridrl.version import __version__
+
+        print(f"hybridrl {__version__}")
+    else:
+        known = ", ".join([*PROGRAMS, _REPORT])
+        print(f"error: hybridrl {name}: there is no such command; there are {known}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _help() -> str:
+    summaries = {**{name: program.summary for name, program in PROGRAMS.items()}, _REPORT: _REPORT_SUMMARY}
+    commands = "\n".join(f"  {name:<9} {summary}" for name, summary in summaries.items())
+    return (
+        f"usage: hybridrl COMMAND [options] key=value ...\n\n{commands}\n\n"
+        "hybridrl COMMAND --help shows the options of a command, --cfg job every setting with its value.\n"
+        "The same from Python: hybridrl.grpo(model=..., reward=..., data=...), see docs/python.md."
+    )
+
+
+def _explain_missing(error: ModuleNotFoundError) -> None:
+    """End with one line if this Python lacks a package that hybridrl requires; raise every other error again."""
+    package = (error.name or "").split(".")[0]
+    if package not in _required():
+        raise error
+    print(
+        f"error: {sys.executable} has no package {package}, which hybridrl needs. Use the Python of the environment "
+        "(source .venv/bin/activate), or create the environment: bash scripts/install.sh",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
+
+
+def _required() -> set[str]:
+    """The modules of the packages that hybridrl cannot run without."""
+    from importlib import metadata
+
+    try:
+        wanted = [word for word in metadata.requires("hybridrl") or [] if "extra ==" not in word]
+    except metadata.PackageNotFoundError:  # a checkout, run with a Python that hybridrl is not installed in
+        import tomllib
+
+        project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+        if not project.is_file():
+            return set()
+        wanted = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    names = {re.split(r"[^\w.-]", word.strip())[0] for word in wanted}
+    return {"hydra" if name == "hydra-core" else name.replace("-", "_") for name in names} | {"yaml", "tqdm"}

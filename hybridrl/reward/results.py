@@ -1,0 +1,113 @@
+"""What a reward function may return, and what is made of it: numbers, text, lists and dicts only.
+
+Imported by the pool's processes, so it must stay light: no torch, no numpy.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: a score (None: the function does not apply to the sample) and the function's dict, where it returned one
+Score = tuple[float | None, dict[str, Any] | None]
+
+_DEPTH = 50  # levels of lists and dicts
+_LARGEST_INT = 2**63  # larger ones fit into no column of a dump
+
+
+class BadScore(Exception):
+    """A function returned something that is not a score; the message completes "the function ..."."""
+
+
+def check_score(value: Any, may_abstain: bool = False) -> Score:
+    """Return a function's result as a score and, from a dict, everything in it.
+
+    Args:
+        value: what the function returned.
+        may_abstain: None is allowed; it means that the function does not apply to the sample.
+
+    Raises:
+        BadScore: not a number or a dict with a number `score`, or not finite.
+    """
+    if value is None and may_abstain:
+        return None, None
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise BadScore(f"returned a dict without 'score' (keys: {', '.join(map(str, value)) or 'none'})")
+        extra = {str(key): plain(item, str(key)) for key, item in value.items()}
+        score = extra["score"] = _number(value["score"])
+        return score, extra
+    return _number(value), None
+
+
+def check_scores(values: Any, count: int, may_abstain: bool = False) -> list[Score | BadScore]:
+    """Return the result of a batched function: per sample its score, or what is wrong with it.
+
+    Raises:
+        BadScore: not a sequence, or of another length.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise BadScore(f"returned {type(values).__name__} instead of a list of {count} scores")
+    if len(values) != count:
+        raise BadScore(f"returned {len(values)} scores for {count} responses")
+    scores: list[Score | BadScore] = []
+    for number, value in enumerate(values):
+        try:
+            scores.append(check_score(value, may_abstain))
+        except BadScore as error:
+            scores.append(BadScore(f"{error} for response {number} of {count}"))
+    return scores
+
+
+def plain(value: Any, key: str, depth: int = 0) -> Any:
+    """Return a value as numbers, text, lists and dicts, which can be sent between processes and written to a dump.
+
+    Args:
+        value: what a function returned.
+        key: the name it stands under, for messages.
+        depth: lists and dicts around it.
+
+    Raises:
+        BadScore: it is something else, nested too deeply, or an integer too large for a column.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        if not -_LARGEST_INT <= value < _LARGEST_INT:
+            raise BadScore(f"returned an integer of {value.bit_length()} bits under {key!r}; 64 bits are the most")
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if depth == _DEPTH:
+        raise BadScore(f"returned lists or dicts nested more than {_DEPTH} levels deep under {key!r}")
+    if isinstance(value, Mapping):
+        return {str(name): plain(item, key, depth + 1) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item, key, depth + 1) for item in value]
+    for method in ("tolist", "item"):  # arrays and scalars of numpy and torch
+        if hasattr(value, method):
+            return plain(getattr(value, method)(), key, depth + 1)
+    raise BadScore(
+        f"returned {type(value).__name__} under {key!r}; besides 'score', a dict may hold numbers, text, lists and "
+        "dicts"
+    )
+
+
+def _number(value: Any) -> float:
+    if hasattr(value, "item") and not isinstance(value, (int, float)):
+        try:
+            value = value.item()  # a scalar of numpy or torch
+        except Exception as error:
+            raise BadScore(f"returned {type(value).__name__} that is not a single number ({error})") from None
+    if not isinstance(value, (bool, int, float)):
+        shown = repr(value)
+        raise BadScore(
+            f"returned {type(value).__name__} {shown[:60]}; a score must be a number, or a dict with a number 'score'"
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        raise BadScore("returned an integer beyond the range of a float; a score must be finite") from None
+    if not math.isfinite(number):
+        raise BadScore(f"returned {number}; a score must be finite")
+    return number

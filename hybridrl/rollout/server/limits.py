@@ -1,0 +1,174 @@
+"""Limits of the HTTP server: connections, header and body size, time, and the token before the body is read."""
+
+import asyncio
+import hmac
+import json
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hybridrl.rollout.server.schema import ApiError
+
+MAX_HEADER_BYTES = 16 * 2**10
+MAX_BODY_BYTES = 8 * 2**20
+READ_S = 30.0  # from the first byte of a request to its last
+SEND_S = 60  # for a client that takes nothing of its answer
+KEEP_ALIVE_S = 10
+_DISCARD_BYTES = 2**20  # of the body of a refused request, so that its client reads the answer
+_DISCARD_S = 5.0
+_TCP_USER_TIMEOUT = 18
+_OPEN_PATHS = ("/health", "/metrics")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def limit_sending(listener: socket.socket) -> None:
+    """End connections whose client is gone or reads nothing; those that are accepted inherit the options."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, SEND_S * 1000)
+
+
+def error_bytes(error: ApiError) -> bytes:
+    """An error in OpenAI's format as the body of an answer."""
+    return json.dumps(error.body()).encode()
+
+
+def _whole_answer(status: str, error: ApiError) -> bytes:
+    """The last answer on a connection, as it is sent."""
+    body = error_bytes(error)
+    headers = f"content-length: {len(body)}\r\ncontent-type: application/json\r\nconnection: close"
+    return f"HTTP/1.1 {status}\r\n{headers}\r\n\r\n".encode() + body
+
+
+class LimitedConnection(H11Protocol):
+    """A connection that is refused where there are too many, and ended if a request takes too long to arrive.
+
+    uvicorn's `limit_concurrency` is one more than the number of connections, because uvicorn applies it to requests.
+    """
+
+    _refused = False
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency - 1:
+            self._refused = True
+            limit = self.limit_concurrency - 1
+            error = ApiError(503, f"too many connections: this server takes {limit}; try again later", code="busy")
+            transport.write(_whole_answer("503 Service Unavailable\r\nretry-after: 1", error))
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._refused:
+            self._request_is_here()
+            super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.transport.is_closing():
+            self._request_is_here()
+        elif self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+            idle = self.cycle is not None and self.cycle.response_complete and self.timeout_keep_alive_task is not None
+            self._request_is_here() if idle else self._await_request()
+        else:
+            self._request_is_here()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP request; uvicorn would answer in plain text."""
+        self.transport.write(_whole_answer("400 Bad Request", ApiError(400, msg)))
+        self.transport.close()
+
+    def _await_request(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(READ_S, self.transport.abort)
+
+    def _request_is_here(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Guard:
+    """ASGI middleware that checks the token before it reads a body, and bounds the body.
+
+    Args:
+        app: the application.
+        token: the bearer token that every path except `/health` and `/metrics` requires; None serves everybody.
+    """
+
+    def __init__(self, app: Any, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
+        error = self._fault(scope["path"], headers)
+        if error is not None:
+            await _refuse(error, receive, send)
+            return
+        read = 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+            return message
+
+        await self._app(scope, bounded, send)
+
+    def _fault(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+        if self._token is not None and path not in _OPEN_PATHS and not hmac.compare_digest(given, self._token.encode()):
+            return ApiError(
+                401,
+                "wrong or missing token: send `Authorization: Bearer TOKEN` with this run's token",
+                code="invalid_api_key",
+            )
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
+            return ApiError(413, f"the body has {length[:20].decode('latin-1')} bytes; the limit is {MAX_BODY_BYTES}")
+        return None
+
+
+async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+    """Answer with an error. A short body is read and thrown away; a connection with more of it is closed."""
+    headers = [(b"content-type", b"application/json")]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if not await _discarded(receive):
+        headers.append((b"connection", b"close"))
+    body = error_bytes(error)
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _discarded(receive: Receive) -> bool:
+    """Whether the body ended within the limits."""
+    read = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            while read < _DISCARD_BYTES:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return message["type"] == "http.request"
+                read += len(message.get("body", b""))
+    except TimeoutError:
+        pass
+    return False

@@ -1,0 +1,322 @@
+"""Training from a program or a notebook: `hybridrl.grpo(model=..., reward=f, data=rows)`."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.convert import nearest, put
+from hybridrl.config.schema.node import declared
+from hybridrl.config.schema.root import ROOTS
+from hybridrl.errors import ConfigError
+from hybridrl.notify import forget
+from hybridrl.programs import PROGRAMS
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+#: what a keyword means that is the last part of several keys
+SHORT_NAMES = {
+    key.rsplit(".", 1)[-1]: key
+    for key in (
+        *(f"{_ACTOR}.optim.{name}" for name in ("lr", "weight_decay", "clip_grad", "lr_scheduler_type")),
+        *(f"{_ACTOR}.optim.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")),
+        *(f"{_ACTOR}.{name}" for name in ("ppo_epochs", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu")),
+        *(f"{_ACTOR}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "loss_agg_mode")),
+        *(f"{_ROLLOUT}.{name}" for name in ("n", "temperature", "top_p", "top_k", "do_sample")),
+        *(f"trainer.{name}" for name in ("total_training_steps", "nnodes", "n_gpus_per_node")),
+        "data.shuffle",
+        "actor_rollout_ref.model.enable_gradient_checkpointing",
+    )
+}
+_MODEL = {"ppo_trainer": "actor_rollout_ref.model.path", "sft_trainer": "model.path"}
+_PARTS = ("actor", "model")  # of a checkpoint: the policy's folder, and that of supervised fine-tuning
+
+Reward = Callable[..., Any] | str | Path
+Rows = Any  # a file or several, a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table` or a list of dicts
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run left.
+
+    Attributes:
+        folder: the run's folder, with `config.yaml`, `metrics.jsonl`, `report.html` and checkpoints.
+        step: the last step that was completed.
+        total_steps: the step after which the run is complete.
+        checkpoint: the last checkpoint; None if there is none.
+        model_path: the trained model in Hugging Face format, in the last checkpoint; None if there is none.
+        history: for each step, its number as `step` and its metrics.
+    """
+
+    folder: Path
+    step: int
+    total_steps: int
+    checkpoint: Path | None
+    model_path: Path | None
+    history: list[dict[str, float]] = field(repr=False)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps were done; otherwise the run was asked to stop (Ctrl-C, SIGTERM), and can be resumed."""
+        return self.step >= self.total_steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: value for record in self.history for name, value in record.items() if name != "step"}
+
+    def curve(self, name: str) -> list[float]:
+        """Return the values of one metric, step by step.
+
+        Raises:
+            KeyError: no step has such a metric; names similar ones.
+        """
+        values = [record[name] for record in self.history if name in record]
+        if not values:
+            raise KeyError(f"there is no metric {name}{nearest(name, list(self.metrics))}")
+        return values
+
+
+class Trainer:
+    """One run, with its settings composed and checked as the command line does it. `train()` runs it.
+
+    Args:
+        program: `grpo`, `ppo` or `sft`: the programs of the command `hybridrl`, with their defaults.
+        model: a folder in Hugging Face format, or a hub id.
+        data: the training data: a file or several, a `datasets.Dataset`, a `pandas.DataFrame` or a list of dicts.
+        reward: a function, the path of a Python file (`FILE.py` or `FILE.py:NAME`), a list of them, or a dict of names
+            to them; None uses the built-in scorers.
+        reward_weights: a number per reward function, in the same order or by name; None: 1 each.
+        val_data: the validation data, in the same forms as `data`.
+        config: settings by dotted key, or nested.
+        settings: settings by the last part of their key, e.g. `total_epochs=3` or `lr=1e-6`. Where that is ambiguous,
+            `SHORT_NAMES` decides, or the setting belongs into `config`.
+
+    Attributes:
+        config: the typed configuration.
+        folder: the run's folder. It is a new one unless `default_local_dir` or `experiment_name` is set; a run in a
+            folder that was named resumes from its checkpoints.
+
+    Raises:
+        ConfigError: lists every unknown name with the nearest valid ones, every wrong value and every contradiction.
+        DataError, RewardError: rows or functions cannot be used.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        *,
+        model: str | Path,
+        data: Rows,
+        reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+        val_data: Rows = None,
+        config: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        forget()  # an earlier trainer of this process may have been refused
+        if program not in ("grpo", "ppo", "sft"):
+            raise ConfigError(f"program={program!r}: must be grpo, ppo or sft")
+        self.program = program
+        given = _settings(PROGRAMS[program].tree, settings, config or {})
+        put(given, _MODEL[PROGRAMS[program].tree], _model_path(model))
+        is_named = bool({"default_local_dir", "experiment_name"} & set(given.get("trainer", {})))
+        folder = Path(self._compose(given).trainer.default_local_dir)
+        with contextlib.ExitStack() as undo:
+            if not is_named:
+                folder = undo.enter_context(_new_folder(folder.parent, program))
+                put(given, "trainer.experiment_name", folder.name)
+            self.folder = folder
+            undo.enter_context(_removing_new_files(folder / "data", folder / "reward"))
+            put(given, "data.train_files", self._files(data, "train"))
+            if val_data is not None:
+                put(given, "data.val_files", self._files(val_data, "val"))
+            if reward is not None:
+                self._put_reward(given, reward, reward_weights)
+            self.config = self._compose(given, notices=True)
+            from hybridrl.config import validate
+
+            validate(self.config)
+
+    def _compose(self, given: Mapping[str, Any], notices: bool = False) -> PPOTrainerConfig | SFTTrainerConfig:
+        from hybridrl.config.compose import compose_config, print_notices  # takes a moment (Hydra)
+
+        program = PROGRAMS[self.program]
+        composed = compose_config(program.tree, defaults=program.defaults, settings=given)
+        if notices:
+            print_notices(composed.notices)
+        assert isinstance(composed.config, PPOTrainerConfig | SFTTrainerConfig)
+        return composed.config
+
+    def _files(self, data: Rows, name: str) -> list[str]:
+        """Return data files: those that are named, or one with the rows, in the run's folder."""
+        from hybridrl.data import save_rows
+
+        several = isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | Path) for item in data)
+        if isinstance(data, str | Path) or several:
+            return [str(file) for file in (data if several else [data])]
+        return [str(save_rows(data, self.folder / "data", name))]
+
+    def _put_reward(self, given: dict[str, Any], reward: Any, weights: Any) -> None:
+        from hybridrl.reward import reward_settings
+
+        if self.program == "sft":
+            raise ConfigError("reward: supervised fine-tuning has no reward; leave it out, or use grpo or ppo")
+        for name, value in reward_settings(reward, self.folder / "reward", weights).items():
+            put(given, f"reward.{name}", value)
+
+    def train(self) -> TrainingResult:
+        """Run the training to its end, or until it is asked to stop (Ctrl-C, SIGTERM). Ray is started if need be.
+
+        Raises:
+            UserError: something that the user can fix.
+            WorkerError: a worker failed or died.
+        """
+        from hybridrl.observe import jsonl
+        from hybridrl.observe.tracking import METRICS
+
+        outcome = PROGRAMS[self.program].load()(self.config)
+        steps: dict[int, dict[str, float]] = {}
+        for record in jsonl.read(outcome.folder / METRICS):
+            numbers = {name: jsonl.number(value) for name, value in record.items()}
+            steps.setdefault(record["step"], {}).update({k: v for k, v in numbers.items() if v is not None})
+        models = [outcome.checkpoint / part / "hf_model" for part in _PARTS] if outcome.checkpoint else []
+        return TrainingResult(
+            folder=outcome.folder,
+            step=outcome.step,
+            total_steps=outcome.total_steps,
+            checkpoint=outcome.checkpoint,
+            model_path=next((path for path in models if path.is_dir()), None),
+            history=[steps[step] for step in sorted(steps)],
+        )
+
+
+def grpo(
+    *,
+    model: str | Path,
+    data: Rows,
+    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    **settings: Any,
+) -> TrainingResult:
+    """Train with GRPO, or another method without a critic (`adv_estimator=...`): `hybridrl grpo` from Python.
+
+    Args:
+        model, data, reward, settings: see `Trainer`.
+    """
+    return Trainer("grpo", model=model, data=data, reward=reward, **settings).train()
+
+
+def ppo(
+    *,
+    model: str | Path,
+    data: Rows,
+    reward: Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
+    **settings: Any,
+) -> TrainingResult:
+    """Train with PPO and a critic: `hybridrl ppo` from Python.
+
+    Args:
+        model, data, reward, settings: see `Trainer`.
+    """
+    return Trainer("ppo", model=model, data=data, reward=reward, **settings).train()
+
+
+def sft(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
+    """Fine-tune on conversations: `hybridrl sft` from Python.
+
+    Args:
+        model, data, settings: see `Trainer`.
+    """
+    return Trainer("sft", model=model, data=data, **settings).train()
+
+
+def _settings(tree: str, short: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all settings as one nested mapping of plain values.
+
+    Raises:
+        ConfigError: lists keywords that no setting, or several settings, are called.
+    """
+    keys: dict[str, list[str]] = {}
+    for key in declared(ROOTS[tree]):
+        keys.setdefault(key.rsplit(".", 1)[-1], []).append(key)
+    nested: dict[str, Any] = {}
+    faults = []
+    for name, value in short.items():
+        found = keys.get(name, [])
+        if SHORT_NAMES.get(name) in found:
+            found = [SHORT_NAMES[name]]
+        if len(found) == 1:
+            put(nested, found[0], _plain(value))
+        elif found:
+            faults.append(
+                f"{name}=: several settings are called so; choose with config={{KEY: ...}}: {', '.join(found)}"
+            )
+        else:
+            faults.append(f"{name}=: no setting is called so{nearest(name, list(keys))}")
+    for key, value in config.items():
+        put(nested, str(key), _plain(value))
+    if faults:
+        raise ConfigError(faults)
+    return nested
+
+
+def _plain(value: Any) -> Any:
+    """Convert what is common in programs to what a YAML file could hold."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item"):
+        return value.item()  # a number of NumPy or torch
+    return value
+
+
+def _model_path(model: Any) -> str:
+    if isinstance(model, str | Path):
+        return str(model)
+    raise ConfigError(
+        f"model is {type(model).__name__}; give a folder in Hugging Face format or a hub id. A model in memory is "
+        "saved with model.save_pretrained(FOLDER), and its tokenizer with tokenizer.save_pretrained(FOLDER)"
+    )
+
+
+@contextlib.contextmanager
+def _new_folder(parent: Path, program: str) -> Iterator[Path]:
+    """Create a folder that did not exist, so that no other run takes it; remove it if the block fails."""
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    name = f"{program}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+    try:
+        yield folder
+    except BaseException:
+        for path in (folder, *missing):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _removing_new_files(*folders: Path) -> Iterator[None]:
+    """If the block fails, remove what it has put into the folders, and those that it created."""
+    missing = [path for folder in folders for path in (folder, folder.parent) if not path.exists()]
+    before = {path for folder in folders for path in folder.glob("*")}
+    try:
+        yield
+    except BaseException:
+        for path in {path for folder in folders for path in folder.glob("*")} - before:
+            path.unlink(missing_ok=True)
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise

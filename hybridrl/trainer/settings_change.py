@@ -1,0 +1,165 @@
+"""What changed between the settings that a run began with and those it is resumed with.
+
+`config.yaml` in the run's folder holds the settings of its first start. Each resume with other settings adds an entry
+to `config_changes.yaml` next to it, so that the settings of every step are known afterwards.
+"""
+
+import datetime
+import functools
+import operator
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from hybridrl.checkpoint.files import sha256
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.config.convert import show
+from hybridrl.config.differences import leaves
+from hybridrl.config.schema.node import ConfigNode, declared, default_tree
+from hybridrl.errors import CheckpointError, UserError
+from hybridrl.observe.run_folder import CHANGES, CONFIG, read_changes
+from hybridrl.observe.run_folder import as_dict as written
+from hybridrl.utils.files import write_text
+
+_CODE = (".py", ".pkl")
+_HOW_TO_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
+_PATHS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "data.train_files")
+_EXPERIMENT = (*_PATHS, "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting with its value before and now."""
+
+    key: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {show(self.was)}, now {show(self.now)}"
+
+    @property
+    def is_another_experiment(self) -> bool:
+        """Whether the run would go on with another model, other data or another algorithm."""
+        if self.key not in _EXPERIMENT:
+            return False
+        return self.key not in _PATHS or _absolute(self.was) != _absolute(self.now)
+
+
+def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
+    """Compare `config` with the settings that the run in `folder` had last. Empty if they are not recorded there.
+
+    Settings that only follow another one are left out, and so are settings that the earlier version did not have.
+
+    Raises:
+        CheckpointError: the folder holds a run of another program, or its settings cannot be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return []
+    try:
+        first = yaml.safe_load(path.read_text(encoding="utf-8"))
+        groups = set(first)
+        earlier = dict(leaves(first, set(declared(type(config)))))
+        for entry in read_changes(folder):
+            earlier |= {key: change["now"] for key, change in entry["changes"].items()}
+    except (OSError, UserError, yaml.YAMLError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} or {CHANGES} next to it cannot be read ({type(error).__name__}: {error}), so it is unknown "
+            "whether this run continues that one; remove both to continue with the settings of now"
+        ) from error
+    tree = yaml.safe_load(yaml.safe_dump(written(config)))
+    policy = "actor_rollout_ref"
+    if (policy in groups) != (policy in tree):
+        found, wanted = ("main_ppo", "main_sft") if policy in groups else ("main_sft", "main_ppo")
+        raise CheckpointError(
+            f"{folder} holds a run of {found}, and this is {wanted}: set trainer.default_local_dir to another folder"
+        )
+    now = dict(leaves(tree, set(declared(type(config)))))
+    has_critic = isinstance(config, PPOTrainerConfig) and config.use_critic
+    changes = [
+        Change(key, earlier[key], value)
+        for key, value in now.items()
+        if key in earlier and earlier[key] != value and key not in _HOW_TO_RESUME
+        if has_critic or not key.startswith("critic.")
+    ]
+    return [change for change in changes if not _only_follows(change, earlier, now, type(config))]
+
+
+def code_digests(config: ConfigNode) -> dict[str, str]:
+    """Hash the files of the user's code (.py, .pkl) that settings name, by key."""
+    found = {}
+    for key, value in leaves(written(config), set()):
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and path.endswith(_CODE) and Path(path).expanduser().is_file():
+                found[key] = sha256(Path(path).expanduser())[:12]
+    return found
+
+
+def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """Compare two results of `code_digests`; a file that is named now and was not then is a change of its setting."""
+    return [
+        Change(f"content of {key}", before[key], digest)
+        for key, digest in now.items()
+        if key in before and before[key] != digest
+    ]
+
+
+def check_same_experiment(folder: Path, changes: list[Change]) -> None:
+    """Refuse to continue a run as another experiment.
+
+    Raises:
+        CheckpointError: the model, the data or the algorithm are others; names the settings and the remedies.
+    """
+    others = [str(change) for change in changes if change.is_another_experiment]
+    if others:
+        raise CheckpointError(
+            f"trainer.resume_mode=auto would continue the run in {folder} as another experiment: {'; '.join(others)}. "
+            "Set trainer.default_local_dir (or trainer.experiment_name) to another folder, or "
+            "trainer.resume_mode=disable to start over in this one. To continue that run with the new values on "
+            "purpose: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N"
+        )
+
+
+def record_changes(folder: Path, step: int, changes: list[Change]) -> None:
+    """Add the changes of this start to `config_changes.yaml`."""
+    entry = {
+        "after_step": step,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "changes": {change.key: {"was": change.was, "now": change.now} for change in changes},
+    }
+    text = yaml.safe_dump([*read_changes(folder), entry], sort_keys=False, allow_unicode=True, width=120)
+    write_text(folder / CHANGES, text)
+
+
+def _only_follows(change: Change, earlier: Mapping[str, Any], now: Mapping[str, Any], root: type) -> bool:
+    """Whether the setting has its default both times, and that default is the value of another setting."""
+    default = default_tree(root)
+    try:
+        raw = functools.reduce(operator.getitem, change.key.split("."), default)
+    except (KeyError, TypeError):
+        return False
+    if "${" not in str(raw):
+        return False
+    return all(
+        _resolved(change.key, raw, values) == value for values, value in ((earlier, change.was), (now, change.now))
+    )
+
+
+def _resolved(key: str, raw: Any, values: Mapping[str, Any]) -> Any:
+    """The value that an interpolation at `key` has among other values."""
+    config = OmegaConf.create({})
+    for name, value in {**values, key: raw}.items():
+        OmegaConf.update(config, name, value, force_add=True)
+    found = OmegaConf.select(config, key)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+def _absolute(value: Any) -> list[str]:
+    paths = value if isinstance(value, list) else [value]
+    return [path if "://" in str(path) else os.path.abspath(os.path.expanduser(str(path))) for path in paths]

@@ -1,0 +1,75 @@
+"""How much of the devices' arithmetic an update uses: model FLOPs per second over the peak (MFU)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybridrl.config import ModelConfig
+from hybridrl.models.flops import training_flops
+from hybridrl.models.info import config_of
+from hybridrl.notify import notify
+from hybridrl.single_controller import WorkerGroup
+from hybridrl.utils import device
+
+_TERA = 1e12
+
+
+class Utilization:
+    """Measures the updates of one model.
+
+    Args:
+        name: of the model, such as `actor`.
+        model: its settings.
+        group: the ranks that update it.
+        method: the method that does.
+        value_model: whether its output layer is a value head.
+        peak: TFLOPs per second of a device; None: that of the device's name, if it is known.
+    """
+
+    def __init__(
+        self, name: str, model: ModelConfig, group: WorkerGroup, method: str, value_model: bool, peak: float | None
+    ) -> None:
+        self._name = name
+        self._config = config_of(model)
+        self._group: Any = group
+        self._method = method
+        self._is_value = value_model
+        self._seconds = self._spent()
+        names = sorted(set(group.device_name()))
+        known = [device.peak_tflops(one) for one in names]
+        self._peak = peak if peak is not None else min((one for one in known if one), default=None)
+        if None in known and peak is None and any(one != "cpu" for one in names):
+            self._peak = None
+            notify(
+                f"perf/mfu/{name} is not measured, because the peak of {', '.join(names)} is not known here; set "
+                "trainer.peak_tflops to it"
+            )
+        if training_flops(self._config, [1], 1, value_model) is None:
+            notify(
+                f"perf/tflops/{name} and perf/mfu/{name} are not measured, because the FLOPs of model_type="
+                f"{self._config.get_text_config().model_type} are not known here"
+            )
+
+    def measure(self, lengths: Sequence[int], predicted: int, passes: int = 1) -> dict[str, float]:
+        """Return the metrics of the updates since the previous call.
+
+        Args:
+            lengths: tokens of each sequence.
+            predicted: tokens with a loss.
+            passes: how often each sequence was trained on.
+
+        Returns:
+            `perf/tflops/<name>`, per device, and `perf/mfu/<name>`; what cannot be known is left out.
+        """
+        before, self._seconds = self._seconds, self._spent()
+        flops = training_flops(self._config, lengths, predicted, self._is_value)
+        seconds = (self._seconds - before) * self._group.world_size
+        if flops is None or seconds <= 0:
+            return {}
+        tflops = passes * flops / seconds / _TERA
+        found = {f"perf/tflops/{self._name}": tflops}
+        if self._peak is not None:
+            found[f"perf/mfu/{self._name}"] = tflops / self._peak
+        return found
+
+    def _spent(self) -> float:
+        return float(self._group.method_seconds.get(self._method, 0.0))

@@ -1,0 +1,8 @@
+"""`verl.trainer.sft_trainer_ray`."""
+
+from hybridrl.trainer.main_sft import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()

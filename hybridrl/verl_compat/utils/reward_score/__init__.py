@@ -1,0 +1,5 @@
+"""`verl.utils.reward_score`."""
+
+from hybridrl.reward.score import default_compute_score
+
+__all__ = ["default_compute_score"]

@@ -1,0 +1,95 @@
+"""A program that `forked` runs is as if it was started: its words, environment, folder, streams, status, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import json
+import multiprocessing
+import os
+import sys
+
+import beside_it
+import of_python_path
+
+
+def double(number):
+    return 2 * number
+
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        doubled = pool.map(double, [3])
+    seen = {
+        "words": sys.argv[1:],
+        "folder": os.getcwd(),
+        "own": os.environ["OWN"],
+        "doubled": doubled,
+        "input": sys.stdin.read(),
+        "imported": "torch" in sys.modules and "ray" not in sys.modules,
+    }
+    print(json.dumps(seen))
+    print("an error", file=sys.stderr)
+    sys.exit(7)
+"""
+WAITS = """
+import sys
+import time
+
+try:
+    print("ready", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit(5)
+"""
+
+
+def test_words_environment_folder_streams_and_status(forked: str, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "of_python_path.py").touch()
+    (tmp_path / "beside_it.py").touch()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    path = os.pathsep.join([str(tmp_path / "own"), os.environ["PYTHONPATH"]])
+    environment = os.environ | {"PYTHONPATH": path, "OWN": "x"}
+    for words in (["program.py"], ["-m", "program"]):
+        done = subprocess.run(
+            [forked, *words, "a b", "c=d"],
+            cwd=tmp_path,
+            env=environment,
+            input="given",
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 7, done.stderr
+        assert json.loads(done.stdout) == {
+            "words": ["a b", "c=d"],
+            "folder": str(tmp_path),
+            "own": "x",
+            "doubled": [6],
+            "input": "given",
+            "imported": True,
+        }
+        assert "an error" in done.stderr
+
+
+def test_signals_reach_the_program(forked: str, tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    for number, status in ((signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+        with subprocess.Popen([forked, "waits.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.wait(60) == status
+            assert process.stdout.read() == ""  # nobody has it open any more: the program has ended
+
+
+def test_what_is_not_a_program_is_run_by_python_itself(forked: str) -> None:
+    code = "import sys; print(sys.executable)"
+    assert subprocess.check_output([forked, "-c", code], text=True).strip() == sys.executable

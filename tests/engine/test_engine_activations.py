@@ -1,0 +1,90 @@
+"""Offloaded activations and tiled MLPs: the same gradients, and less of what they save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
+
+from hybridrl.config.schema.engine import FSDPConfig
+from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
+from hybridrl.engine import MicroBatching
+from hybridrl.engine.fsdp import activations
+from hybridrl.engine.fsdp.activations import _offloading
+from hybridrl.engine.fsdp.engine import FSDPEngine
+from hybridrl.engine.microbatch import BatchPlan
+from hybridrl.errors import ModelError
+
+FIELDS = make_fields()
+PLAIN = {"optimizer": "SGD", "lr": 1.0, "lr_warmup_steps": 0, "lr_scheduler_type": "constant", "clip_grad": 1e9}
+
+
+def after_a_step(path: Path, **model: Any) -> dict[str, torch.Tensor]:
+    engine = make_engine(path, optim=PLAIN, model=model)
+    engine.train_batch(make_batch(FIELDS), MicroBatching(size=5), policy_loss, TEMPERATURE, entropy=True)
+    return weights(engine)
+
+
+def test_gradients_stay_the_same(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = after_a_step(micro_model)
+    moved: list[torch.Size] = []
+    to_host = activations._to_host
+    monkeypatch.setattr(activations, "_to_host", lambda tensor: (moved.append(tensor.shape), to_host(tensor))[1])
+    offloaded = after_a_step(micro_model, enable_activation_offload=True)
+    groups = len(BatchPlan(FIELDS, MicroBatching(size=5), packed=False).groups)
+    hidden = [shape for shape in moved if len(shape) == 3 and shape[-1] == 32]
+    assert len(hidden) >= groups * 2  # the input of each of two layers
+    assert all(torch.equal(offloaded[name], tensor) for name, tensor in expected.items())
+    for checkpointing in (True, False):
+        tiles = {"tiled_mlp": TiledMLPConfig(enabled=True, num_shards=3)}
+        tiled = after_a_step(micro_model, enable_gradient_checkpointing=checkpointing, **tiles)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(tiled[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_inputs_of_layers_are_kept_as_copies() -> None:
+    """What overwrites a layer's input does not change its gradient: a copy of it was kept."""
+    weight = torch.randn(4, 4, requires_grad=True)
+    start = torch.randn(3, 4, requires_grad=True)
+
+    def gradient(overwrite: bool) -> torch.Tensor:
+        hidden = start * 2
+        out = _offloading(lambda x: torch.tanh(x @ weight), hidden)
+        if overwrite:
+            hidden.data.zero_()
+        return torch.autograd.grad(out.sum(), weight)[0]
+
+    assert torch.equal(gradient(overwrite=True), gradient(overwrite=False))
+
+
+def test_an_mlp_gets_a_tile_at_a_time(micro_model: Path) -> None:
+    engine: Any = make_engine(micro_model, model={"tiled_mlp": TiledMLPConfig(enabled=True, num_shards=3)})
+    seen: list[int] = []
+    for layer in engine.module.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[0]))
+    batch = make_batch(FIELDS)
+    engine.infer(batch, MicroBatching(size=12), TEMPERATURE)
+    layers = len(engine.module.model.layers)
+    real = int(FIELDS["attention_mask"].sum() - FIELDS["attention_mask"][5].sum())
+    assert len(seen) % (3 * layers) == 0 and real * layers <= sum(seen) <= 2 * real * layers
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "named"),
+    [
+        (
+            {"enable_activation_offload": True, "enable_gradient_checkpointing": False},
+            {},
+            "enable_gradient_checkpointing",
+        ),
+        ({"tiled_mlp": TiledMLPConfig(enabled=True)}, {"use_torch_compile": True}, "use_torch_compile"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    model: dict[str, Any], engine: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ModelError, match=named):
+        FSDPEngine.check(ModelConfig(path="x", **model), FSDPConfig(**engine), ranks=1)

@@ -1,0 +1,168 @@
+"""`model.use_fused_kernels`: training without logits equals training with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, spawn, value_loss, weights
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig
+
+from hybridrl.algorithms import linear_statistics
+from hybridrl.engine import MicroBatching
+
+FIELDS = make_fields()
+FUSED = {"use_fused_kernels": True}
+OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
+VOCABULARY = 210
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {
+    "plain": LlamaConfig(**SIZES),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "soft cap": Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=3.0),
+    "scaled": CohereConfig(**SIZES, logit_scale=0.3),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear_statistics._CHUNK_ELEMENTS, "cpu", 7 * VOCABULARY)
+
+
+def trained(path: Path, fused: bool, **settings: object) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+    """Metrics of three steps, the outputs before them, and the log-probabilities after them."""
+    engine = make_engine(path, optim={"lr_warmup_steps": 0}, model={"use_fused_kernels": fused}, **settings)
+    batch, metrics = make_batch(FIELDS), []
+    before = engine.infer(batch, MicroBatching(size=5), TEMPERATURE, OUTPUTS)
+    for _ in range(3):
+        found = engine.train_batch(batch, MicroBatching(size=5), policy_loss, TEMPERATURE, entropy=True)
+        metrics += [float(found[name].value) for name in ("loss", "grad_norm")]
+    return metrics, before, engine.infer(batch, MicroBatching(size=4), TEMPERATURE)["log_probs"]
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_the_results_are_those_of_whole_logits(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path)
+    metrics, before, after = trained(tmp_path, fused=True)
+    told = "use_fused_kernels has no effect" in capfd.readouterr().err
+    assert told == (kind in ("soft cap", "scaled"))  # these change their logits after the output layer
+    expected_metrics, expected, expected_after = trained(tmp_path, fused=False)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
+    for name in OUTPUTS:
+        torch.testing.assert_close(before[name], expected[name], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after, expected_after, atol=1e-4, rtol=1e-3)
+
+
+def test_words_that_the_model_leaves_out_do_not_count(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Some models cut the padding of their vocabulary off after their output layer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY + 5})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    def cut(module: torch.nn.Module, arguments: tuple, output: Any) -> Any:
+        output.logits = output.logits[..., :VOCABULARY]
+        return output
+
+    found = []
+    for fused in (True, False):
+        engine = make_engine(tmp_path, model={"use_fused_kernels": fused})
+        engine.module.register_forward_hook(cut)
+        found.append(engine.infer(make_batch(FIELDS), MicroBatching(), TEMPERATURE, OUTPUTS))
+        assert ("use_fused_kernels has no effect" in capfd.readouterr().err) == fused
+    for name in OUTPUTS:
+        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-6, rtol=1e-6)
+
+
+def test_in_bfloat16(micro_model: Path) -> None:
+    metrics, before, _ = trained(micro_model, fused=True, dtype="bfloat16")
+    expected_metrics, expected, _ = trained(micro_model, fused=False, dtype="bfloat16")
+    assert metrics[:2] == pytest.approx(expected_metrics[:2], rel=3e-2, abs=1e-3)
+    torch.testing.assert_close(before["log_probs"], expected["log_probs"], atol=5e-2, rtol=1e-2)
+
+
+class Rows(TorchFunctionMode):
+    """The most rows of logits that a linear layer returns at once."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.most = vocabulary, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and result.shape[-1] == self.vocabulary:
+            self.most = max(self.most, result.numel() // self.vocabulary)
+        return result
+
+
+def test_logits_never_exist_as_a_whole(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["plain"]).save_pretrained(tmp_path)
+    most = {}
+    for fused in (True, False):
+        with Rows(VOCABULARY) as rows:
+            trained(tmp_path, fused)
+        most[fused] = rows.most
+    assert most[True] == 7
+    assert most[False] > 30
+
+
+def test_full_kl_uses_whole_logits(micro_model: Path) -> None:
+    """It compares two distributions over the vocabulary, so both logits are needed."""
+    kls = []
+    for fused in (True, False):
+        model = {"use_fused_kernels": fused}
+        policy, reference = (make_engine(micro_model, optim={"lr_warmup_steps": 0}, model=model) for _ in range(2))
+        policy.train_batch(make_batch(FIELDS), MicroBatching(), policy_loss)
+        policy.compare_with(reference)
+        kls.append(policy.infer(make_batch(FIELDS), MicroBatching(size=4), outputs=("ref_kl",))["ref_kl"])
+    assert kls[0].abs().max() > 0
+    torch.testing.assert_close(kls[0], kls[1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_value_model_says_that_it_has_no_logits(micro_model: Path, capfd: pytest.CaptureFixture) -> None:
+    engine = make_engine(micro_model, "value_model", model=FUSED)
+    assert "use_fused_kernels" in capfd.readouterr().err
+    engine.train_batch(make_batch(FIELDS), MicroBatching(), value_loss)
+
+
+def test_generation_in_place_still_has_logits(micro_model: Path) -> None:
+    engine = make_engine(micro_model, model=FUSED)
+    engine.infer(make_batch(FIELDS), MicroBatching())
+    with engine.whole_weights() as module, torch.no_grad():  # type: ignore[attr-defined]
+        ids = FIELDS["input_ids"][:2]
+        assert module(input_ids=ids).logits.shape[:2] == ids.shape
+
+
+def steps(folder: Path, fused: bool, rows: slice) -> dict[str, torch.Tensor]:
+    """The weights after two steps."""
+    engine = make_engine(folder, optim={"lr_warmup_steps": 0}, model={"use_fused_kernels": fused})
+    for _ in range(2):
+        engine.train_batch(make_batch(FIELDS, rows), MicroBatching(size=2), policy_loss, TEMPERATURE, entropy=True)
+    return weights(engine)
+
+
+def on_two_ranks(rank: int, folder: Path) -> None:
+    linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * VOCABULARY
+    for kind in ("plain", "tied"):
+        expected = torch.load(folder / f"{kind}.pt", weights_only=True)
+        for name, tensor in steps(folder / kind, True, slice(rank * 6, rank * 6 + 6)).items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_shards(tmp_path: Path) -> None:
+    """FSDP2 gathers the output layer for the forward pass, and reduces its gradient, as with whole logits."""
+    for kind in ("plain", "tied"):
+        AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path / kind)
+        torch.save(steps(tmp_path / kind, False, slice(None)), tmp_path / f"{kind}.pt")
+    spawn(on_two_ranks, 2, tmp_path)

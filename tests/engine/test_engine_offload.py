@@ -1,0 +1,252 @@
+"""State that is in main memory between uses, by the code that runs with a GPU; here the device is main memory, too."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, spawn, weights
+
+from hybridrl.engine import MicroBatching
+from hybridrl.engine.fsdp import checkpoint
+from hybridrl.engine.fsdp.engine import FSDPEngine
+from hybridrl.engine.fsdp.offload import HostCopies, _plain_parts
+from hybridrl.utils import device, distributed
+from hybridrl.workers.model_worker import ModelWorker
+
+FIELDS = make_fields()
+OFFLOAD = {"param_offload": True, "optimizer_offload": True}
+EIGHT_BIT = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}
+OPTIMIZERS = [{}, *([EIGHT_BIT] if importlib.util.find_spec("torchao") else [])]
+
+
+def step(engine: Any) -> dict[str, float]:
+    with engine.loaded(optimizer=True):
+        metrics = engine.train_batch(make_batch(FIELDS), MicroBatching(size=4), policy_loss, TEMPERATURE)
+    return {name: float(metric.value) for name, metric in metrics.items()}
+
+
+def infer(engine: Any) -> torch.Tensor:
+    with engine.loaded(optimizer=False):
+        return engine.infer(make_batch(FIELDS), MicroBatching(size=4), TEMPERATURE)["log_probs"]
+
+
+def places(engine: Any) -> list[int]:
+    """Where the module's parameters and the optimizer's state are in memory."""
+    states = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+    tensors = [*engine.module.parameters(), *states]
+    locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return [tensor.data_ptr() for tensor in locals_ if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def check_same_as_resident(model: Path, folder: Path, optim: dict[str, Any], **settings: Any) -> None:
+    """Training, saving, loading and exporting do the same bit for bit, wherever the state is between uses."""
+    resident, offloaded = (
+        make_engine(model, optim=optim, **settings),
+        make_engine(model, optim=optim, **settings, **OFFLOAD),
+    )
+    for _ in range(2):
+        assert step(offloaded) == step(resident)
+        assert torch.equal(infer(offloaded), infer(resident))
+    between = places(offloaded)
+    with offloaded.loaded(optimizer=True):
+        assert not set(places(offloaded)) & set(between) - {0}
+    assert places(offloaded) == between
+    offloaded.save(folder, ["model", "optimizer", "extra"])
+    step(offloaded)
+    offloaded.load(folder, ["model", "optimizer", "extra"])
+    assert step(offloaded) == step(resident)
+    for dtype in (None, torch.bfloat16):
+        with offloaded.loaded():
+            found = {name: tensor.clone() for name, tensor in offloaded.export_weights(dtype)}
+        expected = dict(resident.export_weights(dtype))
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of each copy to main memory that was not a copy onto itself."""
+    sizes: list[int] = []
+    copy_ = torch.Tensor.copy_
+    store = HostCopies.store
+
+    def counted(self: HostCopies, tensors: Any) -> None:
+        def copied(target: torch.Tensor, source: torch.Tensor, **options: Any) -> torch.Tensor:
+            sizes.append(source.nbytes)
+            return copy_(target, source, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", copied)
+            store(self, tensors)
+
+    monkeypatch.setattr(HostCopies, "store", counted)
+    yield sizes
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim.get("optimizer", "AdamW"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offloading_changes_nothing(micro_model: Path, tmp_path: Path, dtype: str, optim: dict[str, Any]) -> None:
+    check_same_as_resident(micro_model, tmp_path, optim, dtype=dtype)
+
+
+def test_only_what_changed_is_copied_back(micro_model: Path, stored: list[int]) -> None:
+    engine: Any = make_engine(micro_model, dtype="bfloat16", **OFFLOAD)
+    stored.clear()
+    infer(engine)
+    with engine.loaded():
+        sent = dict(engine.export_weights(torch.bfloat16))
+    assert not stored
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    step(engine)
+    count = sum(parameter.numel() for parameter in engine.module.parameters())
+    # bfloat16 weights, and float32 master weights and moments; the step counters are small
+    assert 14 * count <= sum(stored) <= 14 * count + 8 * len(list(engine.module.parameters()))
+
+
+def test_memory_is_as_large_as_needed(micro_model: Path) -> None:
+    tensors = [torch.randn(7, 5), torch.randn(3, 4).t(), torch.randn(2).bfloat16(), torch.empty(0, 9)]
+    host = HostCopies(tensors)
+    host.store(tensors)
+    assert {dtype: memory.numel() for dtype, memory in host._buffers.items()} == {torch.float32: 47, torch.bfloat16: 2}
+    back = host.on_device(tensors, torch.device("cpu"))
+    for tensor, copy, held in zip(tensors, back, host.on_host(tensors), strict=True):
+        assert torch.equal(copy, tensor) and torch.equal(held, tensor) and copy.stride() == held.stride()
+    assert back[1].stride() == tensors[1].stride()
+
+
+def test_a_checkpoint_is_written_without_the_device(micro_model: Path, tmp_path: Path) -> None:
+    """Beside an engine that is awake there may be no memory for the optimizer's state."""
+    worker = object.__new__(ModelWorker)
+    worker.engine = make_engine(micro_model, **OFFLOAD)
+    step(worker.engine)
+    expected = weights(worker.engine)
+    between = places(worker.engine)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a checkpoint moved the state to the device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopies, "on_device", refuse)
+        worker.save_checkpoint(str(tmp_path), ["model", "optimizer", "extra", "hf_model"])
+        worker.load_checkpoint(str(tmp_path), ["model", "optimizer", "extra"])
+    assert places(worker.engine)[: len(expected)] == between[: len(expected)]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(worker.engine).items())
+
+
+KINDS = [pytest.param(lambda _: False, id="one rank"), pytest.param(lambda _: True, id="FSDP2")]
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """A process group of this process alone, under which FSDP2 runs, too."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    distributed.init_process_group(0, 1, "127.0.0.1", port, timeout_seconds=60)
+    yield
+    distributed.destroy_process_group()
+
+
+def state_places(engine: Any) -> dict[tuple[str, str], int]:
+    """Where each of the optimizer's tensors is in memory, by parameter and name."""
+    return {
+        (name, key): value.data_ptr()
+        for name, parameter in engine._trainable.items()
+        for key, value in engine.optimizer.state[parameter].items()
+    }
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loaded_state_takes_the_memory_of_the_one_before(micro_model: Path, tmp_path: Path, fused: bool) -> None:
+    """A fused optimizer, as on a GPU, creates its step counter first, and a checkpoint is read in order of names."""
+    optim = {"override_optimizer_config": {"fused": fused}}
+    engine: Any = make_engine(micro_model, optim=optim, **OFFLOAD)
+    step(engine)
+    engine.save(tmp_path, ["model", "optimizer"])
+    between = state_places(engine)
+    engine.load(tmp_path, ["model", "optimizer"])
+    after = state_places(engine)
+    kept = {place: key for place, key in between.items() if fused or place[1] != "step"}
+    assert len(kept) >= 2 * len(engine._trainable)
+    assert {place: after[place] for place in kept} == kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim.get("optimizer", "AdamW"))
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"param_offload": True}, "meta"), ({}, "meta"), ({"optimizer_offload": True}, "cpu")],
+    ids=["parameters", "nothing", "state"],
+)
+def test_a_loaded_state_is_where_it_rests(
+    world_of_one: None,
+    micro_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings,
+    expected,
+    optim,
+    kind,
+) -> None:
+    """With parameters offloaded and the state not, nothing would move a state from main memory to the device later."""
+    monkeypatch.setattr(FSDPEngine, "_is_sharded", kind)
+    engine: Any = make_engine(micro_model, optim=optim, **settings)
+    step(engine)
+    engine.save(tmp_path, ["model", "optimizer"])
+    monkeypatch.setattr(checkpoint, "_read", lambda *_: None)  # only the device that is asked for exists here
+    monkeypatch.setattr(device, "current_device", lambda: torch.device("meta"))
+    checkpoint.load(engine, tmp_path, ["optimizer"])
+    moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+    assert len(moments) == 2 * len(engine._trainable)
+    assert {part.device.type for moment in moments for part in _plain_parts(moment)} == {expected}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_error_in_the_middle_of_an_update(
+    world_of_one: None, micro_model: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, dtype: str
+) -> None:
+    """Gradients of the first micro-batches would be in the way when parameters leave the device."""
+    monkeypatch.setattr(FSDPEngine, "_is_sharded", kind)
+    plain, engine = (make_engine(micro_model, dtype=dtype, **settings) for settings in ({}, {"param_offload": True}))
+    calls = itertools.count()
+
+    def failing(outputs: dict[str, torch.Tensor], micro: Any) -> Any:
+        if next(calls) == 1:
+            raise ZeroDivisionError("in the loss")
+        return policy_loss(outputs, micro)
+
+    trained: Any = engine
+    with pytest.raises(ZeroDivisionError, match="in the loss"), engine.loaded(optimizer=True):
+        engine.train_batch(make_batch(FIELDS), MicroBatching(size=4), failing, TEMPERATURE)
+    parameters = [*trained._parameters.values(), *trained.module.parameters()]
+    assert all(parameter.grad is None for parameter in parameters)
+    for _ in range(2):
+        assert step(engine) == step(plain)
+
+
+def body(rank: int, model: Path, folder: Path) -> None:
+    check_same_as_resident(model, folder / "whole", {})
+    check_same_as_resident(model, folder / "bf16", {}, dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_offloading_changes_nothing_on_two_ranks(micro_model: Path, tmp_path: Path) -> None:
+    spawn(body, 2, micro_model, tmp_path)
+
+
+def test_memory_is_returned_after_each_use(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine for generation claims its memory next, whether this use was an update or not."""
+    engine = make_engine(micro_model)
+    returned: list[bool] = []
+    monkeypatch.setattr(device, "empty_cache", lambda: returned.append(True))
+    infer(engine)
+    assert returned == [True]
+    step(engine)
+    assert returned == [True, True]

@@ -1,0 +1,410 @@
+"""`model.share_prefixes`: tokens that rows share are computed once, and every result is that of separate rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine_helpers import (
+    PROMPT,
+    ROWS,
+    TEMPERATURE,
+    full_kl_loss,
+    make_batch,
+    make_engine,
+    make_fields,
+    policy_loss,
+    spawn,
+    value_loss,
+    weights,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from hybridrl.config import load_config
+from hybridrl.config.schema.engine import FSDPConfig
+from hybridrl.config.schema.model import ModelConfig
+from hybridrl.engine import MicroBatching, TrainEngines
+from hybridrl.engine.fsdp.forward import SelectingHead, response_logits
+from hybridrl.engine.microbatch import BatchPlan
+from hybridrl.engine.prefix_plan import PrefixPlan, TreeLayout
+from hybridrl.errors import ModelError
+from hybridrl.models import tree_attention
+from hybridrl.registry import POLICY_LOSSES
+from hybridrl.utils.metrics import merge_metrics
+from hybridrl.workers.loss_prepass import ROW_IDS, LossPrepass
+from hybridrl.workers.losses import PREPARED, LossCounts, PolicyLoss, policy_loss_fn
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2": GROUPED,
+    "Qwen3": {**GROUPED, "head_dim": 16},
+    "Llama": {**GROUPED, "tie_word_embeddings": True},
+    "Gemma": {**GROUPED, "head_dim": 8},
+    # A window shorter than the rows.
+    "Mistral": {**GROUPED, "sliding_window": 6},
+    "Qwen3Moe": {**GROUPED, **EXPERTS, "head_dim": 8, "decoder_sparse_step": 1},
+    # Values of another size than queries and keys.
+    "DeepseekV3": {**SIZES, **LATENT, **ROUTED, "first_k_dense_replace": 1},
+}
+SHARED = {"share_prefixes": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_BLOCK", 4)
+        yield
+
+
+def saved(name: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**MODELS[name]))
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def related(fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows as samples of three prompts, with responses that share their first tokens, and one row twice."""
+    fields = {name: tensor.clone() for name, tensor in fields.items()}
+    ids, attention = fields["input_ids"], fields["attention_mask"]
+    for row in range(len(ids)):
+        first = row // 4 * 4
+        for tensor in (ids, attention):
+            tensor[row, :PROMPT] = tensor[first, :PROMPT]
+        if row % 4 == 1:  # branches off within the response
+            ids[row, PROMPT : PROMPT + 3] = ids[first, PROMPT : PROMPT + 3]
+        if row % 4 == 2:  # one of the two rows is a prefix of the other
+            ids[row, PROMPT:] = ids[first, PROMPT:]
+    for name in ("input_ids", "attention_mask", "response_mask"):
+        fields[name][11] = fields[name][8]
+    fields["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
+    fields["prompts"], fields["responses"] = ids[:, :PROMPT].clone(), ids[:, PROMPT:].clone()
+    return fields
+
+
+FIELDS = related(make_fields())
+
+
+def gradients(engine: Any, loss: Any, micro: MicroBatching, fields: Any = FIELDS, **options: Any) -> Any:
+    """Gradients of one mini-batch before they are clipped, and metrics. Weights stay as they are."""
+    found = {}
+    engine.apply_gradients = lambda norm: found.update(
+        {name: p.grad.clone() for name, p in engine.module.named_parameters() if p.grad is not None}
+    )
+    metrics = merge_metrics([engine.train_batch(make_batch(fields), micro, loss, TEMPERATURE, **options)])
+    del engine.apply_gradients
+    return found, {name: float(metric.value) for name, metric in metrics.items()}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 2e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=10 * tolerance)
+
+
+def assert_same_training(
+    shared: Any, apart: Any, loss: Any, micro: MicroBatching, fields: Any = FIELDS, **options: Any
+) -> None:
+    """Both engines compute the same gradients and metrics, the first with fewer tokens."""
+    found, metrics = gradients(shared, loss, micro, fields, **options)
+    expected, others = gradients(apart, loss, micro, fields, **options)
+    assert_close(found, expected)
+    assert 0 < metrics.pop("shared_prefix_frac") < 1
+    assert metrics == pytest.approx(others, rel=1e-5, abs=1e-6)
+
+
+def engines(path: Path, *arguments: Any, model: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+    """One that shares prefixes, and one that does not."""
+    shared, apart = (
+        make_engine(path, *arguments, model={"share_prefixes": share, **(model or {})}, **options)
+        for share in (True, False)
+    )
+    assert shared.shares_prefixes and not apart.shares_prefixes  # type: ignore[attr-defined]
+    return shared, apart
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("Llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def llamas(llama: Path) -> tuple[Any, Any]:
+    """Nothing changes their weights."""
+    return engines(llama)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_and_gradients_are_those_of_separate_rows(name: str, tmp_path: Path) -> None:
+    shared, apart = engines(saved(name, tmp_path), model={"enable_gradient_checkpointing": name != "Qwen3"})
+    outputs = ("log_probs", "entropy", "sum_pi_squared")
+    expected = apart.infer(make_batch(FIELDS), MicroBatching(), TEMPERATURE, outputs)
+    for micro in (MicroBatching(), MicroBatching(size=5), MicroBatching(max_tokens=40)):
+        assert_close(shared.infer(make_batch(FIELDS), micro, TEMPERATURE, outputs), expected)
+    assert_same_training(shared, apart, policy_loss, MicroBatching(), entropy=True)
+
+
+def test_without_logits(llama: Path) -> None:
+    shared, apart = engines(llama, model={"use_fused_kernels": True})
+    assert_same_training(shared, apart, policy_loss, MicroBatching(size=5), entropy=True)
+
+
+def test_a_critic(llama: Path) -> None:
+    shared, apart = engines(llama, "value_model")
+    for engine in (shared, apart):  # a new head is zero, and so would be the gradients of everything below it
+        torch.nn.init.normal_(engine.module.score.weight, std=0.05, generator=torch.Generator().manual_seed(0))
+    assert_close(*(e.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",)) for e in (shared, apart)))
+    assert_same_training(shared, apart, value_loss, MicroBatching(size=7))
+
+
+def test_the_divergence_from_a_reference(llama: Path) -> None:
+    shared, apart = engines(llama)
+    references = engines(llama)
+    for engine, reference in zip((shared, apart), references, strict=True):
+        with torch.no_grad():
+            for parameter in reference.module.parameters():
+                parameter.mul_(1.1)
+        engine.compare_with(reference)
+    assert_same_training(shared, apart, full_kl_loss, MicroBatching(size=5), ref_kl=True)
+    with pytest.raises(ModelError, match="same micro-batches"):
+        shared.compare_with(references[1])
+
+
+@pytest.mark.parametrize("mode", POLICY_LOSSES.names())
+def test_every_policy_loss(mode: str, llamas: tuple[Any, Any]) -> None:
+    words = ["clip_ratio=0.02", "entropy_coeff=0.01", "use_kl_loss=True", f"policy_loss.loss_mode={mode}"]
+    words += ["policy_loss.dro_beta=0.1"] if mode == "dro" else []
+    words = [f"actor_rollout_ref.actor.{word}" for word in words]
+    actor = load_config("ppo_trainer", [*words, "actor_rollout_ref.model.path=unused"]).actor_rollout_ref.actor
+    chosen, generator = PolicyLoss.of(actor, None), torch.Generator().manual_seed(3)
+    fields = {**FIELDS, ROW_IDS: torch.arange(ROWS)}
+    current = llamas[1].infer(make_batch(FIELDS), MicroBatching(), TEMPERATURE)["log_probs"]
+    for name in ("old_log_probs", "rollout_log_probs", "ref_log_prob"):
+        fields[name] = current + 0.1 * torch.randn(current.shape, generator=generator) * FIELDS["response_mask"]
+    fields["rollout_is_weights"] = torch.rand(current.shape, generator=generator) + 0.5
+    mask = FIELDS["response_mask"]
+    counts = LossCounts(int(mask.sum()), int(mask.any(1).sum()), mask.shape[1])
+    if chosen.prepare is not None:
+        batch = make_batch(fields)
+        LossPrepass(chosen, MicroBatching()).add_to(batch, llamas[1], 0, TEMPERATURE)
+        fields[PREPARED] = batch.batch[PREPARED]
+    loss = partial(policy_loss_fn(actor), counts=counts)
+    assert_same_training(*llamas, loss, MicroBatching(size=5), fields, entropy=True)
+
+
+def test_positions_of_the_batch_are_kept(llamas: tuple[Any, Any]) -> None:
+    """Tokens are shared only where their positions are equal, too."""
+    doubled = {**FIELDS, "position_ids": FIELDS["position_ids"] * 2}
+    doubled["position_ids"][3] += 1
+    assert_close(*(e.infer(make_batch(doubled), MicroBatching(), TEMPERATURE) for e in llamas))
+    assert_same_training(*llamas, policy_loss, MicroBatching(), doubled)
+    several = torch.stack([FIELDS["position_ids"], doubled["position_ids"], FIELDS["position_ids"]], 1)  # [B, k, S]
+    plan = PrefixPlan({**FIELDS, "position_ids": several}, MicroBatching())
+    layout = plan.layout([0, 1, 2, 3])
+    flat = [tuple(column) for column in torch.cat([layout.input_ids[None], layout.position_ids])[:, 0].T.tolist()]
+    assert layout.position_ids.shape == (3, 1, len(flat))
+    rows = [
+        list(zip(FIELDS["input_ids"][row].tolist(), *several[row].tolist(), strict=True))[column:]
+        for row in range(4)
+        for column in [int(FIELDS["attention_mask"][row].argmax())]
+    ]
+    lengths = FIELDS["attention_mask"].sum(1).tolist()
+    prefixes = {tuple(row[: n + 1]) for number, row in enumerate(rows) for n in range(lengths[number])}
+    assert sorted(flat) == sorted(prefix[-1] for prefix in prefixes)
+
+
+def test_rows_that_share_nothing_and_a_mini_batch_without_responses(llama: Path) -> None:
+    shared, apart = engines(llama)
+    fields = make_fields(seed=4)
+    fields["input_ids"][range(ROWS), fields["attention_mask"].argmax(1)] = torch.arange(ROWS)  # other first tokens
+    found, metrics = gradients(shared, policy_loss, MicroBatching(), fields)
+    assert_close(found, gradients(apart, policy_loss, MicroBatching(), fields)[0])
+    assert metrics["shared_prefix_frac"] == 0
+    batch = make_batch({**fields, "response_mask": torch.zeros_like(fields["response_mask"])})
+    assert "shared_prefix_frac" not in shared.train_batch(batch, MicroBatching(), policy_loss)
+
+
+def test_limits_count_the_tokens_of_the_tree() -> None:
+    """Also that of a retry after an out-of-memory error."""
+    plan = PrefixPlan(FIELDS, MicroBatching())
+    sizes = [plan.layout(rows).input_ids.shape[1] for rows in plan.groups]
+    assert list(map(plan.tokens, plan.groups)) == sizes and plan.halved_budget() == max(sizes) // 2
+    assert max(sizes) < sum(plan.lengths[row] for row in plan.groups[sizes.index(max(sizes))])
+    halved = PrefixPlan(FIELDS, MicroBatching(max_tokens=plan.halved_budget()))
+    assert len(halved.groups) > len(plan.groups)
+    assert all(len(rows) == 1 or halved.tokens(rows) <= max(sizes) // 2 for rows in halved.groups)
+    found, expected = (sorted(row for rows in one.groups for row in rows) for one in (halved, plan))
+    assert found == expected
+
+
+def test_a_repeated_update_is_the_same_bit_for_bit(llama: Path) -> None:
+    after = []
+    for _ in range(2):
+        engine = make_engine(llama, model=SHARED)
+        for _ in range(2):
+            engine.train_batch(make_batch(FIELDS), MicroBatching(size=5), policy_loss, TEMPERATURE)
+        after.append(weights(engine))
+    for name, tensor in after[0].items():
+        assert torch.equal(after[1][name], tensor), name
+
+
+def test_generation_in_place_sees_padded_rows(llamas: tuple[Any, Any]) -> None:
+    inputs = {name: FIELDS[name][:4] for name in ("input_ids", "attention_mask", "position_ids")}
+    found = []
+    for engine in llamas:
+        engine.infer(make_batch(FIELDS), MicroBatching())
+        with engine.whole_weights() as module, torch.no_grad():
+            found.append(module(**inputs).logits[inputs["attention_mask"].bool()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "message"),
+    [
+        ({"override_config": {"attn_implementation": "eager"}}, {}, "attn_implementation=eager"),
+        ({"use_remove_padding": False}, {}, "use_remove_padding=False"),
+        ({}, {"use_torch_compile": True}, "use_torch_compile=True"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(model: dict[str, Any], engine: dict[str, Any], message: str) -> None:
+    chosen = ModelConfig(path="unused", share_prefixes=True, **model)
+    with pytest.raises(ModelError, match=f"share_prefixes=True .*{message}"):
+        TrainEngines.get("language_model", "fsdp2").check(chosen, FSDPConfig(**engine), 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.Gemma2Config(**GROUPED, head_dim=8), "attn_logit_softcapping=50.0"),
+        (transformers.MambaConfig(), "linear_attention"),
+        (transformers.Gemma3TextConfig(**GROUPED, use_bidirectional_attention=True), "use_bidirectional_attention"),
+    ],
+)
+def test_models_whose_tokens_see_more_than_their_path(config: PreTrainedConfig, reason: str) -> None:
+    assert reason in (tree_attention.why_not_shared(config) or "")
+
+
+def test_a_model_that_cannot_share_says_so_and_trains(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    AutoModelForCausalLM.from_config(transformers.Gemma2Config(**GROUPED, head_dim=8)).save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, model=SHARED)
+    assert "model.share_prefixes has no effect, because" in capfd.readouterr().err
+    assert "shared_prefix_frac" not in engine.train_batch(make_batch(FIELDS), MicroBatching(), policy_loss)
+
+
+def test_a_model_that_hides_the_paths_is_refused(llama: Path) -> None:
+    engine: Any = make_engine(llama, model=SHARED)
+    for layer in engine.module.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, f=forward, prefix_paths=None, **kwargs: f(*args, **kwargs)
+    with pytest.raises(ModelError, match=r"LlamaAttention .* model.share_prefixes=False"):
+        engine.infer(make_batch(FIELDS), MicroBatching())
+
+
+# ------------------------------------------------------------------ in float64, on random trees
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[torch.nn.Module, SelectingHead]:
+    torch.manual_seed(1)
+    # Unlike RMSNorm in transformers, its LayerNorm computes in float64.
+    config = transformers.GPTNeoXConfig(**{**SIZES, "vocab_size": 8})
+    config._attn_implementation = tree_attention.TREE
+    model = AutoModelForCausalLM.from_config(config).double()
+    return model, SelectingHead(model)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Rows of few words: prompts at the right of their columns, responses at the left of theirs, masks with holes."""
+    count = draw(st.integers(1, 6))
+    words = st.lists(st.integers(0, 1), min_size=1, max_size=7)
+    prompts = draw(st.lists(words, min_size=count, max_size=count))
+    responses = draw(st.lists(words, min_size=count, max_size=count))
+    ids, attention = torch.full((count, 14), 7), torch.zeros(count, 14, dtype=torch.int64)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        place = slice(7 - len(prompt), 7 + len(response))
+        ids[row, place] = torch.tensor(prompt + response)
+        attention[row, place] = 1
+    holes = torch.tensor(draw(st.lists(st.integers(0, 3), min_size=count * 7, max_size=count * 7))).view(count, 7)
+    return {"input_ids": ids, "attention_mask": attention, "response_mask": attention[:, 7:] * (holes > 0)}
+
+
+@settings(max_examples=40)
+@given(batches(), st.sampled_from([None, 1, 2, 3]))
+def test_random_trees_in_float64(
+    exact: tuple[torch.nn.Module, SelectingHead], fields: dict[str, torch.Tensor], size: int | None
+) -> None:
+    model, head = exact
+    factors = torch.linspace(-0.7, 1.3, fields["response_mask"].numel(), dtype=torch.float64)  # one per response token
+    found: dict[bool, list[torch.Tensor]] = {}
+    for share in (False, True):
+        plan = (
+            PrefixPlan(fields, MicroBatching(size=size))
+            if share
+            else BatchPlan(fields, MicroBatching(size=1), packed=False)
+        )
+        grid = torch.zeros_like(factors)
+        model.zero_grad()
+        for rows in plan.groups:
+            layout = plan.layout(rows)
+            log_p = response_logits(model, head, layout, takes_boundaries=False).log_softmax(-1)
+            chosen = log_p.gather(1, layout.labels[:, None])[:, 0]
+            if isinstance(layout, TreeLayout):
+                chosen = layout.of_rows({"log_probs": chosen})["log_probs"]
+            places = plan.token_positions(rows)
+            grid[places] = chosen.detach()
+            (chosen * factors[places]).sum().backward()
+        found[share] = [grid, *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert len(found[True]) == len(found[False])
+    for one, other in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+# ------------------------------------------------------------------ several ranks
+
+
+def steps(folder: Path, rows: slice, share: bool, **engine_settings: Any) -> dict[str, torch.Tensor]:
+    """The weights after two steps, and the log-probabilities of the rows."""
+    optim = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}
+    engine = make_engine(folder, optim=optim, model={"share_prefixes": share}, **engine_settings)
+    for _ in range(2):
+        engine.train_batch(make_batch(FIELDS, rows), MicroBatching(max_tokens=60), policy_loss, TEMPERATURE)
+    after = engine.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
+    return {**weights(engine), **after}
+
+
+def on_two_ranks(rank: int, folder: Path) -> None:
+    expected = torch.load(folder / "apart.pt", weights_only=True)
+    assert_close(steps(folder, slice(None), True, ulysses_sequence_parallel_size=2), expected, 1e-5)
+    rows = slice(0, 3) if rank == 0 else slice(3, 12)  # within a group; the second has more micro-batches
+    expected["log_probs"] = expected["log_probs"][rows]
+    assert_close(steps(folder, rows, True), expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_rows_of_their_own_and_with_parts_of_all_rows(tmp_path: Path) -> None:
+    saved("Llama", tmp_path)
+    torch.save(steps(tmp_path, slice(None), False), tmp_path / "apart.pt")
+    spawn(on_two_ranks, 2, tmp_path)

@@ -1,0 +1,391 @@
+"""An engine on Megatron-core: several layouts in one process, offloaded state, precision, refused settings."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import (
+    TEMPERATURE,
+    make_batch,
+    make_engine,
+    make_fields,
+    policy_loss,
+    spawn,
+    value_loss,
+    weights,
+)
+from megatron_helpers import make_megatron, save_model
+from megatron_models import LAYERS, Built, tiny_config
+
+from hybridrl.config.schema.megatron import MegatronConfig
+from hybridrl.config.schema.model import ModelConfig
+from hybridrl.engine import MicroBatching, NonFiniteError
+from hybridrl.engine.megatron import build
+from hybridrl.engine.megatron.attention_backend import AttentionVariables
+from hybridrl.engine.megatron.build import mark_latents_replicated
+from hybridrl.engine.megatron.engine import MegatronEngine, _plan
+from hybridrl.engine.megatron.mapping import family_of
+from hybridrl.engine.megatron.parallel import ParallelSizes, import_parallel_state
+from hybridrl.errors import ModelError
+from hybridrl.utils import device, distributed
+
+FIELDS = make_fields()
+OPTIM = {"override_optimizer_config": {"eps": 1e-5}}
+OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+
+
+def own_rows(engine: Any) -> slice:
+    return slice(engine.geometry.dp_rank, None, engine.geometry.dp_size)
+
+
+def step(engine: Any, loss: Any = policy_loss) -> dict[str, float]:
+    with engine.loaded(optimizer=True):
+        metrics = engine.train_batch(make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4), loss, TEMPERATURE)
+    return {name: float(metrics[name].value) for name in ("grad_norm", "lr", "skipped_steps")}
+
+
+def infer(engine: Any) -> torch.Tensor | None:
+    with engine.loaded():
+        found = engine.infer(make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4), TEMPERATURE)
+    return found.get("log_probs")
+
+
+def exported(engine: Any) -> dict[str, torch.Tensor]:
+    with engine.loaded():
+        return weights(engine)
+
+
+def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def check_layouts(model: Path) -> None:
+    """A policy, its reference and a critic of different layouts take turns; each computes as it does alone."""
+    alone = make_megatron(model, tp=2, optim=OPTIM)
+    expected = [step(alone) for _ in range(2)]
+    actor = make_megatron(model, tp=2, optim=OPTIM)
+    reference = make_megatron(model, pp=2, forward_only=True)
+    critic = make_megatron(model, "value_model", optim=OPTIM)
+    before = infer(reference)
+    got = []
+    for _ in range(2):
+        got.append(step(actor))
+        step(critic, value_loss)
+        after = infer(reference)
+        assert (after is None) == (reference.state.pp_rank == 0)
+        assert after is None or torch.equal(after, before)
+    assert got == expected
+    same(exported(actor), exported(alone))
+    assert reference.optimizer is None and reference.learning_rate() is None
+    world, own = distributed.collective_timeout(), actor.state.tp_group._get_backend(torch.device("cpu"))
+    assert own.options._timeout == world
+
+
+def check_offload(model: Path) -> None:
+    """Training and exporting do the same bit for bit, wherever the state is between uses."""
+    for dtype in ("float32", "bfloat16"):
+        resident = make_megatron(model, optim=OPTIM, dtype=dtype)
+        offloaded = make_megatron(model, optim=OPTIM, dtype=dtype, **OFFLOAD)
+        for _ in range(2):
+            assert step(offloaded) == step(resident)
+            assert torch.equal(infer(offloaded), infer(resident))
+        tensors = [*(p.detach() for p in offloaded.chunks[0].parameters()), *offloaded.optimizer.state_tensors()]
+        tensors += offloaded.optimizer.separate_masters()
+        gradients = offloaded.optimizer.gradient_buffers()
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*tensors, *gradients))
+        assert bool(offloaded.optimizer.separate_masters()) == (dtype == "bfloat16")
+        copies = [offloaded.readable(tensor).clone() for tensor in tensors]
+        with offloaded.loaded(optimizer=True):
+            assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+        same(exported(offloaded), weights(resident))
+
+
+def check_attention_backends(model: Path) -> None:
+    """Megatron-core keeps the choice of kernels in the environment, and one engine's choice is not another's."""
+    before = dict(os.environ)
+    chosen = {"flash": ("1", "0", "0"), "unfused": ("0", "0", "1"), None: ("1", "1", "1")}
+    engines = [
+        make_megatron(model, tp=2, optim=OPTIM, override_transformer_config={"attention_backend": name})
+        for name in chosen
+    ]
+    assert engines[2].chunks[0].config.attention_backend.name == "auto"
+    for _ in range(2):
+        assert len({tuple(step(engine).values()) for engine in engines}) == 1
+        for engine, values in zip(engines, chosen.values(), strict=True):
+            with engine.activate():
+                assert tuple(os.environ[f"NVTE_{name}_ATTN"] for name in ("FLASH", "FUSED", "UNFUSED")) == values
+            assert dict(os.environ) == before
+
+
+def check_buffers(model: Path) -> None:
+    """What Megatron-core gathers activations into is freed with them."""
+    engine = make_megatron(model, tp=2, optim=OPTIM)
+
+    def buffers() -> list[torch.Tensor]:
+        from megatron.core import parallel_state
+
+        with engine.activate():
+            return list(parallel_state.get_global_memory_buffer().buffer.values())
+
+    with engine.loaded(optimizer=True):
+        engine.train_batch(make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4), policy_loss, TEMPERATURE)
+        assert buffers()
+    assert not buffers()
+
+
+def check_loss_that_is_a_view(model: Path) -> None:
+    """Stages free their outputs, as on a GPU."""
+
+    def viewed(outputs: Any, micro: Any) -> Any:
+        loss, metrics = policy_loss(outputs, micro)
+        return loss.view(1)[0], metrics
+
+    plain, freeing = make_megatron(model, pp=2, optim=OPTIM), make_megatron(model, pp=2, optim=OPTIM)
+    freeing.chunks[0].config.deallocate_pipeline_outputs = True
+    assert step(freeing, viewed) == step(plain)
+
+
+def check_replicated_latents() -> None:
+    """Every rank has the projections to latents of Transformer Engine, so they count once in the gradient's norm."""
+    for case in ("deepseek-v2", "deepseek-v3"):
+        (chunk,) = Built(tiny_config(case), tp=2).chunks
+        down = [p for name, p in chunk.named_parameters() if "_down_proj.weight" in name]
+        assert len(down) == LAYERS * (2 if case == "deepseek-v3" else 1)
+        for parameter in down:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        mark_latents_replicated(chunk)
+        assert not any(parameter.tensor_model_parallel for parameter in down)  # type: ignore[attr-defined]
+
+
+def check_nonfinite(rank: int, model: Path) -> None:
+    """All ranks agree on a step that is not finite on one of them, and nothing changes."""
+    engine = make_megatron(model, optim=OPTIM)
+    before = weights(engine)
+
+    def broken(outputs: Any, micro: Any) -> Any:
+        loss, metrics = policy_loss(outputs, micro)
+        return (loss * float("nan") if rank == 1 else loss), metrics
+
+    batch = make_batch(FIELDS, own_rows(engine))
+    with pytest.raises(NonFiniteError, match="rank 1: sequences"):
+        engine.train_batch(batch, MicroBatching(size=4), broken, TEMPERATURE)
+    metrics = engine.train_batch(batch, MicroBatching(size=4), broken, TEMPERATURE, on_nonfinite="skip")
+    assert float(metrics["skipped_steps"].value) == 1
+    same(weights(engine), before)
+    assert step(engine) == step(make_megatron(model, optim=OPTIM))
+
+
+def check_refusals(model: Path) -> None:
+    for settings, pattern in (
+        ({"override_transformer_config": {"no_such_field": 1}}, r"override_transformer_config\.no_such_field"),
+        (
+            {"override_transformer_config": {"context_parallel_size": 2}},
+            r"context_parallel_size=2.*context_parallel_size",
+        ),
+        ({"override_transformer_config": {"moe_aux_loss_coeff": 0.1}}, r"moe_aux_loss_coeff=0\.1"),
+        ({"override_transformer_config": {"qk_clip": True}}, r"override_transformer_config\.qk_clip=True"),
+        ({"override_transformer_config": {"hybrid_context_parallel": True}}, r"hybrid_context_parallel=True"),
+        (
+            {"override_transformer_config": {"moe_router_load_balancing_type": "aux_loss"}},
+            r"moe_router_load_balancing_type='aux_loss'",
+        ),
+        ({"override_transformer_config": {"moe_router_bias_update_rate": 1e-3}}, r"moe_router_bias_update_rate=0\.001"),
+        ({"override_transformer_config": {"fp8": "hybrid"}}, r"override_transformer_config\.fp8='hybrid'"),
+        (
+            {"override_transformer_config": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}},
+            r"recompute_modules: layernorm",
+        ),
+        ({"override_ddp_config": {"average_in_collective": True}}, r"override_ddp_config\.average_in_collective"),
+        ({"optim": {"optimizer": "Muon"}}, r"optim\.optimizer=Muon.*AdamW"),
+        ({"tp": 3}, r"takes 3 ranks.*2 ranks"),
+    ):
+        with pytest.raises(ModelError, match=pattern):
+            make_megatron(model, **settings)
+    over_ranks = _plan(ModelConfig(path=str(model)), MegatronConfig(), "language_model", trains=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "has_transformer_engine", lambda: True)
+        build.transformer_config(over_ranks, ParallelSizes(cp=2), True, torch.bfloat16)
+        with pytest.raises(ModelError, match=r"context_parallel_size=2.*dtype=float32.*bfloat16"):
+            build.transformer_config(over_ranks, ParallelSizes(cp=2), True, torch.float32)
+    unset = {"qk_clip": None, "moe_router_load_balancing_type": None, "num_moe_experts": None}
+    engine = make_megatron(model, override_transformer_config={"recompute_granularity": "selective", **unset})
+    config = engine.chunks[0].config
+    assert config.recompute_granularity == "selective" and config.num_moe_experts is None
+    assert config.qk_clip is False and config.moe_router_load_balancing_type == "none"
+    wrong = {**FIELDS, "position_ids": FIELDS["position_ids"] + 1}
+    with pytest.raises(ValueError, match=r"position_ids.*strategy=megatron"):
+        engine.infer(make_batch(wrong), MicroBatching(size=4), TEMPERATURE)
+
+
+def check_all(rank: int, model: Path) -> None:
+    assert distributed.get_world_size() == 2
+    check_layouts(model)
+    check_offload(model)
+    check_nonfinite(rank, model)
+    check_refusals(model)
+    check_attention_backends(model)
+    check_buffers(model)
+    check_loss_that_is_a_view(model)
+    check_replicated_latents()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    save_model(tmp_path, "untied")
+    spawn(check_all, 2, tmp_path, preload="megatron_preload")
+
+
+def test_a_change_of_kernels_reaches_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reuses the backend of its last call, and looks at the environment again when told to."""
+    attention: Any = ModuleType("transformer_engine.pytorch.attention")
+    attention._attention_backends = {"backend_selection_requires_update": False}
+    monkeypatch.setitem(sys.modules, attention.__name__, attention)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    first, second = AttentionVariables(), AttentionVariables()
+    with first.activate():
+        os.environ["NVTE_FLASH_ATTN"] = "0"
+    assert os.environ["NVTE_FLASH_ATTN"] == "1"
+    for variables, changes, value in ((second, False, "1"), (first, True, "0")):
+        attention._attention_backends["backend_selection_requires_update"] = False
+        with variables.activate():
+            assert attention._attention_backends["backend_selection_requires_update"] == changes
+            assert os.environ["NVTE_FLASH_ATTN"] == value
+
+
+@pytest.mark.parametrize(("dtype", "packs"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_transformer_engine_packs_in_half_precision_only(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: Any, packs: bool
+) -> None:
+    monkeypatch.setattr(device, "is_gpu", lambda: True)
+    monkeypatch.setattr(build, "has_transformer_engine", lambda: True)
+    engine: Any = MegatronEngine("language_model", ModelConfig(path=str(tiny_model)), MegatronConfig())
+    engine.dtype = dtype
+    assert engine._may_pack() == packs
+    assert ("use_remove_padding" in capsys.readouterr().err) != packs
+
+
+def test_layouts_that_do_not_fit_are_refused_with_those_that_do() -> None:
+    facts = {"num_attention_heads": 8, "num_query_groups": 4, "num_layers": 12}
+    for sizes, world, pattern in (
+        (ParallelSizes(tp=8, etp=8), 8, r"tensor_model_parallel_size=8.*4 heads of keys and values.*1, 2, 4"),
+        (ParallelSizes(pp=5), 5, r"pipeline_model_parallel_size=5.*12 layers.*1, 2, 3, 4, 6, 12"),
+        (ParallelSizes(pp=2, vpp=4), 2, r"virtual_pipeline_model_parallel_size=4.*1, 2, 3, 6"),
+        (ParallelSizes(vpp=2), 2, r"virtual_pipeline_model_parallel_size=2 needs pipeline_model_parallel_size"),
+        (ParallelSizes(ep=2), 2, r"no experts"),
+    ):
+        with pytest.raises(ModelError, match=pattern):
+            sizes.check(world, facts)
+    experts = {**facts, "num_moe_experts": 6}
+    for sizes, world, pattern in (
+        (ParallelSizes(ep=4), 4, r"expert_model_parallel_size=4.*6 experts.*1, 2, 3, 6"),
+        (ParallelSizes(ep=6), 4, r"4 ranks of a pipeline stage.*1, 2"),
+        (ParallelSizes(tp=2, etp=1), 2, r"expert_tensor_parallel_size=1 differs"),
+    ):
+        with pytest.raises(ModelError, match=pattern):
+            sizes.check(world, experts)
+    counted = {f"account_for_{part}_in_pipeline_split": True for part in ("embedding", "loss")}
+    ParallelSizes(pp=8).check(8, {**facts, "num_layers": 94, **counted})
+    for sizes, pattern in (
+        (ParallelSizes(pp=8), r"^pipeline_model_parallel_size=8: 94 layers do not.*1, 2, 47, 94$"),
+        (ParallelSizes(pp=2, vpp=3), r"virtual_pipeline_model_parallel_size=3 with pipeline_model_parallel_size=2"),
+    ):
+        with pytest.raises(ModelError, match=pattern):
+            sizes.check(8, {**facts, "num_layers": 94})
+    with pytest.raises(ModelError, match=r"94 layers and one for account_for_embedding_in_pipeline_split do not"):
+        ParallelSizes(pp=8).check(8, {**facts, "num_layers": 94, "account_for_embedding_in_pipeline_split": True})
+    ParallelSizes(tp=2, pp=2, vpp=3, etp=2).check(8, facts)
+    ParallelSizes(tp=2, ep=2, etp=1).check(4, experts)
+
+
+def settings_of(case: str = "qwen2", here: bool = True, recompute: bool = False, **overrides: Any) -> Any:
+    """Megatron-core's settings of a tiny model on one rank, as the engine makes them."""
+    import_parallel_state()
+    config = tiny_config(case)
+    plan = build.blueprint(family_of(config), config, "language_model", overrides, recompute, here)
+    return build.transformer_config(plan, ParallelSizes(), True, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ({"num_layers": 2}, r"num_layers=2.*4.*model\.override_config"),
+        ({"case": "qwen3-moe", "moe_router_topk": 1}, r"moe_router_topk=1.*model\.override_config"),
+        ({"case": "qwen3-moe", "moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type='sinkhorn'"),
+        ({"params_dtype": "bfloat16"}, r"params_dtype='bfloat16'.*'float32'.*megatron\.dtype"),
+        ({"deallocate_pipeline_outputs": True}, r"deallocate_pipeline_outputs=True.*False"),
+        ({"hidden_dropout": 0.1}, r"hidden_dropout=0\.1.*0\.0"),
+        ({"softmax_type": "off-by-one"}, r"softmax_type='off-by-one'.*vanilla"),
+        ({"recompute_modules": ["mlp"]}, r"recompute_modules=\['mlp'\].*recompute_granularity=selective.*None"),
+        ({"recompute_modules": ["mlp"], "recompute": True}, r"recompute_modules=\['mlp'\]"),
+    ],
+)
+def test_overrides_that_contradict_the_model_or_the_engine_are_refused(overrides: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=match):
+        settings_of(**overrides)
+
+
+def test_overrides_that_agree_with_the_model_and_the_engine_are_accepted() -> None:
+    same = {"num_layers": 4, "params_dtype": "float32", "deallocate_pipeline_outputs": False, "hidden_dropout": 0.0}
+    found = settings_of(**same, context_parallel_size=1, init_method_std=0.5, softmax_type="vanilla")
+    assert (found.num_layers, found.params_dtype, found.init_method_std) == (4, torch.float32, 0.5)
+    assert settings_of("qwen3-moe", moe_router_dtype="fp64").moe_router_dtype == "fp64"
+    assert list(settings_of("mistral-window", window_size=[4, 0]).window_size) == [4, 0]
+
+
+def test_what_is_recomputed_is_what_the_user_says() -> None:
+    found = settings_of(recompute=True, recompute_modules=["core_attn"])  # verl's default
+    assert (found.recompute_granularity, found.recompute_method, found.recompute_num_layers) == ("full", "uniform", 1)
+    found = settings_of(recompute=True, recompute_method="block", recompute_num_layers=2)
+    assert (found.recompute_granularity, found.recompute_method, found.recompute_num_layers) == ("full", "block", 2)
+    found = settings_of(recompute=True, recompute_granularity="selective", recompute_modules=["mlp"])
+    assert (found.recompute_granularity, found.recompute_modules) == ("selective", ["mlp"])
+
+
+def test_a_process_without_the_devices_of_the_ranks_does_not_judge_by_its_own(capfd: Any) -> None:
+    for overrides in (
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"], "case": "qwen3-moe"},
+        {"softmax_type": "off-by-one"},
+        {"attention_backend": "flash"},
+        {"bf16": True, "deallocate_pipeline_outputs": True},
+    ):
+        settings_of(**overrides, here=False)
+    assert "attention_backend" not in capfd.readouterr().err
+    settings_of(attention_backend="flash", cp_comm_type="a2a")
+    said = capfd.readouterr().err
+    assert "attention_backend=flash" in said and "cp_comm_type=a2a" in said
+    with pytest.raises(ModelError, match="num_layers=2"):
+        settings_of(num_layers=2, here=False)
+
+
+@pytest.mark.slow
+def test_bfloat16_trains_like_the_same_precision_of_fsdp(tmp_path: Path) -> None:
+    """Float32 master weights under a bfloat16 model: the same steps but for rounding."""
+    save_model(tmp_path / "model", "untied")
+    engine = make_engine(tmp_path / "model", optim=OPTIM, dtype="bfloat16")
+    before = weights(engine)
+    for _ in range(3):
+        engine.train_batch(make_batch(FIELDS), MicroBatching(size=4), policy_loss, TEMPERATURE)
+    torch.save((before, weights(engine)), tmp_path / "expected.pt")
+    spawn(check_bfloat16, 2, tmp_path / "model", tmp_path, preload="megatron_preload")
+
+
+def check_bfloat16(rank: int, model: Path, work: Path) -> None:
+    before, after = torch.load(work / "expected.pt", weights_only=True)
+    engine = make_megatron(model, tp=2, optim=OPTIM, dtype="bfloat16")
+    norm = next(shard for shard in engine.optimizer.shards if shard.name.endswith("final_layernorm.weight"))
+    assert torch.equal(norm.master, before["model.norm.weight"])  # the checkpoint's digits, not the model's
+    assert not torch.equal(norm.values.float(), norm.master)
+    for _ in range(3):
+        step(engine)
+    for name, tensor in weights(engine).items():
+        assert tensor.dtype == torch.bfloat16
+        moved, expected = tensor.float() - before[name], after[name] - before[name]
+        assert torch.nn.functional.cosine_similarity(moved.flatten(), expected.flatten(), 0) > 0.9, name

@@ -1,0 +1,217 @@
+"""Packed rows: the same results as one row per sequence, and only for models in which sequences stay apart."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
+
+from hybridrl.engine import MicroBatching
+from hybridrl.errors import ModelError
+from hybridrl.models import attention
+from hybridrl.utils.metrics import merge_metrics
+
+FIELDS = make_fields()
+PACKED = {"override_config": {"attn_implementation": attention.VARLEN}}
+SIZES: dict[str, Any] = {
+    "vocab_size": 210,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": GROUPED,
+    "Qwen3": {**GROUPED, "head_dim": 16},
+    # A window shorter than the rows, in all layers and in every other one.
+    "Mistral": {**GROUPED, "sliding_window": 6},
+    "Qwen2": {**GROUPED, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "GPTNeoX": SIZES,
+    "Phi": {**SIZES, "partial_rotary_factor": 0.5},
+    # Heads of a size that the kernel does not take as it is.
+    "Qwen3 with heads of 20": {**GROUPED, "head_dim": 20},
+    "Qwen3Moe": {**GROUPED, **EXPERTS, "head_dim": 8, "decoder_sparse_step": 1},
+    # Values of another size than queries and keys.
+    "DeepseekV3": {**SIZES, **LATENT, **ROUTED, "first_k_dense_replace": 1},
+}
+# One full and one recurrent layer.
+HYBRID = {
+    **GROUPED,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def config_of(name: str, **settings: Any) -> PreTrainedConfig:
+    return getattr(transformers, f"{name.split()[0]}Config")(**settings)
+
+
+def saved(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_rows_equal_aligned_ones(name: str, tmp_path: Path) -> None:
+    model = saved(config_of(name, **MODELS[name]), tmp_path / "model")
+    optim = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}
+    aligned = make_engine(model, optim=optim)
+    packed = make_engine(model, optim=optim, model={**PACKED, "enable_gradient_checkpointing": name == "Qwen2"})
+    assert packed.packed and not aligned.packed  # type: ignore[attr-defined]
+    batch = make_batch(FIELDS)
+    for micro in (MicroBatching(size=5), MicroBatching(max_tokens=60)):
+        found, expected = (
+            engine.infer(batch, micro, TEMPERATURE, ("log_probs", "entropy")) for engine in (packed, aligned)
+        )
+        for output, tensor in expected.items():
+            torch.testing.assert_close(found[output], tensor, atol=2e-5, rtol=1e-4)
+    for _ in range(2):
+        found, expected = (
+            merge_metrics([engine.train_batch(batch, MicroBatching(size=5), policy_loss, TEMPERATURE)])
+            for engine in (packed, aligned)
+        )
+        for metric in ("loss", "grad_norm"):
+            assert float(found[metric].value) == pytest.approx(float(expected[metric].value), rel=1e-3, abs=1e-5)
+    after = weights(aligned)
+    for key, tensor in weights(packed).items():
+        torch.testing.assert_close(tensor, after[key], atol=1e-3, rtol=1e-3)
+    ids = FIELDS["input_ids"][:3]
+    with torch.no_grad():  # generation in place: padded rows, as with any other attention
+        logits = [
+            e.module(input_ids=ids, attention_mask=FIELDS["attention_mask"][:3]).logits for e in (packed, aligned)
+        ]  # type: ignore[attr-defined]
+    real = FIELDS["attention_mask"][:3].bool()
+    torch.testing.assert_close(logits[0][real], logits[1][real], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["Qwen3 with heads of 20", "DeepseekV3"])
+def test_the_kernel_gets_heads_of_one_size_that_it_takes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel in PyTorch takes multiples of 8 only, with the scale of the true size."""
+    settings = MODELS[name]
+    true_size = settings.get("head_dim") or settings["qk_rope_head_dim"] + settings["qk_nope_head_dim"]
+    found = []
+
+    def recorded(*arguments: Any) -> torch.Tensor:
+        found.append(({tensor.shape[-1] for tensor in arguments[:3]}, arguments[5]))
+        return attend(*arguments)
+
+    attend = attention._one_by_one
+    monkeypatch.setattr(attention, "_one_by_one", recorded)
+    engine = make_engine(saved(config_of(name, **settings), tmp_path / "model"), model=PACKED)
+    engine.infer(make_batch(FIELDS), MicroBatching(size=5), TEMPERATURE)
+    assert found
+    for sizes, scale in found:
+        assert sizes == {-(-true_size // 8) * 8}
+        assert scale == pytest.approx(true_size**-0.5)
+
+
+def test_a_packed_row_needs_no_mask(micro_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of a row of 16,384 tokens would take 268 MB."""
+    engine: Any = make_engine(micro_model, model=PACKED)
+    monkeypatch.setattr(attention, "sdpa_mask", lambda **_: pytest.fail("a mask was made"))
+    engine.infer(make_batch(FIELDS), MicroBatching(size=5), TEMPERATURE)
+
+
+def test_a_model_that_hides_the_boundaries_is_refused(micro_model: Path) -> None:
+    engine: Any = make_engine(micro_model, model=PACKED)
+    for layer in engine.module.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, f=forward, **kwargs: f(
+            *args, **{name: value for name, value in kwargs.items() if not name.startswith("cu_seq")}
+        )
+    with pytest.raises(ModelError, match=r"Qwen2Attention .* model.use_remove_padding=False"):
+        engine.infer(make_batch(FIELDS), MicroBatching(size=5), TEMPERATURE)
+
+
+def test_recurrent_layers_mix_packed_sequences_so_they_are_aligned(tmp_path: Path) -> None:
+    model = saved(config_of("Qwen3_5Text", **HYBRID), tmp_path / "model")
+    engine: Any = make_engine(model, model=PACKED)
+    assert not engine.packed
+    batch = make_batch(FIELDS)
+    alone = engine.infer(batch, MicroBatching(size=1), TEMPERATURE)["log_probs"]
+    together = engine.infer(batch, MicroBatching(size=5), TEMPERATURE)["log_probs"]
+    torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-4)
+    engine.packed = True  # what the check prevents
+    mixed = engine.infer(batch, MicroBatching(size=5), TEMPERATURE)["log_probs"]
+    assert (mixed - alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("Qwen2", {}, None),
+        ("Llama", {}, None),
+        ("Qwen3Moe", {}, None),
+        ("Gemma3Text", {}, None),
+        ("Gemma2", {}, None),
+        ("Qwen3Next", {}, "linear_attention"),
+        ("Qwen3_5Text", {}, "linear_attention"),
+        ("Mamba2", {}, "linear_attention"),
+        ("FalconH1", {}, "hybrid"),
+        ("GraniteMoeHybrid", {}, "linear_attention"),
+        ("Lfm2", {}, "conv_L_cache"),
+        ("RecurrentGemma", {}, "lru_width"),
+        ("Llama4Text", {}, "chunked_attention"),
+        ("Rwkv", {}, "recurrent layers"),
+        ("CLIPVision", {}, "not a plain causal language model"),
+    ],
+)
+def test_which_models_may_be_packed(name: str, settings: dict[str, Any], reason: str | None) -> None:
+    found = attention.why_not_packed(config_of(name, **settings))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("Qwen2", {}, None),
+        ("DeepseekV3", {}, None),
+        ("Gemma2", {}, "attn_logit_softcapping"),
+        ("GptOss", {}, "_supports_sdpa"),
+        ("Falcon", {}, "_supports_attention_backend"),
+        ("Llama", {"head_dim": 512}, "not 512"),
+        ("Gemma4Text", {}, "not 512"),
+    ],
+)
+def test_which_models_the_kernel_in_pytorch_fits(name: str, settings: dict[str, Any], reason: str | None) -> None:
+    found = attention.why_not_varlen(config_of(name, **settings))
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_attention_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybridrl.utils import device
+
+    qwen, gemma = config_of("Qwen2"), config_of("Gemma2")
+    assert attention.attention_implementation(qwen, {}) == "sdpa"  # on a CPU
+    assert attention.attention_implementation(qwen, {"attn_implementation": "eager"}) == "eager"
+    monkeypatch.setattr(device, "supports_varlen_attention", lambda: True)
+    assert attention.attention_implementation(qwen, {}) == attention.VARLEN
+    assert attention.attention_implementation(gemma, {}) == "sdpa"
+    monkeypatch.setattr(device, "supports_flash_attention", lambda: True)
+    assert attention.attention_implementation(gemma, {}) == "flash_attention_2"

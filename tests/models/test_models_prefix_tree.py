@@ -1,0 +1,137 @@
+"""Prefix trees: each path spells its row, tokens are shared exactly where prefixes are equal, runs see their paths."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition
+
+# Few words, so that rows share prefixes; rows that are prefixes of others and equal rows occur often.
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+def order_of(rows: list[list[int]]) -> PrefixOrder:
+    tokens = torch.full((len(rows), max(map(len, rows))), 7)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+    return PrefixOrder.of(tokens, [len(row) for row in rows])
+
+
+def prefixes(rows: list[list[int]]) -> set[tuple[int, ...]]:
+    """The nodes of the tree: all distinct prefixes."""
+    return {tuple(row[: n + 1]) for row in rows for n in range(len(row))}
+
+
+@settings(max_examples=300)
+@given(ROWS)
+def test_a_tree_holds_each_prefix_once(rows: list[list[int]]) -> None:
+    order = order_of(rows)
+    tree = PrefixTree.of(order)
+    assert sorted(order.rows) == list(range(len(rows)))
+    assert order.tokens == tree.tokens == len(prefixes(rows))
+    index = {}  # of a prefix in the flat row
+    for row, path in zip(order.rows, tree.paths, strict=True):
+        assert len(path) == len(rows[row])
+        for n, place in enumerate(path.tolist()):
+            assert index.setdefault(tuple(rows[row][: n + 1]), place) == place
+    assert sorted(index.values()) == list(range(tree.tokens))
+
+
+@settings(max_examples=300)
+@given(ROWS)
+def test_a_run_sees_the_path_of_its_tokens(rows: list[list[int]]) -> None:
+    tree = PrefixTree.of(order_of(rows))
+    sees = np.zeros((tree.tokens, tree.tokens), dtype=bool)
+    edges = list(itertools.accumulate(tree.pieces, initial=0))
+    stop = 0
+    for run in tree.runs:
+        assert run.start == stop  # one after the other, without gaps
+        stop = run.stop
+        keys = [token for piece in run.pieces for token in range(edges[piece], edges[piece + 1])]
+        assert keys[run.before :] == list(range(run.start, run.stop))
+        for token in range(run.start, run.stop):
+            sees[token, keys[: run.before + token - run.start + 1]] = True
+    assert stop == tree.tokens
+    expected = np.zeros_like(sees)
+    for path in tree.paths:
+        for n, token in enumerate(path):
+            expected[token, path[: n + 1]] = True
+    assert (sees == expected).all()
+
+
+@given(ROWS, st.data())
+def test_some_of_the_rows(rows: list[list[int]], data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, unique=True))
+    found = order_of(rows).only(chosen)
+    assert sorted(found.rows) == sorted(chosen)
+    expected = order_of([rows[row] for row in found.rows])
+    assert (found.lengths, found.shared) == (expected.lengths, expected.shared)
+
+
+def test_a_chain_of_rows_is_one_run() -> None:
+    """A session whose turns are rows, each the prefix of the next, is one causal sequence."""
+    tree = PrefixTree.of(order_of([[1], [1, 2, 3], [1, 2, 3], [1, 2, 3, 4]]))
+    assert [(run.start, run.stop, run.before) for run in tree.runs] == [(0, 4, 0)]
+    assert tree.pieces == [4]
+
+
+def test_a_group_is_a_prompt_and_its_responses() -> None:
+    tree = PrefixTree.of(order_of([[5, 6, number, 9] for number in range(3)]))
+    assert [(run.start, run.stop, run.before, run.pieces) for run in tree.runs] == [
+        (0, 4, 0, (0, 1)),
+        (4, 6, 2, (0, 2)),
+        (6, 8, 2, (0, 3)),
+    ]
+    assert tree.pieces == [2, 2, 2, 2]
+
+
+def test_tokens_at_other_positions_are_not_shared() -> None:
+    ids = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    positions = torch.tensor([[0, 1, 2], [0, 5, 6]])
+    assert PrefixOrder.of(torch.stack([ids, positions], -1), [3, 3]).shared == [0, 1]
+
+
+@pytest.mark.parametrize("budget", [None, 6, 14])
+@pytest.mark.parametrize("size", [1, 2, 9])
+@given(rows=ROWS)
+@settings(max_examples=60)
+def test_a_partition_is_within_its_limits_and_the_cheapest(
+    rows: list[list[int]], budget: int | None, size: int
+) -> None:
+    order = order_of(rows)
+    groups = partition(order, size, budget, preferred=1000, overhead=3)
+    assert [row for group in groups for row in group] == order.rows
+
+    def cost(parts: list[list[int]]) -> float:
+        total = 0.0
+        for part in parts:
+            tokens = len(prefixes([rows[row] for row in part]))
+            if len(part) > size or (len(part) > 1 and budget is not None and tokens > budget):
+                return float("inf")
+            total += tokens + 3
+        return total
+
+    count = len(order.rows)
+    every = (
+        [order.rows[a:b] for a, b in itertools.pairwise([0, *cuts, count])]
+        for number in range(count)
+        for cuts in itertools.combinations(range(1, count), number)
+    )
+    assert cost(groups) == min(map(cost, every))
+
+
+def test_of_equal_partitions_the_most_equal_is_taken() -> None:
+    rows = [[number, 0] for number in range(6)]
+    groups = partition(order_of(rows), 9, budget=10, preferred=1000, overhead=3)
+    assert [len(group) for group in groups] == [3, 3]
+    # A family stays together above the preferred size if it shares enough, and unrelated rows do not.
+    family = [[1] * 20 + [number] for number in range(4)]
+    assert len(partition(order_of(family), 9, None, preferred=20, overhead=3)) == 1
+    strangers = [[number] * 20 for number in range(4)]
+    assert len(partition(order_of(strangers), 9, None, preferred=20, overhead=3)) == 4

@@ -1,0 +1,22 @@
+"""What the tests of reward processes share."""
+
+from __future__ import annotations
+
+import time
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    """Wait until a process has ended; returns whether it has."""
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)

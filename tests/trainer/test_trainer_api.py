@@ -1,0 +1,219 @@
+"""`hybridrl.grpo` and its relatives: what they accept, how it is checked, what a run leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import hybridrl
+from hybridrl.config.schema.node import declared
+from hybridrl.config.schema.root import ROOTS
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.notify import listening, notify
+from hybridrl.trainer.api import SHORT_NAMES
+
+ROWS = [{"prompt": f"Sort: {number}", "answer": str(number)} for number in range(31, 47)]
+
+
+def share_of_digits(solution_str: str) -> float:
+    return sum(character.isdigit() for character in solution_str) / max(len(solution_str), 1)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    return tmp_path
+
+
+def grpo(**settings: Any) -> hybridrl.Trainer:
+    return hybridrl.Trainer("grpo", **{"model": "model", "data": ROWS, "reward": share_of_digits, **settings})
+
+
+def test_short_names_are_keys_of_the_tree() -> None:
+    keys = declared(ROOTS["ppo_trainer"])
+    assert all(key in keys and key.endswith(f".{name}") for name, key in SHORT_NAMES.items())
+
+
+def test_settings_reach_their_keys(here: Path) -> None:
+    trainer = grpo(
+        total_epochs=3,
+        lr=np.float64(2e-6),
+        train_batch_size=np.int64(8),
+        ppo_mini_batch_size=4,
+        logger=("console",),
+        rollout_data_dir=Path("dumps"),
+        val_data=ROWS[:2],
+        config={"trainer.test_freq": 5, "actor_rollout_ref": {"rollout": {"val_kwargs": {"temperature": 0.5}}}},
+    )
+    config = trainer.config
+    policy = config.actor_rollout_ref
+    assert (config.trainer.total_epochs, policy.actor.optim.lr, config.data.train_batch_size) == (3, 2e-6, 8)
+    assert (policy.actor.ppo_mini_batch_size, config.trainer.logger) == (4, ["console"])
+    assert (config.trainer.rollout_data_dir, config.trainer.test_freq) == ("dumps", 5)
+    assert policy.rollout.val_kwargs.temperature == 0.5
+    assert (config.algorithm.adv_estimator, policy.rollout.n, policy.actor.rollout_n) == ("grpo", 8, 8)
+
+
+def test_rows_and_functions_become_files_of_the_run(here: Path) -> None:
+    trainer = grpo(train_batch_size=8, ppo_mini_batch_size=8, experiment_name="mine")
+    assert trainer.folder == Path("checkpoints/hybridrl/mine")
+    (file,) = trainer.config.data.train_files
+    assert [json.loads(line) for line in Path(file).read_text().splitlines()] == ROWS
+    assert Path(file).is_relative_to(trainer.folder)
+    reward = trainer.config.reward.custom_reward_function.path
+    assert reward is not None and Path(reward).is_file()
+
+
+def test_each_run_gets_a_folder_of_its_own_unless_one_is_named(here: Path) -> None:
+    folders = []
+    for _ in range(3):
+        folders.append(grpo(train_batch_size=8, ppo_mini_batch_size=8).folder)
+    file = here / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    reward = here / "reward.py"
+    reward.write_text("def compute_score(solution_str): return 1.0")
+    for _ in range(2):  # nothing is written into the folder before it trains
+        folders.append(grpo(data=file, reward=reward, train_batch_size=8, ppo_mini_batch_size=8).folder)
+    assert len(set(folders)) == 5 and all(folder.parent == Path("checkpoints/hybridrl") for folder in folders)
+    named = grpo(train_batch_size=8, ppo_mini_batch_size=8, config={"trainer": {"default_local_dir": "here"}})
+    assert named.folder == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"totl_epochs": 3}, r"totl_epochs.*nearest: total_epochs"),
+        ({"config": {"trainer.totl_epochs": 3}}, r"trainer.totl_epochs: unknown key; nearest: trainer.total_epochs"),
+        ({"seed": 1}, r"seed.*data.seed"),
+        ({"total_epochs": "three"}, r"trainer.total_epochs='three'.*whole number"),
+        ({"temperature": 0}, r"rollout.temperature=0.*do_sample=False"),
+        ({"train_batch_size": 8}, r"ppo_mini_batch_size=256 is more than data.train_batch_size=8"),
+        ({"model": object()}, r"model is object.*save_pretrained"),
+        ({"data": 3}, r"rows must be"),
+        ({"data": "nowhere.parquet"}, r"data.train_files=nowhere.parquet: no such file"),
+        ({"reward": 3}, r"reward"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(here: Path, settings: dict[str, Any], said: str) -> None:
+    before = sorted(here.rglob("*"))
+    with pytest.raises(UserError, match=said):
+        grpo(**settings)
+    assert sorted(here.rglob("*")) == before, "a refused run leaves nothing behind"
+
+
+def test_a_refused_run_leaves_a_used_folder_as_it_was(here: Path) -> None:
+    sizes = {"train_batch_size": 8, "ppo_mini_batch_size": 8}
+    grpo(**sizes, experiment_name="mine", data=ROWS)
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"rollout.temperature=0"):
+        grpo(**sizes, experiment_name="mine", data=ROWS[::-1], reward=len, temperature=0)
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+
+
+def test_faults_of_keywords_are_told_at_once(here: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        grpo(totl_epochs=3, path="x", lerning_rate=1)
+    assert len(caught.value.faults) == 3
+
+
+def test_messages_of_a_refused_trainer_are_not_those_of_the_next(here: Path) -> None:
+    notify("told for a run that is refused", "warning")
+    trainer = grpo(train_batch_size=8, ppo_mini_batch_size=8)
+    heard: list[str] = []
+    with listening(lambda text, level: heard.append(text)):
+        assert trainer.folder and "told for a run that is refused" not in heard
+
+
+def test_sft_has_no_reward(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reward.*sft|reward.*supervised"):
+        hybridrl.Trainer("sft", model="model", data=ROWS, reward=share_of_digits)
+    with pytest.raises(ConfigError, match=r"program='dpo'.*grpo, ppo or sft"):
+        hybridrl.Trainer("dpo", model="model", data=ROWS)
+
+
+TWICE = """
+import datasets
+import ray
+
+import hybridrl
+
+SMALL = dict(
+    train_batch_size=16,
+    ppo_mini_batch_size=16,
+    use_dynamic_bsz=True,
+    max_prompt_length=32,
+    max_response_length=8,
+    lr=1e-2,
+    config={"trainer.threads_per_worker": 1, "trainer.device": "cpu", "reward.num_workers": 1},
+)
+rows = [{"prompt": f"Sort: {number}", "wanted": 8} for number in range(10000, 10064)]
+bonus = 0.0  # a closure reaches the processes that score
+
+
+def digits(solution_str):
+    return sum(character.isdigit() for character in solution_str) / max(len(solution_str), 1) + bonus
+
+
+def short(solution_str, wanted):
+    return float(len(solution_str) <= wanted)
+
+
+first = hybridrl.grpo(model="MODEL", reward=digits, data=rows, total_training_steps=16, **SMALL)
+assert not ray.is_initialized()
+scores = first.curve("critic/score/mean")
+assert len(scores) == 16 and sum(scores[-3:]) > 2 * sum(scores[:3]), scores
+assert first.finished and first.step == first.total_steps == 16
+assert [record["step"] for record in first.history] == list(range(1, 17))
+
+second = hybridrl.grpo(
+    model=first.model_path,
+    reward=[digits, short],
+    reward_weights=[1.0, 0.5],
+    data=datasets.Dataset.from_list(rows),
+    total_training_steps=2,
+    **SMALL,
+)
+assert second.folder != first.folder and second.step == 2
+assert second.history[0]["critic/score/mean"] > 0.45 + scores[-1] / 2, "the trained model, and two rewards"
+
+chats = [{"messages": [{"role": "user", "content": "Sort: 31"}, {"role": "assistant", "content": "#### 13"}]}] * 16
+tuned = hybridrl.sft(
+    model="MODEL",
+    data=chats,
+    train_batch_size=8,
+    max_length=64,
+    total_training_steps=2,
+    config={"trainer.threads_per_worker": 1, "trainer.device": "cpu"},
+)
+assert tuned.step == 2 and tuned.metrics["train/loss"] > 0
+
+from transformers import AutoModelForCausalLM
+
+for result in (first, second, tuned):
+    AutoModelForCausalLM.from_pretrained(result.model_path)
+try:
+    first.curve("critic/scores/mean")
+except KeyError as error:
+    assert "critic/score/mean" in str(error)
+print("both ran in", first.folder, second.folder)
+"""
+
+
+@pytest.mark.slow
+def test_runs_follow_each_other_in_one_process(
+    micro_model: Path, tmp_path: Path, finish: Callable[..., Any], forked: str
+) -> None:
+    (tmp_path / "mine.py").write_text(TWICE.replace("MODEL", str(micro_model)))
+    done = finish([forked, "mine.py"], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    folder = Path(re.search(r"both ran in (\S+)", done.stdout)[1])  # type: ignore[index]
+    config = yaml.safe_load((tmp_path / folder / "config.yaml").read_text())
+    assert config["algorithm"]["adv_estimator"] == "grpo" and (tmp_path / folder / "report.html").is_file()

@@ -1,0 +1,129 @@
+"""The memory of a run's phases before it starts, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridrl.config import PPOTrainerConfig, load_config
+from hybridrl.errors import PlacementError
+from hybridrl.programs import main
+from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
+from hybridrl.workers.forecast import forecast_roles
+
+GIB = 1024**3
+ONE_DEVICE = {"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1}
+
+
+def words(model: Path, **more: Any) -> list[str]:
+    given = {
+        "actor_rollout_ref.model.path": model,
+        "critic.model.path": model,
+        "data.train_files": "x.parquet",
+        "data.max_prompt_length": 100,
+        "data.max_response_length": 200,
+        "data.train_batch_size": 4,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "trainer.n_gpus_per_node": 2,
+        "algorithm.adv_estimator": "gae",
+    }
+    return [f"{key}={value}" for key, value in {**given, **more}.items()]
+
+
+def settings(model: Path, **more: Any) -> PPOTrainerConfig:
+    config: Any = load_config("ppo_trainer", words(model, **more))
+    return config
+
+
+def test_models_in_one_pool_share_a_device(micro_model: Path) -> None:
+    loss = {"actor_rollout_ref.actor.use_kl_loss": True}
+    shared = forecast_run(settings(micro_model, **loss))
+    apart = forecast_run(settings(micro_model, **loss, placement="split"))
+    policy, ref, critic = (shared.roles[name] for name in ("actor_rollout", "ref", "critic"))
+    assert policy is not None and ref is not None and critic is not None
+    phases = shared.phases()
+    assert phases["update_actor"] == policy.update + ref.resident + critic.resident
+    assert phases["update_critic"] == critic.update + policy.resident + ref.resident
+    assert phases["ref"] == ref.without_gradients + policy.resident + critic.resident
+    assert ref.states == ref.gradients == ref.activations == 0 < ref.pass_activations
+    alone = apart.roles["critic"]
+    assert alone is not None and apart.phases()["update_critic"] == alone.update
+
+
+def test_an_engine_takes_its_share_of_a_gpu(micro_model: Path) -> None:
+    config = settings(micro_model, **{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6})
+    without, with_engine = forecast_run(config), forecast_run(config, 10 * GIB)
+    assert with_engine.phases()["gen"] == pytest.approx(without.phases()["gen"] + 6 * GIB, rel=0.01)
+    assert with_engine.phases()["update_actor"] == without.phases()["update_actor"]
+    kept = settings(micro_model, **{"actor_rollout_ref.rollout.free_cache_engine": False})
+    assert forecast_run(kept, 10 * GIB).phases()["update_actor"] == without.phases()["update_actor"] + 5 * GIB
+
+
+def test_a_run_that_cannot_fit_is_told_the_keys_that_would_fit(
+    micro_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(micro_model, **ONE_DEVICE)
+    found = forecast_run(config)
+    refuse_if_too_large(config, found, found.peak)
+    assert capsys.readouterr().err == ""
+    short = 0.9 * found.peak
+    refuse_if_too_large(config, found, short)  # shorter sequences would fit
+    told = capsys.readouterr().err
+    assert "full length" in told and "update_actor needs" in told
+    changes, fits = changes_that_fit(config, short)
+    assert fits and all(f"{key}={value}" in told for key, value in changes)
+    fitting = settings(micro_model, **ONE_DEVICE, **dict(changes))
+    refuse_if_too_large(fitting, forecast_run(fitting), short)
+    assert capsys.readouterr().err == ""
+
+
+def test_weights_and_state_that_cannot_fit_are_refused(micro_model: Path) -> None:
+    config = settings(micro_model, **ONE_DEVICE)
+    found = forecast_run(config)
+    for total in (0.9, 1.1):
+        short = total * found.without_tokens().peak
+        if total < 1:
+            with pytest.raises(PlacementError, match=r"update_actor needs .*trainer\.n_gpus_per_node"):
+                refuse_if_too_large(config, found, short, compute=lambda *_: dict(found.roles))  # nothing changes it
+        else:
+            refuse_if_too_large(config, found, short)
+
+
+def test_a_run_on_gpus_is_checked_before_models_load(micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the figures of a device in place of a worker group; the forecast is that of its first rank."""
+    config = settings(micro_model)
+
+    def group(total: float, on_gpu: bool = True, call: Any = None) -> Any:
+        return SimpleNamespace(
+            resource_pool=SimpleNamespace(use_gpu=on_gpu),
+            device_memory=lambda: [{"total_gb": total}],
+            execute_rank_zero_sync=call
+            or (lambda method, *arguments: {"forecast_roles": forecast_roles}[method](*arguments)),
+        )
+
+    check_before_loading(config, group(1.0, on_gpu=False))
+    assert capsys.readouterr().err == ""
+    check_before_loading(config, group(4.0))
+    told = capsys.readouterr().err
+    assert "of 4.0" in told and "update_actor" in told and "actor_rollout: weights" in told and "critic:" in told
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such operator on the meta device")
+
+    capsys.readouterr()
+    check_before_loading(config, group(4.0, call=broken))
+    assert "no such operator" in capsys.readouterr().err
+
+
+def test_the_command_prints_every_part(micro_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.parquet").touch()
+    given = {"data.train_files": tmp_path / "x.parquet", "data.val_files": tmp_path / "x.parquet"}
+    main(["forecast", *words(micro_model, **given)])
+    told = capsys.readouterr().out
+    for part in ("memory forecast per device, GiB", "update_actor", "values", "actor_rollout: weights", "optimizer"):
+        assert part in told

@@ -1,0 +1,69 @@
+"""Recording one process, without workers; and settings by which nothing would be recorded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrl.config import load_config
+from hybridrl.config.checks.consequences import consequences
+from hybridrl.errors import UserError
+from hybridrl.utils import device
+from hybridrl.workers.profiling import Profile, ProfileRequest
+
+ACTOR = "actor_rollout_ref.actor.profiler"
+
+
+def _request(folder: Path, tool: str = "torch", role: str = "actor") -> ProfileRequest:
+    return ProfileRequest(tool, role, 3, str(folder), None, 1000)
+
+
+def test_a_trace_has_what_ran_while_it_was_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One recording per process: a second role of the process is told where its trace is."""
+    torch.ones(3, 3).sin()
+    profile = Profile.start(_request(tmp_path), rank=1)
+    assert profile is not None
+    assert Profile.start(_request(tmp_path, role="critic"), rank=1) is None
+    assert "critic rank 1 is profiled in actor_rank_1" in capfd.readouterr().err
+    torch.ones(3, 3) @ torch.ones(3, 3)
+    file = profile.finish()
+    assert file == str(tmp_path / "step_3" / "actor_rank_1.json.gz")
+    with gzip.open(file) as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert "aten::mm" in names and "aten::sin" not in names
+    again = Profile.start(_request(tmp_path, role="critic"), rank=1)
+    assert again is not None and again.finish() is not None
+
+
+@pytest.mark.skipif(device.is_gpu(), reason="with a GPU, these tools record it")
+@pytest.mark.parametrize("tool", ["torch_memory", "nsys"])
+def test_tools_that_record_gpus_are_refused_without_one(tmp_path: Path, tool: str) -> None:
+    with pytest.raises(UserError, match="no GPU"):
+        Profile.start(_request(tmp_path, tool), rank=0)
+    profile = Profile.start(_request(tmp_path), rank=0)  # the refused one is not in the way
+    assert profile is not None and profile.finish() is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["global_profiler.steps=[1,2]"], "global_profiler.tool=null"),
+        ([f"{ACTOR}.enable=True"], "global_profiler.tool=null"),
+        (["global_profiler.tool=torch"], "global_profiler.steps"),
+        (["global_profiler.tool=torch", "global_profiler.steps=[1]"], f"{ACTOR}.enable=True"),
+        (["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{ACTOR}.enable=True"], f"{ACTOR}.ranks=[0]"),
+    ],
+)
+def test_settings_that_write_no_profile_are_told(words: list[str], told: str) -> None:
+    config = load_config("ppo_trainer", words)
+    (notice,) = [one for one in consequences(config) if "profile" in one]
+    assert told in notice
+
+
+def test_settings_that_write_one_are_not() -> None:
+    words = ["global_profiler.tool=torch", "global_profiler.steps=[1]", f"{ACTOR}.enable=True", f"{ACTOR}.ranks=[0]"]
+    assert not [one for one in consequences(load_config("ppo_trainer", words)) if "profile" in one]
