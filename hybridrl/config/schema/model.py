@@ -34,8 +34,8 @@ class ModelConfig(ConfigNode):
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, slower")
     recompute_granularity: str = key(
         "full",
-        "fsdp2: what gradient checkpointing computes again. full: whole layers; selective: what is cheap, while results "
-        "of linear layers and fused attention are kept (more memory, faster)",
+        "fsdp2: what gradient checkpointing computes again. full: whole layers; selective: what is cheap, while "
+        "results of linear layers and fused attention are kept (more memory, faster)",
         choices=names.RECOMPUTE_GRANULARITIES,
     )
     enable_activation_offload: bool = key(
