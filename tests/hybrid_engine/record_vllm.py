@@ -1,15 +1,18 @@
-"""A program: two processes record what vLLM's own loaders copy, and compare with a real load.
+"""A program: two processes per layout record what vLLM's own loaders copy, and compare with a real load.
 
     python record_vllm.py tp=2@FOLDER tp=2,ep=2@FOLDER pp=2@FOLDER...
 
-Each process writes LAYOUT-RANK.json to the folder of each model.
+Each process writes LAYOUT-RANK.json to the folder of each model. The processes are forked once vLLM and the models'
+modules are imported, because imports take almost all of the time.
 """
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -120,18 +123,26 @@ def main(rank: int, arguments: list[str]) -> None:
         Path(folder, f"{layout}-{rank}.json").write_text(json.dumps(report))
 
 
-if __name__ == "__main__":
-    import socket
+def import_models(arguments: list[str]) -> None:
+    """Import vLLM's classes of the models; vLLM itself would start a process per class to look at it."""
+    from vllm import ModelRegistry
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    for folder in dict.fromkeys(which.partition("@")[2] for which in arguments):
+        for name in load_model_config(folder).architectures:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+if __name__ == "__main__":
     os.environ.update(
-        METHOD=f"tcp://127.0.0.1:{port}",
-        VLLM_DIST_IDENT=str(port),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_LOGGING_LEVEL="ERROR",
         OMP_NUM_THREADS="1",
     )
-    mp.spawn(main, (sys.argv[1:],), PROCESSES)
+    import_models(sys.argv[1:])
+    for _, together in groupby(sys.argv[1:], key=lambda which: which.partition("@")[0]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(METHOD=f"tcp://127.0.0.1:{port}", VLLM_DIST_IDENT=str(port))
+        mp.start_processes(main, (list(together),), PROCESSES, start_method="fork")

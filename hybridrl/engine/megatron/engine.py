@@ -305,6 +305,12 @@ def _dtype(engine: Any) -> torch.dtype:
 
 
 def _plan(model: Any, engine: Any, model_type: str, trains: bool, here: bool = True) -> build.Blueprint:
+    if model.recompute_granularity != "full":
+        raise ModelError(
+            f"model.recompute_granularity={model.recompute_granularity} is for strategy=fsdp2; with strategy=megatron, "
+            "set megatron.override_transformer_config.recompute_granularity and recompute_modules, and leave "
+            "model.recompute_granularity at full"
+        )
     config = loading.load_model_config(
         model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
     )

@@ -29,6 +29,8 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     ("critic.ppo_max_token_len_per_gpu", "a sequence"),
     (f"{_MODEL}.enable_gradient_checkpointing", True),
     ("critic.model.enable_gradient_checkpointing", True),
+    (f"{_MODEL}.recompute_granularity", "full"),
+    ("critic.model.recompute_granularity", "full"),
     (f"{_ROLLOUT}.gpu_memory_utilization", "what is left"),
     (f"{_ACTOR}.fsdp_config.optimizer_offload", True),
     ("actor_rollout_ref.ref.fsdp_config.param_offload", True),
