@@ -185,5 +185,5 @@ def test_settings_that_do_not_fit_are_refused(
 
 def test_megatron_refuses_what_would_ask_for_the_loss(micro_model: Path) -> None:
     model = ModelConfig(path=str(micro_model), override_config={"output_router_logits": True})
-    with pytest.raises(ModelError, match="output_router_logits=True has no effect.*strategy=megatron adds no"):
+    with pytest.raises(ModelError, match=r"output_router_logits=True has no effect.*strategy=megatron adds no"):
         TRAIN_ENGINES.get("megatron").check(model, MegatronConfig(), 1)
