@@ -106,6 +106,10 @@ class MicroBatchedEngine(Engine):
     def apply_gradients(self, norm: torch.Tensor) -> None:
         """Clip by the norm, take an optimizer step and one of the schedule, and discard the gradients."""
 
+    def update_metrics(self) -> dict[str, Metric]:
+        """Metrics of the last `forward_backward`, further than those of the loss function; collective."""
+        return {}
+
     @abstractmethod
     def learning_rate(self) -> float | None:
         """The learning rate of the next step; None for an engine without an optimizer."""
@@ -166,6 +170,7 @@ class MicroBatchedEngine(Engine):
             "grad_norm": Metric(norm),
             "lr": Metric(lr),
             "skipped_steps": Metric(float(problem is not None), kind="max"),
+            **self.update_metrics(),
         }
         if isinstance(plan, PrefixPlan) and plan.row_tokens:
             own["shared_prefix_frac"] = Metric(plan.shared_tokens, plan.row_tokens)

@@ -45,6 +45,9 @@ class Layout:
     labels: torch.Tensor  # [N] those tokens
     lengths: list[int] | None  # of the packed sequences; None in the aligned layout
     attention_mask: torch.Tensor | None = None  # [b, W], where causal attention would not be inferred without it
+    # [b * W] or [L]: where each token is in the batch's flattened [B, S], -1 for padding; in main memory. None in a
+    # layout with tokens that are no row's own: of a prefix tree, or a rank's part of a row.
+    origins: torch.Tensor | None = None
 
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
@@ -56,6 +59,7 @@ class Layout:
             self.labels.to(target, non_blocking=True),
             self.lengths,
             None if self.attention_mask is None else self.attention_mask.to(target, non_blocking=True),
+            self.origins,
         )
 
 
@@ -147,6 +151,7 @@ class BatchPlan:
         before = ranks[:, start:] - 1  # the token before a response token predicts it
         labels = ids[:, start:][mask]
         positions = None if self.positions is None else self.positions[index]
+        places = index[:, None] * self.width + torch.arange(self.width)
         if self.packed:
             offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
             selected = (before + offsets[:, None])[mask]
@@ -156,19 +161,21 @@ class BatchPlan:
                 packed = positions[attention][None]
             else:
                 packed = positions.transpose(0, 1)[:, attention][:, None]
-            return Layout(ids[attention][None], packed, selected, labels, lengths)
+            return Layout(ids[attention][None], packed, selected, labels, lengths, origins=places[attention])
         width = max(lengths)
         # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
         order = torch.argsort((~attention).to(torch.uint8), dim=1, stable=True)[:, :width]
         selected = (before + torch.arange(len(rows))[:, None] * width)[mask]
         ids, counted = ids.gather(1, order), torch.arange(width).expand(len(rows), width)
-        if positions is None:
-            return Layout(ids, counted, selected, labels, None)
         real = counted < torch.tensor(lengths)[:, None]
+        origins = torch.where(real, places.gather(1, order), -1).flatten()
+        if positions is None:
+            return Layout(ids, counted, selected, labels, None, origins=origins)
         per_kind = positions[None] if positions.ndim == 2 else positions.transpose(0, 1)  # [k, b, S]
         moved = torch.where(real, per_kind.gather(2, order.expand(len(per_kind), -1, -1)), counted)
         # Without a mask, transformers takes positions that do not count up by one for the start of another sequence.
-        return Layout(ids, moved[0] if positions.ndim == 2 else moved, selected, labels, None, real.long())
+        moved = moved[0] if positions.ndim == 2 else moved
+        return Layout(ids, moved, selected, labels, None, real.long(), origins)
 
     def response_columns(self, rows: Sequence[int]) -> int:
         """How many leading response columns hold a token in any of the rows."""
@@ -249,7 +256,8 @@ class BatchPlan:
 def dummy_layout() -> Layout:
     """The smallest micro-batch that takes part in every collective of forward and backward."""
     zero = torch.zeros(1, dtype=torch.int64)
-    return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None)
+    padding = torch.full((2,), -1)
+    return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None, origins=padding)
 
 
 def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

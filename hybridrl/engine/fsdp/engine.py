@@ -29,6 +29,7 @@ from hybridrl.engine.fsdp.forward import (
 )
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.engine.fsdp.offload import Offload
+from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
@@ -47,6 +48,7 @@ from hybridrl.models.info import config_of
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
+from hybridrl.utils.metrics import Metric
 
 
 @TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
@@ -78,6 +80,7 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         self._fuses = self._fusing_settled = False
         self._masters: MasterWeights | None = None
         self._views: dict[str, View] | None = None
+        self._router_loss: RouterLoss | None = None
         self.reference: FSDPEngine | None = None
 
     # ------------------------------------------------------------------ building
@@ -85,6 +88,7 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
     @classmethod
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
         check_activations(model, engine)
+        check_router_loss(model, engine)
         if optim is not None:
             check_optimizer(optim)
         if model.share_prefixes:
@@ -132,6 +136,10 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
         self._fuses = self._may_fuse()
+        if engine.router_aux_loss_coef and self.optim_config is not None:
+            check_router_loss(model, engine)
+            top_k = int(self.config.get_text_config().num_experts_per_tok)
+            self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k)
         self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
         # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
@@ -259,14 +267,23 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         ranks = distributed.get_world_size()
         self._settle_fusing()
         self.module.train()
+        if self._router_loss is not None:
+            self._router_loss.begin(layouts, self.geometry.dp_group)
         for number, layout in enumerate(layouts):
             if self._sharded:
                 self._sharded.before_backward(last=number == len(layouts) - 1)
-            loss = share_of_loss(number, self._forward(layout, wanted))
+            with contextlib.nullcontext() if self._router_loss is None else self._router_loss.watching():
+                computed = self._forward(layout, wanted)
+            loss = share_of_loss(number, computed)
+            if self._router_loss is not None:
+                loss = loss + self._router_loss.share(layout)
             # FSDP averages gradients over the ranks; the shares of the loss are to be summed, and where ranks share
             # sequences, the gradients of their parts.
             (loss if ranks == 1 else loss * ranks).backward()
         self.module.eval()
+
+    def update_metrics(self) -> dict[str, Metric]:
+        return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)
 
     def _settle_fusing(self) -> None:
         """Before the first pass, find out on two tokens whether the model leaves the output of its head as it is."""

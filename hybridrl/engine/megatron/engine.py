@@ -29,6 +29,7 @@ from hybridrl.engine.train_engine import Geometry, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.topology import MegatronLayout
 from hybridrl.models import attention, loading
+from hybridrl.models.routers import check_overrides
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
@@ -69,6 +70,7 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
 
     @classmethod
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
+        check_overrides(model.override_config, "strategy=megatron adds no auxiliary loss of routers; leave it out")
         import_parallel_state()
         plan = _plan(model, engine, "language_model", trains=optim is not None, here=device.is_gpu())
         sizes = ParallelSizes.of(engine)
