@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-from hybridrl.engine.forecast import Forecast
 from hybridrl.errors import PlacementError
 from hybridrl.notify import notify
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.utils import device
+from hybridrl.workers.forecast import Forecast
 
 GIB = 1024**3
 _MORE = "more devices (trainer.n_gpus_per_node, trainer.nnodes), shorter sequences or a smaller model"

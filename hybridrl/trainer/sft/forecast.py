@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import SFTTrainerConfig
-from hybridrl.engine.forecast import Forecast
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared
 from hybridrl.trainer.forecast import MemoryForecast, get_key
-from hybridrl.workers.forecast import forecast_model
+from hybridrl.workers.forecast import Forecast, forecast_model
 
 ForModel = Callable[[SFTTrainerConfig, int], Forecast | None]
 
