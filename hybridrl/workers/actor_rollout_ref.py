@@ -21,7 +21,6 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.utils.device import memory_stats
 from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
 from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.forecast import Forecast, forecast_roles
@@ -176,11 +175,6 @@ class ActorRolloutRefWorker(ModelWorker):
     def forecast_roles(self, config: PPOTrainerConfig, ranks: dict[str, int]) -> dict[str, Forecast | None]:
         """What the models of the run will take of a device like this one; see `hybridrl.workers.forecast`."""
         return forecast_roles(config, ranks)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def device_memory(self) -> dict[str, float]:
-        """Memory of this rank's device; see `hybridrl.utils.device.memory_stats`."""
-        return memory_stats()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -151,7 +151,7 @@ class _Passes:
         def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = linear_statistics.rows_at_a_time(kind, weight.shape[0])
             found = linear_statistics.linear_token_statistics(
-                hidden, weight, bias, layout.labels, entropy=True, chunk_size=rows
+                hidden, weight, bias, layout.labels, entropy=self.work.entropy, chunk_size=rows
             )
             return torch.stack(list(found.values()), dim=-1)
 
@@ -162,7 +162,9 @@ class _Passes:
         if logits.shape[-1] == 1:
             return [logits.float()]
         rows = functional.rows_at_a_time(kind, *logits.shape)
-        found = functional.token_statistics(logits, layout.labels, entropy=True, inplace_backward=True, chunk_size=rows)
+        found = functional.token_statistics(
+            logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
+        )
         return list(found.values())
 
 
