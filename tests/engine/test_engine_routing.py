@@ -177,3 +177,16 @@ def forced_step(path: Path, experts: torch.Tensor) -> dict[str, torch.Tensor]:
             if parameter.grad is not None:
                 parameter -= 0.5 * parameter.grad
     return {name: tensor.detach() for name, tensor in plain.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_replay_lowers_the_mismatch_with_other_numerics(models: dict[str, Path], name: str) -> None:
+    """The k3 estimate of the KL from a model in bfloat16 to one in float32, with the experts of the former."""
+    low = make_engine(models[name], model={"use_remove_padding": False}, dtype="bfloat16", forward_only=True)
+    micro, mask = MicroBatching(size=5), FIELDS["response_mask"].bool()
+    sampler = low.infer(make_batch(FIELDS), micro, TEMPERATURE, ("log_probs", ROUTED))
+    trainer, divergence = engine_of(models[name]), []
+    for batch in (make_batch(FIELDS), with_routing(sampler[ROUTED])):
+        log_rho = (trainer.infer(batch, micro, TEMPERATURE)["log_probs"] - sampler["log_probs"])[mask]
+        divergence.append(float((log_rho.exp() - 1 - log_rho).mean()))
+    assert divergence[1] < 0.5 * divergence[0]
