@@ -13,6 +13,9 @@ import socket
 import sys
 
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def needs_its_own_python(words: list[str]) -> bool:
     """Return whether the runtime environment among Ray's words has effects that a forked process cannot have."""
     for place, word in enumerate(words):
@@ -41,7 +44,7 @@ def forward_signals(pid: int) -> None:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in FORWARDED:
         signal.signal(number, lambda received, _: send(process, received))
 
 
@@ -53,6 +56,7 @@ def send(process: int, number: int) -> None:
 def main() -> None:
     if needs_its_own_python(sys.argv[1:]):
         os.execv(sys.executable, [sys.executable, os.environ["HYBRIDRL_TEST_SETUP_WORKER"], *sys.argv[1:]])
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # one that arrives now waits for its handler
     numbers = inherited_files()
     about = {"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(), "numbers": numbers}
     request = json.dumps(about).encode()
@@ -65,6 +69,7 @@ def main() -> None:
             os.close(number)
         if len(pid) == 8:
             forward_signals(int.from_bytes(pid, "big"))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         answer = server.recv(8, socket.MSG_WAITALL)  # once the process has ended
     status = int.from_bytes(answer, "big") if len(answer) == 8 else 1 << 8
     if os.WIFSIGNALED(status):
