@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 
-
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

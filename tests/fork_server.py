@@ -273,6 +273,8 @@ def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> N
     if package in sys.modules:
         return
     os.environ.update(request.environment)
+    if package == "sglang":
+        importlib.import_module("hybridrl.rollout.sglang.compat").use_stand_ins()
     for name in names:
         importlib.import_module(name)
     _settle()
