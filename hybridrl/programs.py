@@ -76,6 +76,11 @@ PROGRAMS = {
         "ppo_trainer",
         "hybridrl.trainer.ppo.forecast:print_forecast",
     ),
+    "forecast sft": Program(
+        "the same for sft",
+        "sft_trainer",
+        "hybridrl.trainer.sft.forecast:print_forecast",
+    ),
     "generate": Program(
         "write responses to the prompts of a file",
         "generation",
@@ -93,7 +98,7 @@ def start(name: str, command: str, argv: Sequence[str] | None = None) -> None:
     """Run a program's command line (`hybridrl.config.cli`).
 
     Args:
-        name: a name from `PROGRAMS`.
+        name: a name from `PROGRAMS`, which may have two words.
         command: how the user called it, for `--help`.
         argv: the words after the command; those of the process by default.
     """
@@ -113,7 +118,8 @@ def start(name: str, command: str, argv: Sequence[str] | None = None) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `hybridrl`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    parts = 2 if " ".join(words[:2]) in PROGRAMS else 1  # of the command's name
+    name, rest = " ".join(words[:parts]) or "--help", words[parts:]
     if name in PROGRAMS:
         start(name, f"hybridrl {name}", rest)
     elif name == _REPORT:
@@ -136,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _help() -> str:
     summaries = {**{name: program.summary for name, program in PROGRAMS.items()}, _REPORT: _REPORT_SUMMARY}
-    commands = "\n".join(f"  {name:<9} {summary}" for name, summary in summaries.items())
+    commands = "\n".join(f"  {name:<12} {summary}" for name, summary in summaries.items())
     return (
         f"usage: hybridrl COMMAND [options] key=value ...\n\n{commands}\n\n"
         "hybridrl COMMAND --help shows the options of a command, --cfg job every setting with its value.\n"

@@ -24,6 +24,7 @@ class Workload:
         rows: sequences per rank in an update or a pass.
         update: the limits of micro-batches in an update; None for an engine that is not trained.
         infer: the same for passes without gradients; None where there are none.
+        entropy: whether the entropy of the predictions is computed besides log-probabilities.
     """
 
     prompt: int
@@ -31,6 +32,7 @@ class Workload:
     rows: int
     update: MicroBatching | None
     infer: MicroBatching | None
+    entropy: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ from hybridrl.utils.seqlen_balancing import karmarkar_karp
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}
 # Padding tokens that cost about as much as the fixed time of another pass through the model.
 WORTHWHILE_PADDING = {"cpu": 64, "cuda": 4096}
+#: output and field: the experts that each token chose, or is to use, `[B, S, L, K]`
+ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(slots=True)
@@ -45,6 +47,11 @@ class Layout:
     labels: torch.Tensor  # [N] those tokens
     lengths: list[int] | None  # of the packed sequences; None in the aligned layout
     attention_mask: torch.Tensor | None = None  # [b, W], where causal attention would not be inferred without it
+    # [b * W] or [L]: where each token is in the batch's flattened [B, S], -1 for padding; in main memory. None in a
+    # layout with tokens that are no row's own: of a prefix tree, or a rank's part of a row.
+    origins: torch.Tensor | None = None
+    # [b * W, L, K] or [L, L, K]: the experts that each token is to use; in main memory. None: as the routers choose.
+    experts: torch.Tensor | None = None
 
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
@@ -56,6 +63,8 @@ class Layout:
             self.labels.to(target, non_blocking=True),
             self.lengths,
             None if self.attention_mask is None else self.attention_mask.to(target, non_blocking=True),
+            self.origins,
+            self.experts,
         )
 
 
@@ -79,7 +88,8 @@ class BatchPlan:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching, packed: bool, work: Work | None = None
     ):
-        self.tensors = tensors
+        self.tensors = {name: tensor for name, tensor in tensors.items() if name != ROUTED_EXPERTS}
+        self._experts = tensors.get(ROUTED_EXPERTS)
         self.packed = packed
         self._micro = micro
         self.input_ids = _required(tensors, "input_ids")
@@ -139,6 +149,13 @@ class BatchPlan:
 
     def layout(self, rows: Sequence[int]) -> Layout:
         """The micro-batch of these rows, in main memory."""
+        layout = self._layout(rows)
+        if self._experts is not None:
+            assert layout.origins is not None  # plans of other layouts are refused with replay
+            layout.experts = self._experts.flatten(0, 1)[layout.origins.clamp(min=0)]
+        return layout
+
+    def _layout(self, rows: Sequence[int]) -> Layout:
         index = torch.tensor(rows)
         ids, attention, ranks = self.input_ids[index], self.attention[index], self.ranks[index]
         mask = self.response_mask[index]
@@ -147,6 +164,7 @@ class BatchPlan:
         before = ranks[:, start:] - 1  # the token before a response token predicts it
         labels = ids[:, start:][mask]
         positions = None if self.positions is None else self.positions[index]
+        places = index[:, None] * self.width + torch.arange(self.width)
         if self.packed:
             offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
             selected = (before + offsets[:, None])[mask]
@@ -156,19 +174,21 @@ class BatchPlan:
                 packed = positions[attention][None]
             else:
                 packed = positions.transpose(0, 1)[:, attention][:, None]
-            return Layout(ids[attention][None], packed, selected, labels, lengths)
+            return Layout(ids[attention][None], packed, selected, labels, lengths, origins=places[attention])
         width = max(lengths)
         # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
         order = torch.argsort((~attention).to(torch.uint8), dim=1, stable=True)[:, :width]
         selected = (before + torch.arange(len(rows))[:, None] * width)[mask]
         ids, counted = ids.gather(1, order), torch.arange(width).expand(len(rows), width)
-        if positions is None:
-            return Layout(ids, counted, selected, labels, None)
         real = counted < torch.tensor(lengths)[:, None]
+        origins = torch.where(real, places.gather(1, order), -1).flatten()
+        if positions is None:
+            return Layout(ids, counted, selected, labels, None, origins=origins)
         per_kind = positions[None] if positions.ndim == 2 else positions.transpose(0, 1)  # [k, b, S]
         moved = torch.where(real, per_kind.gather(2, order.expand(len(per_kind), -1, -1)), counted)
         # Without a mask, transformers takes positions that do not count up by one for the start of another sequence.
-        return Layout(ids, moved[0] if positions.ndim == 2 else moved, selected, labels, None, real.long())
+        moved = moved[0] if positions.ndim == 2 else moved
+        return Layout(ids, moved, selected, labels, None, real.long(), origins)
 
     def response_columns(self, rows: Sequence[int]) -> int:
         """How many leading response columns hold a token in any of the rows."""
@@ -204,6 +224,18 @@ class BatchPlan:
             positions = torch.cat([self.token_positions(rows) for rows in self.groups])
             flat[positions] = torch.cat(list(parts)).float().cpu()
         return flat.view(self.batch_size, self.response_width)
+
+    def scatter_tokens(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What every micro-batch has for each of its real tokens, `[N', ...]`, as `[B, S, ...]`; 0 on padding.
+
+        Args:
+            parts: in main memory, at least one; those after the last micro-batch are of dummies.
+        """
+        whole = parts[0].new_zeros(self.batch_size, self.width, *parts[0].shape[1:])
+        for rows, part in zip(self.groups, parts, strict=False):
+            row, column = self.attention[torch.tensor(rows)].nonzero(as_tuple=True)
+            whole[torch.tensor(rows)[row], column] = part
+        return whole
 
     def _find_response_mask(self) -> torch.Tensor:
         mask = self.tensors.get("response_mask")
@@ -249,7 +281,8 @@ class BatchPlan:
 def dummy_layout() -> Layout:
     """The smallest micro-batch that takes part in every collective of forward and backward."""
     zero = torch.zeros(1, dtype=torch.int64)
-    return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None)
+    padding = torch.full((2,), -1)
+    return Layout(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], zero, zero, None, origins=padding)
 
 
 def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

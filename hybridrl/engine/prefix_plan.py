@@ -43,7 +43,9 @@ class TreeLayout(Layout):
         """This micro-batch with one rank's part of its tokens, where ranks share sequences."""
         assert self.paths is not None and own.lengths is not None
         paths = self.paths.padded(sum(own.lengths) - self.input_ids.shape[1])
-        return TreeLayout(own.input_ids, own.position_ids, own.selected, own.labels, None, None, paths, self.taken)
+        return TreeLayout(
+            own.input_ids, own.position_ids, own.selected, own.labels, None, paths=paths, taken=self.taken
+        )
 
     def of_rows(self, of_nodes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Outputs `[U]` of nodes as outputs `[N]` of the rows' response tokens."""

@@ -66,7 +66,7 @@ def why_not_packed(config: PreTrainedConfig) -> str | None:
     Attention learns where a sequence begins. Recurrent layers do not, so their state would leak into the next one.
     """
     text = config.get_text_config()
-    model_class = _model_class(config)
+    model_class = model_class_of(config)
     if model_class is None:
         return "it is not a plain causal language model of transformers"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKABLE_LAYERS)
@@ -80,7 +80,7 @@ def why_not_packed(config: PreTrainedConfig) -> str | None:
 
 def why_not_replaced(config: PreTrainedConfig) -> str | None:
     """Why the model's attention cannot be computed by one of ours; None if it can."""
-    text, model_class = config.get_text_config(), _model_class(config)
+    text, model_class = config.get_text_config(), model_class_of(config)
     for name in ("_supports_flash_attn", "_supports_sdpa", "_supports_attention_backend"):
         if not getattr(model_class, name, False):
             return f"its code does not let its attention be replaced ({name} is False)"
@@ -106,7 +106,7 @@ def why_not_varlen(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _model_class(config: PreTrainedConfig) -> Any:
+def model_class_of(config: PreTrainedConfig) -> Any:
     """The class of causal language models with this configuration, if transformers has one."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found

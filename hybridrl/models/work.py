@@ -1,4 +1,11 @@
-"""How much computation a sequence takes, relative to others: a linear part per token, and attention's per pair."""
+"""How much a transformer computes for sequences of given lengths, by its configuration.
+
+Counted are the matrix products. Micro-batches are balanced by `Work`, with attention as a causal kernel computes it.
+The FLOPs of a pass are those that `torch.utils.flop_counter` counts: 2 for a multiplication and an addition, attention
+over the whole square of a sequence's length, although a causal kernel may leave half of it out, and never across the
+sequences of a packed row. Work that a setting adds, such as recomputed activations, is not counted, so the utilization
+that follows is that of the model.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +15,16 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+# Families whose products are exactly those below (`tests/models/test_models_work.py` compares). Those of others are an
+# estimate: good enough to balance micro-batches, and not to report a utilization.
+_COUNTED = (
+    *("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+)
 # Kinds of layers whose attention looks at a limited number of tokens. All others of these names look at every token.
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _ATTENTION = ("full_attention", *_WINDOWED)
+_NUMBERS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True)
@@ -27,9 +41,18 @@ class Work:
     per_pair: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, length: int) -> int:
-        """The work for a sequence of `length` tokens."""
+        """The work for a sequence of `length` tokens, with causal attention."""
         attention = sum(factor * pairs(length, window) for window, factor in self.per_pair.items())
         return self.per_token * length + attention
+
+    def of_squares(self, lengths: Sequence[int]) -> int:
+        """The work for sequences whose attention computes each pair within its window, also of later tokens."""
+        attention = sum(
+            factor * length * min(length, window or length)
+            for window, factor in self.per_pair.items()
+            for length in lengths
+        )
+        return self.per_token * sum(lengths) + attention
 
 
 def pairs(length: int, window: int = 0) -> int:
@@ -41,15 +64,14 @@ def pairs(length: int, window: int = 0) -> int:
 def work_of(config: PreTrainedConfig) -> Work:
     """The work of a transformer with this configuration, whose MLPs are gated.
 
-    Of a mixture of experts, the experts that a token passes count.
+    Of a mixture of experts, the router and the experts that a token passes count.
     """
     text = config.get_text_config()
-    hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
-    head = getattr(text, "head_dim", None) or hidden // heads
-    groups = getattr(text, "num_key_value_heads", None) or heads
-    projections = 2 * hidden * head * (heads + groups)
-    named = getattr(text, "layer_types", None)
-    kinds = named or ["sliding_attention"] * layers  # older models have a window for all layers, or none
+    layers = text.num_hidden_layers
+    is_latent = bool(getattr(text, "kv_lora_rank", None))
+    projections = _latent_projections(text) if is_latent else _projections(text)
+    kinds = getattr(text, "layer_types", None)
+    kinds = kinds or ["sliding_attention"] * layers  # older models have a window for all layers, or none
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
     if not getattr(text, "use_sliding_window", True):
         window = 0
@@ -57,24 +79,86 @@ def work_of(config: PreTrainedConfig) -> Work:
     for kind in kinds:
         if kind in _ATTENTION:
             size = window if kind in _WINDOWED else 0
-            per_pair[size] = per_pair.get(size, 0) + 2 * heads * head
+            per_pair[size] = per_pair.get(size, 0) + _of_a_pair(text, is_latent)
     return Work(layers * projections + sum(_mlp(text, layer) for layer in range(layers)), per_pair)
 
 
+def forward_flops(
+    config: PreTrainedConfig, lengths: Sequence[int], predicted: int, value_model: bool = False
+) -> float | None:
+    """FLOPs of a forward pass.
+
+    Args:
+        config: a Hugging Face configuration.
+        lengths: tokens of each sequence.
+        predicted: tokens for which the output layer is computed.
+        value_model: the output layer is a value head.
+
+    Returns:
+        The number, or None for a family whose products are not known here.
+    """
+    text = config.get_text_config()
+    if text.model_type not in _COUNTED:
+        return None
+    output = predicted * text.hidden_size * (1 if value_model else text.vocab_size)
+    return 2.0 * (output + work_of(config).of_squares(lengths))
+
+
+def training_flops(
+    config: PreTrainedConfig, lengths: Sequence[int], predicted: int, value_model: bool = False
+) -> float | None:
+    """FLOPs of a forward and a backward pass, which has twice the products of the forward pass; see `forward_flops`."""
+    forward = forward_flops(config, lengths, predicted, value_model)
+    return None if forward is None else 3 * forward
+
+
+def _head_dim(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _of_a_pair(text: Any, is_latent: bool) -> int:
+    """Multiplications of a query with a key, and of a weight with a value, of all heads."""
+    if is_latent:
+        return int(text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim))
+    return 2 * int(text.num_attention_heads) * _head_dim(text)
+
+
+def _projections(text: Any) -> int:
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    return int(2 * text.hidden_size * _head_dim(text) * (heads + groups))
+
+
+def _latent_projections(text: Any) -> int:
+    heads, hidden, rope = text.num_attention_heads, text.hidden_size, text.qk_rope_head_dim
+    of_query = heads * (text.qk_nope_head_dim + rope)
+    query = hidden * text.q_lora_rank + text.q_lora_rank * of_query if text.q_lora_rank else hidden * of_query
+    keys = hidden * (text.kv_lora_rank + rope)
+    keys += text.kv_lora_rank * heads * (text.qk_nope_head_dim + text.v_head_dim)
+    return int(query + keys + heads * text.v_head_dim * hidden)
+
+
 def _mlp(text: Any, layer: int) -> int:
-    """Multiplications per token in the MLP or the experts of a layer."""
+    """Multiplications per token in the MLP of a layer, or in its router and the experts that a token passes."""
     hidden, dense = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     dense = dense[layer] if isinstance(dense, Sequence) else dense
     chosen = getattr(text, "num_experts_per_tok", None)
-    if not chosen or layer in _dense_layers(text):
+    if not chosen or _is_dense(text, layer):
         return int(3 * hidden * dense)
+    experts = next((count for name in _NUMBERS_OF_EXPERTS if (count := getattr(text, name, None))), 0)
     width = getattr(text, "moe_intermediate_size", None) or dense
-    shared = getattr(text, "shared_expert_intermediate_size", None) or width * (
-        getattr(text, "n_shared_experts", None) or 0
-    )
-    return int(3 * hidden * (chosen * width + shared))
+    total = hidden * experts + 3 * hidden * width * (chosen + (getattr(text, "n_shared_experts", None) or 0))
+    if shared := getattr(text, "shared_expert_intermediate_size", None):
+        total += 3 * hidden * shared + hidden  # and its gate
+    return int(total)
 
 
-def _dense_layers(text: Any) -> set[int]:
-    named = set(getattr(text, "mlp_only_layers", None) or ())
-    return named | set(range(getattr(text, "first_k_dense_replace", None) or 0))
+def _is_dense(text: Any, layer: int) -> bool:
+    """Whether a layer of a model with experts has none."""
+    if layer in (getattr(text, "mlp_only_layers", None) or ()):
+        return True
+    if kinds := getattr(text, "mlp_layer_types", None):
+        return bool(kinds[layer] == "dense")
+    if layer < (getattr(text, "first_k_dense_replace", None) or 0):
+        return True
+    return bool((layer + 1) % (getattr(text, "decoder_sparse_step", None) or 1))

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.config import ModelConfig
-from hybridrl.models.flops import training_flops
 from hybridrl.models.info import config_of
+from hybridrl.models.work import training_flops
 from hybridrl.notify import notify
 from hybridrl.single_controller import WorkerGroup
 from hybridrl.utils import device

@@ -9,6 +9,7 @@ import torch
 from hybridrl.config import ActorRolloutRefConfig, PPOTrainerConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace
+from hybridrl.engine.microbatch import ROUTED_EXPERTS
 from hybridrl.engine.train_engine import Engine
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.topology import Layout
@@ -20,7 +21,6 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.utils.device import memory_stats
 from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
 from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.forecast import Forecast, forecast_roles
@@ -176,17 +176,12 @@ class ActorRolloutRefWorker(ModelWorker):
         """What the models of the run will take of a device like this one; see `hybridrl.workers.forecast`."""
         return forecast_roles(config, ranks)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def device_memory(self) -> dict[str, float]:
-        """Memory of this rank's device; see `hybridrl.utils.device.memory_stats`."""
-        return memory_stats()
-
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`.
 
         With `actor.calculate_sum_pi_squared` also `sum_pi_squared` [B, T], with `ref_kl` in `meta_info` the KL to the
-        reference policy over the vocabulary, `ref_kl` [B, T].
+        reference policy over the vocabulary, `ref_kl` [B, T], with router replay `routed_experts` [B, S, L, K].
         """
         compares = bool(batch.meta_info.get("ref_kl", False))
         rollout = self.config.rollout
@@ -196,7 +191,8 @@ class ActorRolloutRefWorker(ModelWorker):
             rollout.log_prob_max_token_len_per_gpu,
         )
         with self.loaded("compute_log_prob"), self._with_reference(compares):
-            wanted = (*self._statistics(), *(["ref_kl"] if compares else []))
+            records = self.config.actor.router_replay.mode != "disabled"
+            wanted = (*self._statistics(), *(["ref_kl"] if compares else []), *([ROUTED_EXPERTS] if records else []))
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=wanted)
         return as_output(outputs, log_probs="old_log_probs", entropy="entropys")
 

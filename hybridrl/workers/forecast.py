@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.train_engine import MicroBatching, TrainEngines
@@ -23,6 +23,16 @@ def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[s
     """
     makers = {"actor_rollout": _policy, "ref": _reference, "critic": _critic}
     return {name: makers[name](config, count) if name in makers else None for name, count in ranks.items()}
+
+
+def forecast_model(config: SFTTrainerConfig, ranks: int) -> Forecast | None:
+    """Forecast the model of supervised fine-tuning on so many ranks; None if its strategy has no forecast."""
+    data = config.data
+    micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+    # Every token but the first may have a loss (`hybridrl.trainer.sft.trainer.as_responses`).
+    rows = -(-data.train_batch_size // ranks)
+    work = Workload(1, data.max_length - 1, rows, micro, micro if data.val_files else None, entropy=False)
+    return _forecast("language_model", config.engine, config.model, config.optim, ranks, work)
 
 
 def _policy(config: PPOTrainerConfig, ranks: int) -> Forecast | None:

@@ -109,6 +109,11 @@ class ModelWorker(Worker):
         """Product name of this rank's device; see `hybridrl.utils.device.current_name`."""
         return device.current_name()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_memory(self) -> dict[str, float]:
+        """Memory of this rank's device; see `hybridrl.utils.device.memory_stats`."""
+        return device.memory_stats()
+
     @contextmanager
     def loaded(self, method: str, optimizer: bool = False) -> Iterator[None]:
         """`Engine.loaded`, with the peak of the device's memory recorded for `pop_memory_peaks`.

@@ -10,6 +10,7 @@ from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridrl.utils.metrics import Metric
+from hybridrl.workers.forecast import Forecast, forecast_model
 from hybridrl.workers.losses import LossCounts
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 
@@ -42,6 +43,10 @@ class SFTWorker(ModelWorker):
             updates_per_step=1,
         )
         self.place_in_mesh("model")
+
+    def forecast_model(self, config: SFTTrainerConfig, ranks: int) -> Forecast | None:
+        """What the model will take of a device like this one; see `hybridrl.workers.forecast`."""
+        return forecast_model(config, ranks)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="model"), blocking=False)
     def update_model(self, batch: DataProto) -> DataProto:

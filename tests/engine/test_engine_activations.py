@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
 from hybridrl.engine import MicroBatching
+from hybridrl.engine.forecast import LiveBytes
 from hybridrl.engine.fsdp import activations
-from hybridrl.engine.fsdp.activations import _offloading
+from hybridrl.engine.fsdp.activations import _checkpoint, _offloading
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.engine.microbatch import BatchPlan
 from hybridrl.errors import ModelError
 
 FIELDS = make_fields()
+SELECTIVE = {"recompute_granularity": "selective"}
 PLAIN = {"optimizer": "SGD", "lr": 1.0, "lr_warmup_steps": 0, "lr_scheduler_type": "constant", "clip_grad": 1e9}
 
 
@@ -45,6 +49,49 @@ def test_gradients_stay_the_same(micro_model: Path, monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(tiled[name], tensor, atol=1e-6, rtol=1e-5)
 
 
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_computes_less_again_and_keeps_less_than_none(micro_model: Path) -> None:
+    """In the backward pass of a layer, none of its products and attention, and all of its norms."""
+    products, attention, norms = "aten::mm", "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::rsqrt"
+    layers, kept, again, gradients = 2, {}, {}, {}
+    settings = {
+        "off": {"enable_gradient_checkpointing": False},
+        "selective": {"recompute_granularity": "selective"},
+        "offloaded": {"recompute_granularity": "selective", "enable_activation_offload": True},
+        "full": {},
+    }
+    for name, model in settings.items():
+        engine: Any = make_engine(micro_model, optim=PLAIN, model=model)
+        engine.module.train()
+        # The embedding's output, which the first layer starts from, is no result of a layer.
+        hidden = engine.module.get_input_embeddings()(torch.arange(40)[None]).detach().requires_grad_()
+        with LiveBytes() as held:
+            held.ignore(hidden, *engine.module.parameters(), *engine.module.buffers())
+            loss = engine.module(inputs_embeds=hidden, use_cache=False).logits.float().sum()
+        kept[name] = held.live
+        with Operations() as counted:
+            loss.backward()
+        again[name] = counted.seen
+        gradients[name] = {key: parameter.grad for key, parameter in engine.module.model.layers.named_parameters()}
+    for name in ("selective", "offloaded", "full"):
+        assert all(torch.equal(gradients[name][key], grad) for key, grad in gradients["off"].items()), name
+        assert again[name][norms] == again["off"][norms] + 2 * layers
+    assert again["selective"][products] == again["off"][products] < again["full"][products]
+    assert again["off"][attention] == again["selective"][attention] == 0 < again["full"][attention] == layers
+    assert kept["full"] < kept["selective"] < 0.8 * kept["off"]
+
+
 def test_inputs_of_layers_are_kept_as_copies() -> None:
     """What overwrites a layer's input does not change its gradient: a copy of it was kept."""
     weight = torch.randn(4, 4, requires_grad=True)
@@ -52,7 +99,7 @@ def test_inputs_of_layers_are_kept_as_copies() -> None:
 
     def gradient(overwrite: bool) -> torch.Tensor:
         hidden = start * 2
-        out = _offloading(lambda x: torch.tanh(x @ weight), hidden)
+        out = _offloading(_checkpoint, lambda x: torch.tanh(x @ weight), hidden)
         if overwrite:
             hidden.data.zero_()
         return torch.autograd.grad(out.sum(), weight)[0]
@@ -81,6 +128,9 @@ def test_an_mlp_gets_a_tile_at_a_time(micro_model: Path) -> None:
             "enable_gradient_checkpointing",
         ),
         ({"tiled_mlp": TiledMLPConfig(enabled=True)}, {"use_torch_compile": True}, "use_torch_compile"),
+        ({**SELECTIVE, "enable_gradient_checkpointing": False}, {}, "enable_gradient_checkpointing"),
+        ({**SELECTIVE, "tiled_mlp": TiledMLPConfig(enabled=True)}, {}, r"tiled_mlp\.enabled"),
+        (SELECTIVE, {"use_torch_compile": True}, "use_torch_compile"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

@@ -25,7 +25,7 @@ from engine_helpers import (
     weights,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.errors import ModelError
@@ -34,6 +34,9 @@ from hybridrl.utils.metrics import merge_metrics
 from hybridrl.utils.rng import seed_rng
 
 FIELDS = make_fields()
+# Each token uses the given 2 of 4 experts in 2 layers.
+CHOICES = torch.rand(*FIELDS["input_ids"].shape, 2, 4, generator=torch.Generator().manual_seed(6)).topk(2).indices
+ROUTED = {**FIELDS, "routed_experts": CHOICES}
 SPLIT = 9  # rank 0 works on 9 rows, rank 1 on 3: their numbers of micro-batches differ
 SETTINGS = {"override_optimizer_config": {"eps": 1e-5}}
 # Its fused kernel does not know shards; its state is empty or holds no step counter.
@@ -102,6 +105,26 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Pa
         tie_word_embeddings=False,
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def routed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts."""
+    folder = tmp_path_factory.mktemp("routed_model")
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=263,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -333,7 +356,29 @@ def check_faults(rank: int, model: Path, work: Path) -> None:
             distributed.get_world_size = world
 
 
-def body(rank: int, model: Path, tied: Path, odd: Path, work: Path) -> None:
+def train_routers(engine, batch):  # type: ignore[no-untyped-def]
+    """Metrics of two steps, merged over the ranks, in micro-batches that are the same on any number of ranks."""
+    found = []
+    for _ in range(2):
+        own = engine.train_batch(batch, MicroBatching(size=1), policy_loss, TEMPERATURE)
+        merged = merge_metrics(distributed.all_gather_object(own))
+        found.append({name: float(metric.value) for name, metric in merged.items()})
+    return found
+
+
+def check_router_loss(rank: int, routed: Path, work: Path) -> None:
+    """One rank has more micro-batches than the other, which adds dummies."""
+    expected = torch.load(work / "routers.pt", weights_only=True)
+    engine = make_engine(routed, optim=SETTINGS, router_aux_loss_coef=0.1)
+    found = engine.infer(make_batch(FIELDS, own_rows(rank)), MicroBatching(size=2), outputs=("routed_experts",))
+    assert torch.equal(found["routed_experts"], expected["experts"][own_rows(rank)])
+    metrics = train_routers(engine, make_batch(ROUTED, own_rows(rank)))
+    for step, values in zip(metrics, expected["metrics"], strict=True):
+        assert step == pytest.approx(values, rel=1e-4, abs=1e-6)
+    close(weights(engine), expected["after"])
+
+
+def body(rank: int, model: Path, tied: Path, odd: Path, routed: Path, work: Path) -> None:
     check_language_model(rank, model, work)
     check_optimizers(rank, odd, work)
     check_full_kl(rank, model, work)
@@ -342,12 +387,15 @@ def body(rank: int, model: Path, tied: Path, odd: Path, work: Path) -> None:
     check_memory_error(rank, model)
     check_variants(rank, model, tied, work)
     check_value_model(rank, model, work)
+    check_router_loss(rank, routed, work)
     check_faults(rank, model, work)
     dist.barrier()
 
 
 @pytest.mark.slow
-def test_two_ranks_do_what_one_does(micro_model: Path, tied_model: Path, odd_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_do_what_one_does(
+    micro_model: Path, tied_model: Path, odd_model: Path, routed_model: Path, tmp_path: Path
+) -> None:
     batch = make_batch(FIELDS)
     one = make_engine(micro_model, optim=SETTINGS)
     outputs = one.infer(batch, MicroBatching(), TEMPERATURE, ("log_probs", "entropy"))
@@ -398,7 +446,12 @@ def test_two_ranks_do_what_one_does(micro_model: Path, tied_model: Path, odd_mod
     record = {"metrics": train(engine, batch, 3, full_kl_loss), "after": weights(engine)}
     torch.save(record, tmp_path / "full_kl.pt")
 
-    spawn(body, 2, micro_model, tied_model, odd_model, tmp_path)
+    engine = make_engine(routed_model, optim=SETTINGS, router_aux_loss_coef=0.1)
+    record = engine.infer(batch, MicroBatching(), outputs=("routed_experts",))
+    record = {"experts": record["routed_experts"], "metrics": train_routers(engine, make_batch(ROUTED))}
+    torch.save({**record, "after": weights(engine)}, tmp_path / "routers.pt")
+
+    spawn(body, 2, micro_model, tied_model, odd_model, routed_model, tmp_path)
     for name, optim in OPTIMIZERS.items():  # and what two ranks saved goes on on one
         engine = make_engine(odd_model, optim=optim)
         engine.load(tmp_path / f"two_{name}", ["model", "optimizer", "extra"])

@@ -61,6 +61,7 @@ def state_of(engine: Any) -> list[torch.Tensor]:
     [
         ("language_model", {"enable_gradient_checkpointing": True}, {}),
         ("language_model", {"enable_gradient_checkpointing": False}, {}),
+        ("language_model", {"recompute_granularity": "selective"}, {}),
         ("language_model", {"enable_gradient_checkpointing": False}, {"dtype": "bfloat16"}),
         ("language_model", {"enable_gradient_checkpointing": True, "use_fused_kernels": True}, {"dtype": "bfloat16"}),
         ("value_model", {"enable_gradient_checkpointing": True}, {}),

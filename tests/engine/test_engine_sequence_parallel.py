@@ -152,6 +152,7 @@ def check_settings(model: Path, expected: dict[str, Any]) -> None:
     variants: dict[str, dict[str, Any]] = {
         "fused": {"model": {"use_fused_kernels": True}},
         "recomputed": {"model": {"enable_gradient_checkpointing": True}},
+        "recomputed in part": {"model": {"recompute_granularity": "selective"}},
         "replicas": {"fsdp_size": 2},
         "offload": {"offload_policy": True, "reshard_after_forward": False},
     }

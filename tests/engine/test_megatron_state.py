@@ -340,6 +340,12 @@ def test_overrides_that_agree_with_the_model_and_the_engine_are_accepted() -> No
     assert list(settings_of("mistral-window", window_size=[4, 0]).window_size) == [4, 0]
 
 
+def test_the_granularity_of_another_engine_is_refused(micro_model: Path) -> None:
+    model = ModelConfig(path=str(micro_model), recompute_granularity="selective")
+    with pytest.raises(ModelError, match=r"model\.recompute_granularity=selective.*override_transformer_config"):
+        MegatronEngine.check(model, MegatronConfig(), ranks=1)
+
+
 def test_what_is_recomputed_is_what_the_user_says() -> None:
     found = settings_of(recompute=True, recompute_modules=["core_attn"])  # verl's default
     assert (found.recompute_granularity, found.recompute_method, found.recompute_num_layers) == ("full", "uniform", 1)

@@ -7,12 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from hybridrl.config import PPOTrainerConfig, load_config
+from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig, load_config
+from hybridrl.config.strategies import engine_settings
+from hybridrl.engine import TrainEngines
+from hybridrl.engine.forecast import peak_of
 from hybridrl.errors import PlacementError
 from hybridrl.programs import main
+from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
-from hybridrl.workers.forecast import forecast_roles
+from hybridrl.trainer.sft import forecast as tuning
+from hybridrl.trainer.sft.trainer import as_responses
+from hybridrl.workers.forecast import forecast_model, forecast_roles
+from hybridrl.workers.model_worker import micro_batching
 
 GIB = 1024**3
 ONE_DEVICE = {"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1}
@@ -127,3 +135,86 @@ def test_the_command_prints_every_part(micro_model: Path, tmp_path: Path, capsys
     told = capsys.readouterr().out
     for part in ("memory forecast per device, GiB", "update_actor", "values", "actor_rollout: weights", "optimizer"):
         assert part in told
+
+
+def tuning_words(model: Path, **more: Any) -> list[str]:
+    given = {
+        "model.path": model,
+        "model.enable_gradient_checkpointing": False,
+        "data.train_files": "x.parquet",
+        "data.max_length": 200,
+        "data.train_batch_size": 6,
+        "data.micro_batch_size_per_gpu": 4,
+    }
+    return [f"{key}={value}" for key, value in {**given, **more}.items()]
+
+
+def tuning_settings(model: Path, **more: Any) -> SFTTrainerConfig:
+    config: Any = load_config("sft_trainer", tuning_words(model, **more))
+    return config
+
+
+def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> None:
+    """On conversations of full length, whose tokens all have a loss."""
+    config = tuning_settings(micro_model)
+    engine: Any = TrainEngines.create(
+        "language_model",
+        "fsdp2",
+        model=config.model,
+        engine=engine_settings(config.engine, None),
+        optim=config.optim,
+    )
+    engine.initialize()
+    ids = torch.randint(10, 200, (6, 200))
+    ones = torch.ones_like(ids)
+    positions = torch.arange(200).expand(6, -1).contiguous()
+    fields = {"input_ids": ids, "attention_mask": ones, "position_ids": positions, "loss_mask": ones}
+    batch = as_responses(DataProto.from_dict(fields))
+    micro = micro_batching(config.data.micro_batch_size_per_gpu, False, config.data.max_token_len_per_gpu)
+
+    def step() -> None:
+        engine.train_batch(batch, micro, lambda outputs, _: (-outputs["log_probs"].mean(), {}), 1.0)
+
+    step()  # makes the optimizer's state
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    existing = [*engine.module.parameters(), *states]
+    measured = sum(tensor.nbytes for tensor in existing) + peak_of(step, *existing)
+    found = tuning.forecast_tuning(config)
+    assert found.phases() == {"update_model": pytest.approx(measured, rel=0.1)}
+    assert "testing" in tuning.forecast_tuning(tuning_settings(micro_model, **{"data.val_files": "x"})).phases()
+
+
+def test_fine_tuning_that_cannot_fit_is_told_the_keys_that_would_fit(
+    micro_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tuning_settings(micro_model, **{"model.use_fused_kernels": True, "trainer.n_gpus_per_node": 2})
+    found = tuning.forecast_tuning(config)
+    group = SimpleNamespace(
+        resource_pool=SimpleNamespace(use_gpu=True),
+        device_memory=lambda: [{"total_gb": 0.9 * found.peak / GIB}],
+        execute_rank_zero_sync=lambda method, *arguments: {"forecast_model": forecast_model}[method](*arguments),
+    )
+    tuning.check_before_loading(config, group)  # type: ignore[arg-type]
+    told = capsys.readouterr().err
+    changes, fits = tuning.changes_that_fit(config, 0.9 * found.peak)
+    assert fits and changes == [("data.max_token_len_per_gpu", 200)]
+    assert "full length" in told and "data.max_token_len_per_gpu=200" in told and "update_model" in told
+    states = found.without_tokens().peak
+    changes, _ = tuning.changes_that_fit(config, 0.9 * states)
+    assert ("engine.offload_policy", True) in changes
+    group.device_memory = lambda: [{"total_gb": 0.9 * states / GIB}]
+    with pytest.raises(PlacementError, match=r"update_model needs .*engine\.offload_policy=True"):
+        tuning.check_before_loading(config, group)  # type: ignore[arg-type]
+
+
+def test_the_command_prints_fine_tuning_and_names_an_engine_without_a_forecast(
+    micro_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.parquet").touch()
+    given = tuning_words(micro_model, **{"data.train_files": tmp_path / "x.parquet"})
+    main(["forecast", "sft", *given])
+    told = capsys.readouterr().out
+    assert all(part in told for part in ("update_model", "model: weights", "optimizer", "activations"))
+    with pytest.raises(SystemExit) as ended:
+        main(["forecast", "sft", *given, "engine.strategy=megatron"])
+    assert ended.value.code and "engine.strategy=megatron has no forecast" in capsys.readouterr().err

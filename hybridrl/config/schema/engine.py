@@ -62,6 +62,11 @@ class FSDPConfig(EngineConfig):
     model_dtype: str = key(
         "float32", "dtype of the master weights", choices=names.DTYPES, synonyms=names.DTYPE_SYNONYMS
     )
+    router_aux_loss_coef: float = key(
+        0.0,
+        "mixture of experts: weight of the routers' load-balancing loss, that of transformers, in an update; 0: none",
+        ge=0,
+    )
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
     full_determinism: bool = key(False, "use deterministic kernels only; slower")
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.config.schema import names
 from hybridrl.config.schema.node import ConfigNode, group, key
 
 
@@ -31,6 +32,12 @@ class ModelConfig(ConfigNode):
     )
     override_config: dict[str, Any] = key({}, "entries that override the model's config.json, e.g. attn_implementation")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, slower")
+    recompute_granularity: str = key(
+        "full",
+        "fsdp2: what gradient checkpointing computes again. full: whole layers; selective: what is cheap, while "
+        "results of linear layers and fused attention are kept (more memory, faster)",
+        choices=names.RECOMPUTE_GRANULARITIES,
+    )
     enable_activation_offload: bool = key(
         False, "fsdp2: keep the inputs of checkpointed layers in host memory until the backward pass"
     )

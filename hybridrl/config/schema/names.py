@@ -46,6 +46,8 @@ HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 STRATEGIES_LATER: tuple[str, ...] = ("fsdp_turbo", "mindspeed", "veomni", "torchtitan", "automodel")
 
 ROLLOUTS_LATER: tuple[str, ...] = ("trtllm",)
+#: what gradient checkpointing computes again
+RECOMPUTE_GRANULARITIES: tuple[str, ...] = ("full", "selective")
 #: how an engine gets its first weights
 LOAD_FORMATS: tuple[str, ...] = ("dummy", "auto")
 LOAD_FORMAT_SYNONYMS: dict[str, str] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import decoder_layer_classes
@@ -16,6 +16,11 @@ from hybridrl.utils import device
 
 # A gated or plain MLP, which computes each token on its own, has a layer of this name.
 _LAST_OF_MLP = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
+
+# Operations that take most of a layer's time; `selective` keeps their results. Products of batches of matrices are not
+# among them: they are the scores of attention that is not fused, which are large.
+_LINEAR = ("mm", "addmm", "_grouped_mm")
+_ATTENTION = ("attention", "attn")  # part of the name of every fused kernel
 
 _checkpoint = functools.partial(checkpoint, use_reentrant=False)
 
@@ -31,11 +36,28 @@ def check_activations(model: Any, engine: Any) -> None:
             "model.enable_activation_offload=True keeps the inputs of checkpointed layers in main memory; set "
             "model.enable_gradient_checkpointing=True, too, or leave it off"
         )
+    if model.recompute_granularity == "selective":
+        _check_selective(model, engine)
     if model.tiled_mlp.enabled and engine.use_torch_compile:
         raise ModelError(
             "model.tiled_mlp.enabled=True and fsdp_config.use_torch_compile=True were not made to work together; leave "
             "one of them off"
         )
+
+
+def _check_selective(model: Any, engine: Any) -> None:
+    if not model.enable_gradient_checkpointing:
+        problem = "model.enable_gradient_checkpointing=False, which computes nothing again; set that to True"
+    elif model.tiled_mlp.enabled:
+        problem = "model.tiled_mlp.enabled=True, which keeps no results of MLPs; set that to False"
+    elif engine.use_torch_compile:
+        problem = "fsdp_config.use_torch_compile=True, which hides operations of a layer; set that to False"
+    else:
+        return
+    raise ModelError(
+        "model.recompute_granularity=selective keeps results of operations of a checkpointed layer. It cannot be "
+        f"combined with {problem}, or set model.recompute_granularity=full"
+    )
 
 
 def save_activations(module: Any, model: Any) -> None:
@@ -44,20 +66,34 @@ def save_activations(module: Any, model: Any) -> None:
     Raises:
         ModelError: `tiled_mlp` finds no MLP.
     """
+    compute_again = _selectively if model.recompute_granularity == "selective" else _checkpoint
+    if model.enable_activation_offload:
+        compute_again = functools.partial(_offloading, compute_again)
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if model.enable_activation_offload:
         for part in module.modules():
             if hasattr(part, "_gradient_checkpointing_func"):
-                part._gradient_checkpointing_func = _offloading
+                part._gradient_checkpointing_func = compute_again
     if model.tiled_mlp.enabled:
         _tile(module, model.tiled_mlp.num_shards)
 
 
-def _offloading(function: Any, *arguments: Any, **named: Any) -> Any:
+def _selectively(function: Any, *arguments: Any, **named: Any) -> Any:
+    """Checkpoint `function`, and keep the results of what takes most of its time."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return _checkpoint(function, *arguments, context_fn=contexts, **named)
+
+
+def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    name = operation.name().partition("::")[2].partition(".")[0]
+    kept = name in _LINEAR or any(part in name for part in _ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloading(compute_again: Any, function: Any, *arguments: Any, **named: Any) -> Any:
     """Checkpoint `function`, with the tensors that it is computed again from in main memory until then."""
     with saved_tensors_hooks(_to_host, _to_device):
-        return _checkpoint(function, *arguments, **named)
+        return compute_again(function, *arguments, **named)
 
 
 def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:

@@ -151,7 +151,7 @@ class _Passes:
         def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = linear_statistics.rows_at_a_time(kind, weight.shape[0])
             found = linear_statistics.linear_token_statistics(
-                hidden, weight, bias, layout.labels, entropy=True, chunk_size=rows
+                hidden, weight, bias, layout.labels, entropy=self.work.entropy, chunk_size=rows
             )
             return torch.stack(list(found.values()), dim=-1)
 
@@ -162,7 +162,9 @@ class _Passes:
         if logits.shape[-1] == 1:
             return [logits.float()]
         rows = functional.rows_at_a_time(kind, *logits.shape)
-        found = functional.token_statistics(logits, layout.labels, entropy=True, inplace_backward=True, chunk_size=rows)
+        found = functional.token_statistics(
+            logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
+        )
         return list(found.values())
 
 
@@ -187,26 +189,30 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class _Attention(torch.autograd.Function):
-    """Allocates what a fused attention kernel allocates, and keeps what it keeps."""
+def _allocate(query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates what a fused attention kernel allocates: its output, and the logarithms of its sums."""
+    out = query.new_empty((*query.shape[:-1], head_value.shape[-1]))
+    return out, torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
 
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor) -> torch.Tensor:
-        out = query.new_empty((*query.shape[:-1], head_value.shape[-1]))
-        sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, head_value, out, sums)
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, head_value, _, _ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(head_value)
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+# An operation, as fused kernels are: selective checkpointing keeps its results.
+_attention = torch.library.custom_op("hybridrl::forecast_attention", _allocate, mutates_args=())
+_attention.register_fake(_allocate)
+_attention.register_autograd(_backward, setup_context=_keep)
 
 
 def _attend(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    out: torch.Tensor = _Attention.apply(query, key, head_value)
+    out = _attention(query, key, head_value)[0]
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -29,6 +29,7 @@ from hybridrl.engine.train_engine import Geometry, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.topology import MegatronLayout
 from hybridrl.models import attention, loading
+from hybridrl.models.routers import check_overrides
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
@@ -69,6 +70,7 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
 
     @classmethod
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
+        check_overrides(model.override_config, "strategy=megatron adds no auxiliary loss of routers; leave it out")
         import_parallel_state()
         plan = _plan(model, engine, "language_model", trains=optim is not None, here=device.is_gpu())
         sizes = ParallelSizes.of(engine)
@@ -303,6 +305,12 @@ def _dtype(engine: Any) -> torch.dtype:
 
 
 def _plan(model: Any, engine: Any, model_type: str, trains: bool, here: bool = True) -> build.Blueprint:
+    if model.recompute_granularity != "full":
+        raise ModelError(
+            f"model.recompute_granularity={model.recompute_granularity} is for strategy=fsdp2; with strategy=megatron, "
+            "set megatron.override_transformer_config.recompute_granularity and recompute_modules, and leave "
+            "model.recompute_granularity at full"
+        )
     config = loading.load_model_config(
         model.hf_config_path or model.path, model.trust_remote_code, override=model.override_config
     )

@@ -1,23 +1,20 @@
 """The memory that the phases of a run will take, computed before any model is loaded."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.errors import PlacementError
-from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
+from hybridrl.trainer import forecast as shared
+from hybridrl.trainer.forecast import MemoryForecast, get_key
 from hybridrl.trainer.ppo.roles import POLICY, ROLES, resource_pools
-from hybridrl.utils import device
 from hybridrl.workers.forecast import Forecast, forecast_roles
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]
 
-_GIB = 1024**3
 _MIB = 1024**2
 _ENGINE_BYTES = 2  # of a parameter in an inference engine: bfloat16
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -29,6 +26,8 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     ("critic.ppo_max_token_len_per_gpu", "a sequence"),
     (f"{_MODEL}.enable_gradient_checkpointing", True),
     ("critic.model.enable_gradient_checkpointing", True),
+    (f"{_MODEL}.recompute_granularity", "full"),
+    ("critic.model.recompute_granularity", "full"),
     (f"{_ROLLOUT}.gpu_memory_utilization", "what is left"),
     (f"{_ACTOR}.fsdp_config.optimizer_offload", True),
     ("actor_rollout_ref.ref.fsdp_config.param_offload", True),
@@ -40,11 +39,10 @@ _LEAST_UTILIZATION = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class RunForecast:
+class RunForecast(MemoryForecast):
     """Bytes per device of each phase.
 
     Attributes:
-        roles: what each model takes; None where its engine cannot tell.
         engine: what the inference engine takes on the policy's devices while it generates.
         sleeping: what it keeps during training.
         receiving: its weights, and the buffers in which new ones are sent to it.
@@ -52,6 +50,7 @@ class RunForecast:
     """
 
     roles: Mapping[str, Forecast | None]
+    engines: Mapping[str, str]
     engine: float
     sleeping: float
     receiving: float
@@ -77,11 +76,6 @@ class RunForecast:
                 found[spec.update.phase] = others + one.update
         return found
 
-    def without_tokens(self) -> "RunForecast":
-        """The same without what depends on how long sequences are."""
-        none = {"activations": 0, "logits": 0, "pass_activations": 0}
-        return replace(self, roles={name: one and replace(one, **none) for name, one in self.roles.items()})
-
     def _resident(self, role: str) -> float:
         """What all models keep on the devices of this role."""
         there = [one for name, one in self.roles.items() if self.pools[name] == self.pools[role]]
@@ -89,34 +83,6 @@ class RunForecast:
 
     def _with_policy(self, role: str) -> bool:
         return self.pools[role] == self.pools.get(POLICY)
-
-    @property
-    def peak(self) -> float:
-        """The most that any phase takes."""
-        return max(self.phases().values(), default=0.0)
-
-    def lines(self, total: float | None) -> list[str]:
-        """Describe the forecast, phase by phase and model by model."""
-        of = "" if total is None else f" of {total / _GIB:.1f}"
-        phases = ", ".join(f"{name} {size / _GIB:.3g}" for name, size in self.phases().items())
-        told = [f"memory forecast per device, GiB{of}: {phases or 'none'}"]
-        for name, one in self.roles.items():
-            if one is None:
-                told.append(f"{name}: its training engine has no forecast, so it is not counted")
-                continue
-            parts = {
-                "weights": one.weights,
-                "master weights": one.masters,
-                "optimizer": one.states,
-                "gradients": one.gradients,
-                "gathered layers": one.gathered,
-                "activations": one.activations,
-                "logits": one.logits,
-                "pass without gradients": one.pass_activations,
-            }
-            sizes = ", ".join(f"{what} {size / _GIB:.3g}" for what, size in parts.items() if size)
-            told.append(f"{name}: {sizes}; kept between uses {one.resident / _GIB:.3g}")
-        return told
 
 
 def forecast_run(
@@ -143,11 +109,17 @@ def forecast_run(
         receiving = weights / rollout.tensor_model_parallel_size + buckets
     return RunForecast(
         roles=roles,
+        engines={name: _chosen_engine(config, name) for name in ranks},
         engine=engine,
         sleeping=0.0 if rollout.free_cache_engine else engine,
         receiving=receiving,
         pools={str(name): str(manager.mapping[name]) for name in ranks},
     )
+
+
+def _chosen_engine(config: PPOTrainerConfig, role: str) -> str:
+    strategy = getattr(ROLES[role].settings_of(config), "strategy", None)
+    return "its worker" if strategy is None else f"{ROLES[role].where}.strategy={strategy}"
 
 
 def refuse_if_too_large(
@@ -164,42 +136,19 @@ def refuse_if_too_large(
         PlacementError: a phase takes more than a device has, however short sequences are; the error names the keys
             that would make it fit.
     """
-    phases = found.phases()
-    phase = max(phases, key=lambda name: phases[name], default=None)
-    if phase is None or phases[phase] <= total:
-        return
-    changes, fits = changes_that_fit(config, total, compute)
-    remedy = "Set " + " ".join(f"{key}={value}" for key, value in changes) if changes else ""
-    if not fits:
-        remedy = f"{remedy}. That alone is not enough: use" if remedy else "Use"
-        remedy += " more devices (trainer.n_gpus_per_node, trainer.nnodes), shorter sequences or a smaller model"
-    problem = (
-        f"the phase {phase} needs {phases[phase] / _GIB:.3g} GiB per device, which has {total / _GIB:.3g}. {remedy}. "
-        "hybridrl forecast prints every part for the same settings"
-    )
-    if found.without_tokens().peak > total:
-        raise PlacementError(problem)
-    notify(f"with sequences of full length, {problem}", "warning")
+    shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute))
 
 
 def changes_that_fit(
     config: PPOTrainerConfig, total: float, compute: ForRoles = forecast_roles
 ) -> tuple[list[tuple[str, Any]], bool]:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice."""
-    tried = copy.deepcopy(config)
-    peak, chosen = forecast_run(tried, total, compute).peak, []
-    for key, value in _candidates(tried, total, compute):
-        if peak <= total:
-            break
-        before = _get(tried, key)
-        _set(tried, key, value)
-        lower = forecast_run(tried, total, compute).peak
-        if lower < 0.99 * peak:
-            chosen.append((key, value))
-            peak = lower
-        else:
-            _set(tried, key, before)
-    return chosen, peak <= total
+    return shared.fewest_changes(
+        config,
+        total,
+        lambda tried: forecast_run(tried, total, compute).peak,
+        lambda tried: _candidates(tried, total, compute),
+    )
 
 
 def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> Iterator[tuple[str, Any]]:
@@ -209,27 +158,16 @@ def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> It
         if key.startswith("critic.") and not config.use_critic:
             continue
         if value == "a sequence":
-            if _get(config, key) > sequence:
+            if get_key(config, key) > sequence:
                 yield key, sequence
         elif value == "what is left":
             found = forecast_run(config, total, compute)
             left = (total - found.phases().get("gen", 0.0) + found.engine) / total
             fitting = math.floor(100 * left) / 100
-            if _LEAST_UTILIZATION <= fitting < _get(config, key):
+            if _LEAST_UTILIZATION <= fitting < get_key(config, key):
                 yield key, fitting
-        elif _get(config, key) != value:
+        elif get_key(config, key) != value:
             yield key, value
-
-
-def _get(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _set(config: Any, key: str, value: Any) -> None:
-    where, _, name = key.rpartition(".")
-    setattr(_get(config, where), name, value)
 
 
 def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> None:
@@ -243,22 +181,16 @@ def check_before_loading(config: PPOTrainerConfig, policy: RayWorkerGroup) -> No
     Raises:
         PlacementError: it cannot fit; see `refuse_if_too_large`.
     """
-    if not getattr(policy.resource_pool, "use_gpu", False):
-        return
 
     def compute(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[str, Forecast | None]:
         found: dict[str, Forecast | None] = policy.execute_rank_zero_sync("forecast_roles", config, dict(ranks))
         return found
 
-    try:
-        total = min(fact["total_gb"] for fact in policy.device_memory()) * _GIB
-        found = forecast_run(config, total, compute)
-    except Exception as error:  # a model that cannot be computed without weights can still be trained
-        notify(f"there is no forecast of memory: {type(error).__name__}: {error}")
-        return
-    for line in found.lines(total):
-        notify(line)
-    refuse_if_too_large(config, found, total, compute)
+    shared.check_group(
+        policy,
+        lambda total: forecast_run(config, total, compute),
+        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total, compute)),
+    )
 
 
 def print_forecast(config: PPOTrainerConfig) -> None:
@@ -268,17 +200,8 @@ def print_forecast(config: PPOTrainerConfig) -> None:
         PlacementError: it does not fit on this machine's GPUs.
     """
     import_external_lib(config.actor_rollout_ref.model.external_lib)
-    total = device.memory_stats()["total_gb"] * _GIB
-    on_gpu = device.is_gpu()
-    found = forecast_run(config, total if on_gpu else None)
-    print("\n".join(found.lines(total if on_gpu else None)))
-    if on_gpu:
-        refuse_if_too_large(config, found, total)
-    else:
-        processes = sum(next(iter(resource_pools(config).resource_pool_spec.values())))
-        if found.peak * processes > total:
-            notify(
-                f"{processes} processes with {found.peak / _GIB:.1f} GiB each need more than this machine has, "
-                f"{total / _GIB:.1f} GiB; lower trainer.n_gpus_per_node, or train on GPUs",
-                "warning",
-            )
+    shared.print_found(
+        lambda total: forecast_run(config, total),
+        lambda found, total: shared.refuse_if_too_large(found, total, lambda: changes_that_fit(config, total)),
+        list(resource_pools(config).resource_pool_spec.values()),
+    )

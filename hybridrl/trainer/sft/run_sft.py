@@ -36,9 +36,12 @@ def run_sft(config: SFTTrainerConfig) -> Outcome:
 
     with workers_starting(config.ray_kwargs, manager, trainer_config.device, spawn) as started:
         from hybridrl.trainer.sft.build import prepare  # takes seconds, as Ray's start does
+        from hybridrl.trainer.sft.forecast import check_before_loading
 
         trainer = prepare(config)
         notify(f"{trainer.sizes()}; loading the model {config.model.path}")
-        trainer.init_workers(started())
+        group = started()
+        check_before_loading(config, group)
+        trainer.init_workers(group)
         trainer.fit()
         return trainer.run.outcome

@@ -1,0 +1,128 @@
+"""The load-balancing loss of routers in an update (`fsdp_config.router_aux_loss_coef`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from hybridrl.engine.microbatch import Layout
+from hybridrl.errors import ModelError
+from hybridrl.models.info import config_of
+from hybridrl.models.routers import RouterLogits, check_overrides, load_balancing, why_no_router_loss
+from hybridrl.utils import distributed
+from hybridrl.utils.metrics import Metric
+
+KEY = "router_aux_loss_coef"
+
+
+def check_router_loss(model: Any, engine: Any) -> None:
+    """Refuse a model without routers, and settings that the loss cannot be combined with.
+
+    Args:
+        model: a `ModelConfig`.
+        engine: an `FSDPConfig`.
+
+    Raises:
+        ModelError: the message names the key.
+    """
+    coefficient = engine.router_aux_loss_coef
+    check_overrides(model.override_config, f"set fsdp_config.{KEY} (fsdp.{KEY} of the critic, engine.{KEY} of SFT)")
+    if not coefficient:
+        return
+    if engine.forward_only:
+        problem: str | None = "this model is not trained (forward_only=True)"
+    elif model.share_prefixes:
+        problem = "model.share_prefixes=True computes shared tokens once, so that experts would count them once"
+    elif engine.ulysses_sequence_parallel_size > 1:
+        problem = (
+            f"with ulysses_sequence_parallel_size={engine.ulysses_sequence_parallel_size}, a rank's routers see a part "
+            "of the tokens"
+        )
+    elif engine.use_torch_compile:
+        problem = "the logits of compiled routers are not collected (use_torch_compile=True)"
+    else:
+        problem = why_no_router_loss(config_of(model))
+    if problem:
+        raise ModelError(f"{KEY}={coefficient}: {problem}; set it to 0, or change that")
+
+
+class RouterLoss:
+    """Adds `coefficient` times the load-balancing loss of `hybridrl.models.routers` to an update.
+
+    The loss of an update is the mean of those of its micro-batches, weighted by their real tokens, prompts included,
+    over all ranks:
+
+        loss = sum_m (N_m / N) * load_balancing(micro-batch m),    N = sum_m N_m
+
+    Shares of it add up like those of the policy loss, so that its gradient does not depend on which rank computes a
+    micro-batch, nor on packing or padding. The loss itself is no mean over tokens: it is a product of two of them. So
+    it does depend on how the update is cut into micro-batches, as in any implementation that sees one at a time:
+    smaller ones ask for balance within fewer tokens.
+
+    Args:
+        module: the model.
+        coefficient: weight of the loss.
+        top_k: experts per token.
+    """
+
+    def __init__(self, module: nn.Module, coefficient: float, top_k: int) -> None:
+        self._routers = RouterLogits(module)
+        self._coefficient, self._top_k = coefficient, top_k
+        self._logits: list[torch.Tensor] = []
+        self._tokens = 0.0
+        self._value: torch.Tensor | float = 0.0
+        self._load: torch.Tensor | None = None
+
+    def begin(self, layouts: Sequence[Layout], group: ProcessGroup | None) -> None:
+        """Count the real tokens of an update.
+
+        Args:
+            layouts: all micro-batches of this rank.
+            group: one rank of each shard of the update.
+        """
+        own = torch.tensor(sum(int(_real(layout).sum()) for layout in layouts), device="cpu")
+        self._tokens = float(sum(int(count) for count in distributed.all_gather(own, group)))
+        self._value, self._load = 0.0, None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Collect the logits of the micro-batch that is computed in this context."""
+        with self._routers.collected() as logits:
+            yield
+        self._logits = logits
+
+    def share(self, layout: Layout) -> torch.Tensor:
+        """The micro-batch's share of the loss, times the coefficient; 0 for a dummy."""
+        real = _real(layout)
+        loss, load = load_balancing(self._logits, real, self._top_k)
+        self._logits = []
+        share = loss * (float(real.sum()) / max(self._tokens, 1.0))
+        self._value = self._value + share.detach()
+        self._load = load if self._load is None else self._load + load
+        return share * self._coefficient
+
+    def metrics(self, group: ProcessGroup | None) -> dict[str, Metric]:
+        """The loss without the coefficient, and how evenly all tokens of the update are spread over experts.
+
+        `router_load_max` is the load of the busiest expert of any layer over the mean load of its layer, 1 if all are
+        alike. `router_idle_frac` is the share of experts that no token chose.
+        """
+        assert self._load is not None  # there is at least one micro-batch, if only a dummy
+        load = torch.stack(distributed.all_gather(self._load.detach().cpu(), group)).sum(0)
+        relative = load / load.mean(dim=1, keepdim=True).clamp(min=1e-9)
+        return {
+            "router_aux_loss": Metric(self._value, kind="sum"),
+            "router_load_max": Metric(float(relative.max()), kind="max"),
+            "router_idle_frac": Metric(float((load == 0).float().mean())),
+        }
+
+
+def _real(layout: Layout) -> torch.Tensor:
+    """`[T]`, false on padding."""
+    assert layout.origins is not None  # only of layouts that are refused with this loss
+    return layout.origins >= 0

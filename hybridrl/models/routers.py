@@ -1,0 +1,151 @@
+"""The routers of a mixture-of-experts model: where they are, their logits, and how evenly they use the experts.
+
+Shapes: L layers with experts, T tokens of a micro-batch (padding included), E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils.output_capturing import OutputRecorder
+
+from hybridrl.errors import ModelError
+from hybridrl.models.attention import model_class_of
+
+LOGITS = "router_logits"
+#: entries of config.json by which transformers adds the loss to its own training loss, which is not used here
+OF_TRANSFORMERS = ("output_router_logits", "router_aux_loss_coef")
+
+
+def why_no_routers(config: PreTrainedConfig) -> str | None:
+    """Why the routers of a model cannot be found; None if they can."""
+    made = model_class_of(config)
+    if made is None:
+        return "it is not a plain causal language model of transformers"
+    if not isinstance(_recorder(made), OutputRecorder):
+        return f"{made.__name__} of transformers has no layers with experts whose router's logits it records"
+    return None
+
+
+def why_no_router_loss(config: PreTrainedConfig) -> str | None:
+    """Why a model has no load-balancing loss of its routers; None if it has."""
+    text = config.get_text_config()
+    missing = [name for name in ("router_aux_loss_coef", "num_experts_per_tok") if not hasattr(text, name)]
+    if missing:
+        return f"transformers defines no such loss for {text.model_type} (its configuration has no {missing[0]})"
+    return why_no_routers(config)
+
+
+def check_overrides(override: Mapping[str, Any], instead: str) -> None:
+    """Refuse what would ask transformers for the loss, because its own training loss is not used.
+
+    Args:
+        instead: what to do.
+
+    Raises:
+        ModelError: the message names the entry.
+    """
+    for name in OF_TRANSFORMERS:
+        if override.get(name):
+            raise ModelError(f"model.override_config.{name}={override[name]} has no effect in training; {instead}")
+
+
+class RouterLogits:
+    """Collects the logits of a model's routers, in the order of its layers.
+
+    Args:
+        module: a model of transformers, sharded or not.
+
+    Raises:
+        ModelError: it has no routers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._collected: list[torch.Tensor] | None = None
+        recorder = _recorder(module)
+        found = routers_of(module)
+        self._index = recorder.index
+        for router in found:
+            router.register_forward_hook(self._collect)
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[list[torch.Tensor]]:
+        """Within the context, each router adds its logits `[T, E]`, with their gradient.
+
+        Layers that are computed again in a backward pass outside of the context add nothing.
+        """
+        self._collected = []
+        try:
+            yield self._collected
+        finally:
+            self._collected = None
+
+    def _collect(self, router: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if self._collected is not None:
+            logits = output if isinstance(output, torch.Tensor) else output[self._index]
+            self._collected.append(logits.reshape(-1, logits.shape[-1]))
+
+
+def load_balancing(logits: Sequence[torch.Tensor], real: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The load-balancing loss of transformers (equations 4 to 6 of arXiv 2101.03961), and the tokens of each expert.
+
+        loss = E * sum_i f_i P_i,    f_i = #(l, t, k: k-th choice of token t in layer l is i) / (L N),
+                                     P_i = sum_(l, t) softmax(logits_lt)_i / (L N)
+
+    over the N real tokens t of all layers l together. It is K where all experts are used alike. f has no gradient.
+
+    Args:
+        logits: of each layer, `[T, E]`.
+        real: `[T]` bool, false on padding.
+        top_k: K.
+
+    Returns:
+        The loss, 0 without real tokens, and how many tokens chose each expert, `[L, E]`, without gradient.
+    """
+    weight = real.to(logits[0].device, torch.float32)
+    counts, mass = [], []
+    for layer in logits:
+        probabilities = torch.softmax(layer, dim=-1, dtype=torch.float32)
+        chosen = probabilities.detach().topk(top_k, dim=-1).indices.flatten()
+        counts.append(weight.new_zeros(layer.shape[-1]).scatter_add_(0, chosen, weight.repeat_interleave(top_k)))
+        mass.append(weight @ probabilities)
+    load = torch.stack(counts)
+    rows = (weight.sum() * len(logits)).clamp(min=1)
+    loss = load.shape[1] * ((load.sum(0) / rows) * (torch.stack(mass).sum(0) / rows)).sum()
+    return loss, load
+
+
+def routers_of(module: nn.Module) -> list[nn.Module]:
+    """The routers of a model of transformers, in the order of its layers.
+
+    Raises:
+        ModelError: it has none.
+    """
+    recorder = _recorder(module)
+    found = list(_routers(module, recorder)) if isinstance(recorder, OutputRecorder) else []
+    if not found:
+        raise ModelError(f"{type(module).__name__} has no routers of experts whose logits transformers records")
+    return found
+
+
+def experts_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token uses."""
+    text: Any = config.get_text_config()
+    names = [name for name in ("n_routed_experts", "num_local_experts", "num_experts") if getattr(text, name, None)]
+    return int(getattr(text, names[0])), int(text.num_experts_per_tok)
+
+
+def _recorder(model: Any) -> Any:
+    """How transformers finds the logits of a model's routers; None if it does not."""
+    return (getattr(model, "_can_record_outputs", None) or {}).get(LOGITS)
+
+
+def _routers(module: nn.Module, recorder: OutputRecorder) -> Iterator[nn.Module]:
+    for name, part in module.named_modules():
+        if isinstance(part, recorder.target_class) and name.endswith(recorder.layer_name or ""):
+            yield part
