@@ -40,9 +40,11 @@ if WORKER is None:
 else:
     os.environ["RAY_TMPDIR"] = os.path.join(os.environ["RAY_TMPDIR"], WORKER)
     os.makedirs(os.environ["RAY_TMPDIR"])
-# Started in the background of a shell, tests ignore Ctrl-C, and what they start would inherit that.
+# Started in the background of a shell, tests ignore Ctrl-C, and under nohup a closed terminal; what they start would
+# inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Ray workers and subprocesses run in folders of their own and must find the package of this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
 if str(REPOSITORY) not in sys.path:
@@ -190,6 +192,14 @@ def forked() -> Iterator[str]:
 
     with fork_server.programs(Path(os.environ["RAY_TMPDIR"])) as python:
         yield python
+
+
+@pytest.fixture(scope="session")
+def started_engines(ray_session: None) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """In a block of it, processes of inference engines start by themselves, as a user's do (tests/README.md)."""
+    import fork_server
+
+    return lambda: fork_server.started_engines(Path(os.environ["RAY_TMPDIR"]))
 
 
 @pytest.fixture(scope="session")

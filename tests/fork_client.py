@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 def needs_its_own_python(words: list[str]) -> bool:
     """Return whether the runtime environment among Ray's words has effects that a forked process cannot have."""
@@ -25,13 +27,23 @@ def needs_its_own_python(words: list[str]) -> bool:
     return False
 
 
+def inherited_files() -> list[int]:
+    """Numbers of the open files that this process was given, as it would give them to another program."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own
+            if os.get_inheritable(number):
+                found.append(number)
+    return sorted(found)
+
+
 def forward_signals(pid: int) -> None:
     """To the process that this one stands for. SIGKILL cannot be forwarded: the server sees that this one is gone."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in FORWARDED:
         signal.signal(number, lambda received, _: send(process, received))
 
 
@@ -43,14 +55,20 @@ def send(process: int, number: int) -> None:
 def main() -> None:
     if needs_its_own_python(sys.argv[1:]):
         os.execv(sys.executable, [sys.executable, os.environ["HYBRIDRL_TEST_SETUP_WORKER"], *sys.argv[1:]])
-    request = json.dumps({"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # one that arrives now waits for its handler
+    numbers = inherited_files()
+    about = {"words": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(), "numbers": numbers}
+    request = json.dumps(about).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ["HYBRIDRL_TEST_FORK_SERVER"])
-        socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+        socket.send_fds(server, [len(request).to_bytes(8, "big")], numbers)
         server.sendall(request)
         pid = server.recv(8, socket.MSG_WAITALL)
+        for number in numbers[3:]:  # a pipe ends for its reader when the process has closed it
+            os.close(number)
         if len(pid) == 8:
             forward_signals(int.from_bytes(pid, "big"))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         answer = server.recv(8, socket.MSG_WAITALL)  # once the process has ended
     status = int.from_bytes(answer, "big") if len(answer) == 8 else 1 << 8
     if os.WIFSIGNALED(status):

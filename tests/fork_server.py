@@ -1,11 +1,12 @@
-"""Forks Ray workers and programs of the tests from a process that has imported what they import.
+"""Forks Ray workers, engines and programs of the tests from a process that has imported what they import.
 
-A process that starts by itself spends five seconds of processor time on importing torch and transformers, and most
-tests that use Ray need a few. Everything else about a worker stays Ray's: command line, environment, log files.
+A process that starts by itself spends five seconds of processor time on importing torch and transformers, ten on vLLM
+or SGLang, and most tests that use Ray need a few. Everything else about a worker stays Ray's: command line,
+environment, log files.
 
-`running` runs a server for the workers of this process's Ray. `programs` runs a server for whole programs and the
-workers of their Rays. `fork_client.py` asks for a process and stands for it. A server ends with the process that
-started it.
+`running` runs a server for the workers of this process's Ray, and one for the processes of their inference engines.
+`programs` runs a server for whole programs and the workers of their Rays. `fork_client.py` asks for a process and
+stands for it. A server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
+import importlib.util
 import json
+import multiprocessing
 import multiprocessing.process
 import os
 import runpy
@@ -34,12 +38,22 @@ from typing import Any
 
 ADDRESS = "HYBRIDRL_TEST_FORK_SERVER"
 SETUP_WORKER = "HYBRIDRL_TEST_SETUP_WORKER"  # Ray's own program
+ENGINES = "HYBRIDRL_TEST_ENGINES"  # the Python that forks the processes of inference engines
 STAND_IN = """#!/bin/sh
+[ "$1" = -u ] && shift  # what `torchrun` says; output is unbuffered in tests as it is
 case "$1" in
     -m | *.py) {name}={address} exec {python} -I -S {client} --program "$@" ;;
     *) exec {python} "$@" ;;
 esac
 """
+ENGINES_STAND_IN = """#!/bin/sh
+[ -e {started} ] || case "$*" in
+    *spawn_main* | "-m hybridrl.rollout.sglang.host"*)
+        {name}={address} exec {python} -I -S {client} --program "$@" ;;
+esac
+exec {python} "$@"
+"""
+STARTED = "engines-started"  # a file: while it is there, engines are started as they are without a server
 CLIENT = Path(__file__).with_name("fork_client.py")
 
 # Nothing here may start a thread (pyarrow does): a fork would lose it.
@@ -66,6 +80,24 @@ WITH_RAYS_ENVIRONMENT = (
     "hybridrl.workers.actor_rollout_ref",
     "hybridrl.workers.critic",
 )
+# What the processes of an engine import, with the environment of the first.
+OF_ENGINES = {
+    "vllm": (
+        "ray._private.workers.default_worker",  # the main module of a replica, which its children import too
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.model_executor.models.qwen2",
+        "hybridrl.rollout.vllm.engine",
+    ),
+    "sglang": (
+        "sglang.srt.entrypoints.engine",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.models.qwen2",
+        "hybridrl.rollout.sglang.host",
+    ),
+}
 
 
 @contextmanager
@@ -76,8 +108,12 @@ def running(folder: Path) -> Iterator[None]:
     """
     from ray._private import ray_constants, workers  # the server itself imports Ray later
 
-    with _server(folder / f"fork-{os.getpid()}", "workers") as address:
+    with (
+        _server(folder / f"fork-{os.getpid()}", "workers") as address,
+        _server(folder / f"engines-{os.getpid()}", "engines") as engines,
+    ):
         os.environ[ADDRESS] = address
+        os.environ[ENGINES] = _stand_in(folder / "engines", ENGINES_STAND_IN, engines)
         os.environ.setdefault(SETUP_WORKER, str(Path(workers.__path__[0]) / ray_constants.SETUP_WORKER_FILENAME))
         ray_constants.SETUP_WORKER_FILENAME = str(CLIENT)  # Ray appends it to its own folder: a whole path wins
         yield
@@ -91,11 +127,25 @@ def programs(folder: Path) -> Iterator[str]:
         A Python: `-m MODULE ...` and `FILE.py ...` are forked, everything else is run by the Python that runs this.
     """
     with _server(folder / f"programs-{os.getpid()}", "programs") as address:
-        python = folder / "bin" / "python"
-        python.parent.mkdir()
-        python.write_text(STAND_IN.format(name=ADDRESS, address=address, python=sys.executable, client=CLIENT))
-        python.chmod(0o755)
-        yield str(python)
+        yield _stand_in(folder / "bin", STAND_IN, address)
+
+
+@contextmanager
+def started_engines(folder: Path) -> Iterator[None]:
+    """Engines of this block are started, not forked: for tests of who ends with whom."""
+    (folder / STARTED).touch()
+    yield
+    (folder / STARTED).unlink()
+
+
+def _stand_in(folder: Path, text: str, address: str) -> str:
+    """Write the Python of a server, and return its path."""
+    folder.mkdir()
+    python = folder / "python"
+    facts = {"python": sys.executable, "client": CLIENT, "started": folder.parent / STARTED}
+    python.write_text(text.format(name=ADDRESS, address=address, **facts))
+    python.chmod(0o755)
+    return str(python)
 
 
 @contextmanager
@@ -125,11 +175,12 @@ class Request:
     words: list[str]
     environment: dict[str, str]
     folder: str
-    streams: list[int]
+    numbers: list[int]  # of the client's files that the process gets: 0, 1, 2, and what else the client inherited
+    files: list[int]  # these files, in the server
 
     @property
     def is_program(self) -> bool:
-        """`--program -m MODULE ...` or `--program FILE ...`, in contrast to a worker."""
+        """`--program` and what follows Python's name in a command; else it is a worker."""
         return self.words[0] == "--program"
 
 
@@ -147,14 +198,15 @@ def serve(listener: socket.socket, kind: str) -> Request | None:
 
     Args:
         listener: where clients connect.
-        kind: "workers" of one Ray, which is imported with its first worker's environment; or "programs", each of which
-            imports Ray with its own, and so do its workers.
+        kind: "workers" of one Ray, which is imported with its first worker's environment; "engines" of its replicas,
+            likewise; or "programs", each of which imports Ray with its own, and so do its workers.
 
     Returns:
         In a forked process what it is to become; None in the server.
     """
-    for name in (*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())):
-        importlib.import_module(name)
+    if kind != "engines":  # few tests need them
+        for name in (*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())):
+            importlib.import_module(name)
     if kind == "programs":
         assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
         _settle()
@@ -174,7 +226,10 @@ def serve(listener: socket.socket, kind: str) -> Request | None:
                 if request is None:
                     continue
                 if kind == "workers":
-                    _finish_imports(request)
+                    _finish_imports(request, "ray", WITH_RAYS_ENVIRONMENT)
+                elif kind == "engines":
+                    engine = next(name for name in OF_ENGINES if importlib.util.find_spec(name))
+                    _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine]))
                 pid = os.fork()
                 if pid == 0:
                     for file in (listener, selector, client, *(child.client for child in children.values())):
@@ -186,8 +241,8 @@ def serve(listener: socket.socket, kind: str) -> Request | None:
                     return request
                 with contextlib.suppress(OSError):
                     client.sendall(pid.to_bytes(8, "big"))
-                for stream in request.streams:
-                    os.close(stream)
+                for file in request.files:
+                    os.close(file)
                 child = Child(pid, os.pidfd_open(pid), client)
                 children[pid] = child
                 selector.register(child.handle, selectors.EVENT_READ, child)
@@ -198,24 +253,29 @@ def serve(listener: socket.socket, kind: str) -> Request | None:
                 selector.unregister(key.data.client)
                 os.kill(key.data.pid, signal.SIGKILL)
             else:
+                if kind == "engines":  # with a process goes what it started, which is forked too
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(key.data.pid, signal.SIGKILL)
                 _ended(children.pop(key.data.pid), selector)
 
 
 def _received(client: socket.socket) -> Request | None:
     """What the client asks for; None where it has gone already."""
-    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    size, files, _, _ = socket.recv_fds(client, 8, 200)
     text = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
     if len(size) < 8 or len(text) < int.from_bytes(size, "big"):
         return None
-    return Request(**json.loads(text), streams=streams)
+    return Request(**json.loads(text), files=files)
 
 
-def _finish_imports(request: Request) -> None:
-    """Import Ray as its first worker would."""
-    if "ray" in sys.modules:
+def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> None:
+    """Import modules as the first process would that asks for one."""
+    if package in sys.modules:
         return
     os.environ.update(request.environment)
-    for name in WITH_RAYS_ENVIRONMENT:
+    if package == "sglang":
+        importlib.import_module("hybridrl.rollout.sglang.compat").use_stand_ins()
+    for name in names:
         importlib.import_module(name)
     _settle()
 
@@ -239,14 +299,20 @@ def _ended(child: Child, selector: selectors.BaseSelector) -> None:
 
 
 def enter(request: Request) -> None:
-    """Give a forked process the environment, the folder and the streams that were asked for."""
-    for number, stream in enumerate(request.streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    """Give a forked process the environment, the folder and the files that were asked for."""
+    out_of_the_way = [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in request.files]
+    for file in request.files:
+        os.close(file)
+    for number, file in zip(request.numbers, out_of_the_way, strict=True):
+        os.dup2(file, number)
+        os.close(file)
     os.chdir(request.folder)
     multiprocessing.process.ORIGINAL_DIR = request.folder  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(request.environment)
+    if ENGINES in os.environ:  # what this process starts next may be an engine
+        sys.executable = os.environ[ENGINES]
+        multiprocessing.set_executable(sys.executable)
 
 
 def become_program(request: Request) -> None:
@@ -254,11 +320,16 @@ def become_program(request: Request) -> None:
     os.setsid()
     enter(request)
     atexit.register(gc.unfreeze)  # as the last of all
-    sys.meta_path.insert(0, ForkRaysWorkers())
+    if "ray" not in sys.modules:
+        sys.meta_path.insert(0, ForkRaysWorkers())
     if request.words[1] == "-m":
         sys.argv = request.words[2:]
         sys.path[:1] = [request.folder, *python_path()]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif "--multiprocessing-fork" in request.words:
+        place = request.words.index("-c")
+        sys.argv = ["-c", *request.words[place + 2 :]]
+        exec(request.words[place + 1], sys.modules["__main__"].__dict__)
     else:
         sys.argv = request.words[1:]
         file = os.path.abspath(sys.argv[0])

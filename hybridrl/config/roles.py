@@ -189,7 +189,7 @@ register_role(
             "update_actor",
             "update_actor",
             fields=("advantages",),
-            optional=("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights"),
+            optional=("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights", "routed_experts"),
             after=lambda config: config.trainer.critic_warmup,
             advice=_TRAINING.format(_ACTOR, f"{_ACTOR}.fsdp_config"),
         ),

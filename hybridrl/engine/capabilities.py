@@ -43,6 +43,27 @@ class ComparesVocabulary(ABC):
         """
 
 
+class ReplaysRouting(ABC):
+    """The experts that tokens chose can be an output of `infer` (`routed_experts`).
+
+    A batch with this field is computed, by `infer` and by `train_batch`, with the experts in it; their weights are
+    those of the current routers.
+    """
+
+    @classmethod
+    @abstractmethod
+    def check_replay(cls, model: Any, engine: Any) -> None:
+        """Refuse a model without routers, and settings that replay cannot be combined with.
+
+        Args:
+            model: a `ModelConfig`.
+            engine: the settings that the engine reads.
+
+        Raises:
+            ModelError: the message says what is in the way.
+        """
+
+
 class HasAdapters(ABC):
     """The model trains an adapter (LoRA) next to frozen weights."""
 

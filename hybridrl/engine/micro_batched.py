@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from tensordict import TensorDict
 
-from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.capabilities import ReplaysRouting
+from hybridrl.engine.microbatch import ROUTED_EXPERTS, BatchPlan, Layout, dummy_layout, fields
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import ModelError, is_out_of_memory
@@ -130,7 +131,11 @@ class MicroBatchedEngine(Engine):
         )
         if computed is None:
             return {}
-        return {name: plan.scatter([part[name] for part in computed[: len(plan.groups)]]) for name in outputs}
+        found = {name: [part[name] for part in computed] for name in outputs}
+        return {
+            name: plan.scatter_tokens(parts) if name == ROUTED_EXPERTS else plan.scatter(parts[: len(plan.groups)])
+            for name, parts in found.items()
+        }
 
     def train_batch(
         self,
@@ -233,7 +238,7 @@ class MicroBatchedEngine(Engine):
         return [*(plan.layout(rows) for rows in plan.groups), *(dummy_layout() for _ in range(missing))]
 
     def _check_outputs(self, outputs: Collection[str]) -> None:
-        known = OUTPUTS[self.model_type]
+        known = (*OUTPUTS[self.model_type], *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
         unknown = sorted(set(outputs) - set(known))
         if unknown or not outputs:
             raise ValueError(

@@ -33,6 +33,8 @@ from hybridrl.utils.seqlen_balancing import karmarkar_karp
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}
 # Padding tokens that cost about as much as the fixed time of another pass through the model.
 WORTHWHILE_PADDING = {"cpu": 64, "cuda": 4096}
+#: output and field: the experts that each token chose, or is to use, `[B, S, L, K]`
+ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Layout:
     # [b * W] or [L]: where each token is in the batch's flattened [B, S], -1 for padding; in main memory. None in a
     # layout with tokens that are no row's own: of a prefix tree, or a rank's part of a row.
     origins: torch.Tensor | None = None
+    # [b * W, L, K] or [L, L, K]: the experts that each token is to use; in main memory. None: as the routers choose.
+    experts: torch.Tensor | None = None
 
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
@@ -60,6 +64,7 @@ class Layout:
             self.lengths,
             None if self.attention_mask is None else self.attention_mask.to(target, non_blocking=True),
             self.origins,
+            self.experts,
         )
 
 
@@ -83,7 +88,8 @@ class BatchPlan:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching, packed: bool, work: Work | None = None
     ):
-        self.tensors = tensors
+        self.tensors = {name: tensor for name, tensor in tensors.items() if name != ROUTED_EXPERTS}
+        self._experts = tensors.get(ROUTED_EXPERTS)
         self.packed = packed
         self._micro = micro
         self.input_ids = _required(tensors, "input_ids")
@@ -143,6 +149,13 @@ class BatchPlan:
 
     def layout(self, rows: Sequence[int]) -> Layout:
         """The micro-batch of these rows, in main memory."""
+        layout = self._layout(rows)
+        if self._experts is not None:
+            assert layout.origins is not None  # plans of other layouts are refused with replay
+            layout.experts = self._experts.flatten(0, 1)[layout.origins.clamp(min=0)]
+        return layout
+
+    def _layout(self, rows: Sequence[int]) -> Layout:
         index = torch.tensor(rows)
         ids, attention, ranks = self.input_ids[index], self.attention[index], self.ranks[index]
         mask = self.response_mask[index]
@@ -211,6 +224,18 @@ class BatchPlan:
             positions = torch.cat([self.token_positions(rows) for rows in self.groups])
             flat[positions] = torch.cat(list(parts)).float().cpu()
         return flat.view(self.batch_size, self.response_width)
+
+    def scatter_tokens(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What every micro-batch has for each of its real tokens, `[N', ...]`, as `[B, S, ...]`; 0 on padding.
+
+        Args:
+            parts: in main memory, at least one; those after the last micro-batch are of dummies.
+        """
+        whole = parts[0].new_zeros(self.batch_size, self.width, *parts[0].shape[1:])
+        for rows, part in zip(self.groups, parts, strict=False):
+            row, column = self.attention[torch.tensor(rows)].nonzero(as_tuple=True)
+            whole[torch.tensor(rows)[row], column] = part
+        return whole
 
     def _find_response_mask(self) -> torch.Tensor:
         mask = self.tensors.get("response_mask")

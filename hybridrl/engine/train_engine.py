@@ -199,11 +199,13 @@ class Engine(ABC):
             outputs: Of a language model `log_probs` (of each response token), `entropy` and `sum_pi_squared` (of
                 the distribution it was drawn from) and `ref_kl` (its divergence from the reference's, over the
                 vocabulary, after `ComparesVocabulary.compare_with`); of a value model `values` (of the state before
-                each response token).
+                each response token). With `ReplaysRouting` also `routed_experts`.
 
         Returns:
-            Name to float32 `[B, T]` in main memory, 0 where `response_mask` is 0. A rank that computes no outputs
-            (an early stage of a pipeline) may return nothing; its loss function is not called either.
+            Name to float32 `[B, T]` in main memory, 0 where `response_mask` is 0; `routed_experts` are integers
+            `[B, S, L, K]` for L layers and K experts per token, 0 on padding and in rows without response tokens. A
+            rank that computes no outputs (an early stage of a pipeline) may return nothing; its loss function is not
+            called either.
         """
 
     @abstractmethod

@@ -68,9 +68,7 @@ class RouterLogits:
     def __init__(self, module: nn.Module) -> None:
         self._collected: list[torch.Tensor] | None = None
         recorder = _recorder(module)
-        found = list(_routers(module, recorder)) if isinstance(recorder, OutputRecorder) else []
-        if not found:
-            raise ModelError(f"{type(module).__name__} has no routers of experts whose logits transformers records")
+        found = routers_of(module)
         self._index = recorder.index
         for router in found:
             router.register_forward_hook(self._collect)
@@ -120,6 +118,26 @@ def load_balancing(logits: Sequence[torch.Tensor], real: torch.Tensor, top_k: in
     rows = (weight.sum() * len(logits)).clamp(min=1)
     loss = load.shape[1] * ((load.sum(0) / rows) * (torch.stack(mass).sum(0) / rows)).sum()
     return loss, load
+
+
+def routers_of(module: nn.Module) -> list[nn.Module]:
+    """The routers of a model of transformers, in the order of its layers.
+
+    Raises:
+        ModelError: it has none.
+    """
+    recorder = _recorder(module)
+    found = list(_routers(module, recorder)) if isinstance(recorder, OutputRecorder) else []
+    if not found:
+        raise ModelError(f"{type(module).__name__} has no routers of experts whose logits transformers records")
+    return found
+
+
+def experts_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token uses."""
+    text: Any = config.get_text_config()
+    names = [name for name in ("n_routed_experts", "num_local_experts", "num_experts") if getattr(text, name, None)]
+    return int(getattr(text, names[0])), int(text.num_experts_per_tok)
 
 
 def _recorder(model: Any) -> Any:

@@ -58,8 +58,13 @@ def start_rollout(
         before_start: called with the engine's name before its replicas start.
 
     Raises:
-        RolloutError: the engine is not available, or does not start.
+        RolloutError: the engine is not available, or does not start; a setting cannot take effect.
     """
+    if config.rollout.checkpoint_engine.delta and (own_pool is None or policy is None):
+        raise RolloutError(
+            f"{_KEY}.checkpoint_engine.delta=True without a policy that sends its weights to replicas on devices of "
+            "their own, where it saves bytes: give own_pool (rollout.nnodes in a configuration), or set delta=false"
+        )
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
     if InferenceEngines.facts(name).in_place:

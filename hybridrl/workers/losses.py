@@ -22,7 +22,9 @@ from hybridrl.algorithms import (
 )
 from hybridrl.algorithms.config_access import ConfigView
 from hybridrl.config import ActorConfig, CriticConfig, PPOTrainerConfig, RolloutCorrectionConfig
-from hybridrl.engine.capabilities import ComparesVocabulary, require
+from hybridrl.config.strategies import engine_settings
+from hybridrl.engine.capabilities import ComparesVocabulary, ReplaysRouting, require
+from hybridrl.errors import ModelError
 from hybridrl.protocol import DataProto
 from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
 from hybridrl.utils.metrics import Metric
@@ -47,6 +49,30 @@ def check_kl_form(config: PPOTrainerConfig) -> None:
             if asks:
                 why = f"{key}={FULL_KL} with actor_rollout_ref.{where}.strategy={part.strategy}"
                 require(TRAIN_ENGINES.get(part.strategy), ComparesVocabulary, why, f"set {key}=low_var_kl")
+
+
+def check_router_replay(config: PPOTrainerConfig) -> None:
+    """Refuse router replay where it cannot be done, or would replay what was never recorded.
+
+    Raises:
+        ModelError: naming the key that asks for it.
+    """
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.actor.router_replay.mode"
+    actor = policy.actor
+    if actor.router_replay.mode == "disabled":
+        return
+    asked = f"{key}={actor.router_replay.mode}"
+    engine, disable = TRAIN_ENGINES.get(actor.strategy), f"set {key}=disabled"
+    require(engine, ReplaysRouting, f"{asked} with actor_rollout_ref.actor.strategy={actor.strategy}", disable)
+    if config.algorithm.rollout_correction.bypass_mode:
+        raise ModelError(
+            f"{asked} replays what the pass for old log-probabilities records, and "
+            f"algorithm.rollout_correction.bypass_mode=True leaves that pass out; set one of them otherwise"
+        )
+    try:
+        engine.check_replay(policy.model, engine_settings(actor, policy.model.external_lib))
+    except ModelError as error:
+        raise ModelError(f"{asked}: {error}, or {disable}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,15 @@ def test_signals_reach_the_program(forked: str, tmp_path: Path) -> None:
             assert process.stdout.read() == ""  # nobody has it open any more: the program has ended
 
 
+def test_open_files_that_are_passed_on_arrive_under_their_numbers(forked: str, tmp_path: Path) -> None:
+    (tmp_path / "writes.py").write_text("import os, sys\nos.write(int(sys.argv[1]), b'given')\n")
+    reader, writer = os.pipe()
+    status = subprocess.run([forked, "writes.py", str(writer)], cwd=tmp_path, pass_fds=[writer]).returncode
+    os.close(writer)
+    with open(reader) as stream:
+        assert (status, stream.read()) == (0, "given"), "and nobody has the pipe open any more"
+
+
 def test_what_is_not_a_program_is_run_by_python_itself(forked: str) -> None:
     code = "import sys; print(sys.executable)"
     assert subprocess.check_output([forked, "-c", code], text=True).strip() == sys.executable

@@ -68,7 +68,7 @@ def same(first: pd.DataFrame, second: pd.DataFrame) -> None:
 def test_a_killed_run_goes_on_to_the_same_result(
     words: list[str],
     tmp_path: Path,
-    start_real: Callable[..., Job],
+    start: Callable[..., Job],
     ray_session: None,
     sort_data: Path,
     micro_model: Path,
@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on_to_the_same_result(
     many = [*words, "data.batch_size=1", "data.log_probs=True", "data.max_response_length=48"]
     output = tmp_path / "out" / "answers.parquet"
     parts = output.with_name("answers.parquet.parts")
-    job = start_real(*many, module=GENERATION)
+    job = start(*many, module=GENERATION)
     job.wait_for(lambda: (parts / "part_000001.parquet").exists())
     job.kill()
     left = {path.name: path.stat().st_mtime_ns for path in parts.glob("part_*.parquet")}

@@ -100,6 +100,12 @@ def torchrun(start: Start, *words: str, nodes: int = 1, node: int = 0, port: int
     return start(*options, *words, module="torch.distributed.run")
 
 
+@pytest.fixture
+def forked_ranks(forked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", forked)  # what `torchrun` starts its ranks with
+
+
+@pytest.mark.usefixtures("forked_ranks")
 def test_torchrun_leaves_the_work_to_its_rank_0(start: Start, sft_run: list[str], tmp_path: Path) -> None:
     """As verl's commands start it. The other rank ends at once, and workers form a process group of their own."""
     words = [word for word in sft_run if not word.startswith("trainer.n_gpus_per_node")]
@@ -117,6 +123,7 @@ def test_torchrun_leaves_the_work_to_its_rank_0(start: Start, sft_run: list[str]
     assert found == [without_timing(record) for record in records(plain)]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_torchrun_on_two_nodes_has_one_controller(start: Start, sft_run: list[str], tmp_path: Path) -> None:
     """Both agents of torchrun are on this machine, whose CPUs Ray takes for one node with room for all workers."""
     with socket.socket() as probe:

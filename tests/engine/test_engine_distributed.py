@@ -34,6 +34,9 @@ from hybridrl.utils.metrics import merge_metrics
 from hybridrl.utils.rng import seed_rng
 
 FIELDS = make_fields()
+# Each token uses the given 2 of 4 experts in 2 layers.
+CHOICES = torch.rand(*FIELDS["input_ids"].shape, 2, 4, generator=torch.Generator().manual_seed(6)).topk(2).indices
+ROUTED = {**FIELDS, "routed_experts": CHOICES}
 SPLIT = 9  # rank 0 works on 9 rows, rank 1 on 3: their numbers of micro-batches differ
 SETTINGS = {"override_optimizer_config": {"eps": 1e-5}}
 # Its fused kernel does not know shards; its state is empty or holds no step counter.
@@ -367,9 +370,10 @@ def check_router_loss(rank: int, routed: Path, work: Path) -> None:
     """One rank has more micro-batches than the other, which adds dummies."""
     expected = torch.load(work / "routers.pt", weights_only=True)
     engine = make_engine(routed, optim=SETTINGS, router_aux_loss_coef=0.1)
-    for step, values in zip(
-        train_routers(engine, make_batch(FIELDS, own_rows(rank))), expected["metrics"], strict=True
-    ):
+    found = engine.infer(make_batch(FIELDS, own_rows(rank)), MicroBatching(size=2), outputs=("routed_experts",))
+    assert torch.equal(found["routed_experts"], expected["experts"][own_rows(rank)])
+    metrics = train_routers(engine, make_batch(ROUTED, own_rows(rank)))
+    for step, values in zip(metrics, expected["metrics"], strict=True):
         assert step == pytest.approx(values, rel=1e-4, abs=1e-6)
     close(weights(engine), expected["after"])
 
@@ -443,8 +447,9 @@ def test_two_ranks_do_what_one_does(
     torch.save(record, tmp_path / "full_kl.pt")
 
     engine = make_engine(routed_model, optim=SETTINGS, router_aux_loss_coef=0.1)
-    record = {"metrics": train_routers(engine, batch), "after": weights(engine)}
-    torch.save(record, tmp_path / "routers.pt")
+    record = engine.infer(batch, MicroBatching(), outputs=("routed_experts",))
+    record = {"experts": record["routed_experts"], "metrics": train_routers(engine, make_batch(ROUTED))}
+    torch.save({**record, "after": weights(engine)}, tmp_path / "routers.pt")
 
     spawn(body, 2, micro_model, tied_model, odd_model, routed_model, tmp_path)
     for name, optim in OPTIMIZERS.items():  # and what two ranks saved goes on on one

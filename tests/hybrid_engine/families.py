@@ -35,6 +35,11 @@ LATENT = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "topk_method": "noaux_tc",  # as in the configurations of published models; vLLM reads it
+    # as there, too; SGLang reads them
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    | {"original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
 }
 FAMILIES: dict[str, PreTrainedConfig] = {
     # first, because vLLM makes the group of expert parallelism for such a model only

@@ -6,33 +6,17 @@ Each process writes LAYOUT-RANK.json to the folder of each model. The processes 
 modules are imported, because imports take almost all of the time.
 """
 
-import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
-from safetensors.torch import load_file
+from recorded_load import PROCESSES, compare, run, write
 
-from hybridrl.hybrid_engine.model_tensors import model_tensors
-from hybridrl.hybrid_engine.record import LoadRecorder
-from hybridrl.hybrid_engine.shards import boxes_of, count
 from hybridrl.hybrid_engine.topology import GenerationLayout, parse_layout
 from hybridrl.models.loading import load_model_config
-
-PROCESSES = 2
-
-
-def by_rules(folder: str, layout: GenerationLayout, rank: int) -> dict[str, list[object]]:
-    """The boxes that the rules of `model_tensors` give this rank."""
-    specs, layers = model_tensors(load_model_config(folder))
-    found = {spec.name: boxes_of(spec, layout, layout.coordinates(rank), layers) for spec in specs}
-    return {name: sorted((box.start, box.stop) for box in boxes) for name, boxes in found.items()}
 
 
 @contextmanager
@@ -61,66 +45,14 @@ def built(folder: str, layout: GenerationLayout, rank: int) -> Iterator[torch.nn
         destroy_model_parallel()
 
 
-def check(which: str, rank: int) -> dict[str, object]:
-    """Record one load, carry its copies out by hand, and compare with the load itself."""
-    sizes, _, folder = which.partition("@")
-    layout = parse_layout(sizes, GenerationLayout)
-    with built(folder, layout, rank) as model, torch.no_grad():
-        state = load_file(Path(folder) / "model.safetensors")
-        parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-        for parameter in model.parameters():
-            parameter.data.zero_()
-        recorder = LoadRecorder(parameters, {name: tuple(t.shape) for name, t in state.items()}, torch.float32)
-        with recorder:
-            model.load_weights(recorder.sources())
-        untouched = all(not parameter.any() for parameter in model.parameters())
-        for copy in recorder.copies:
-            part = state[copy.source][tuple(map(slice, copy.box.start, copy.box.stop))]
-            whole = parameters[copy.parameter].data
-            there = whole[tuple(map(slice, copy.parameter_box.start, copy.parameter_box.stop))]
-            there.copy_(part.reshape(there.shape))
-        by_hand = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        for parameter in model.parameters():
-            parameter.data.zero_()
-        model.load_weights(iter(state.items()))
-    rules, required = by_rules(folder, layout, rank), recorder.required()
-    differ = [
-        name
-        for name, boxes in required.items()
-        if name in rules and sorted((box.start, box.stop) for box in boxes) != rules[name]
-    ]
-    experts = {name for name in state if ".experts." in name}
-    fused = sum(count(boxes) for spec, boxes in _fused(folder, layout, rank))
-    return {
-        "copies": len(recorder.copies),
-        "unplanned": recorder.unplanned,
-        "skipped": [
-            name for name in recorder.skipped if rules.get(name) or (name not in rules and name not in experts)
-        ],
-        "untouched": untouched,
-        "wrong": [name for name, parameter in parameters.items() if not torch.equal(parameter, by_hand[name])],
-        "differ_from_rules": differ,
-        "without_rule": sorted(name for name in required if name not in rules and name not in experts),
-        "experts_recorded": sum(count(required.get(name, ())) for name in experts),
-        "experts_by_rules": fused,
-    }
-
-
-def _fused(folder: str, layout: GenerationLayout, rank: int) -> list[tuple[str, tuple[object, ...]]]:
-    specs, layers = model_tensors(load_model_config(folder))
-    return [
-        (spec.name, boxes_of(spec, layout, layout.coordinates(rank), layers))
-        for spec in specs
-        if spec.cut.expert_dim is not None
-    ]
-
-
-def main(rank: int, arguments: list[str]) -> None:
+def main(rank: int, arguments: list[str], port: int) -> None:
     """One process of the two."""
+    os.environ.update(METHOD=f"tcp://127.0.0.1:{port}", VLLM_DIST_IDENT=str(port))
     for which in arguments:
-        layout, _, folder = which.partition("@")
-        report = check(which, rank)
-        Path(folder, f"{layout}-{rank}.json").write_text(json.dumps(report))
+        sizes, _, folder = which.partition("@")
+        layout = parse_layout(sizes, GenerationLayout)
+        with built(folder, layout, rank) as model:
+            write(which, rank, compare(model, model.load_weights, folder, layout, rank))
 
 
 def import_models(arguments: list[str]) -> None:
@@ -140,9 +72,5 @@ if __name__ == "__main__":
         OMP_NUM_THREADS="1",
     )
     import_models(sys.argv[1:])
-    for _, together in groupby(sys.argv[1:], key=lambda which: which.partition("@")[0]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(METHOD=f"tcp://127.0.0.1:{port}", VLLM_DIST_IDENT=str(port))
-        mp.start_processes(main, (list(together),), PROCESSES, start_method="fork")
+    for _, of_layout in groupby(sys.argv[1:], key=lambda which: which.partition("@")[0]):
+        run(list(of_layout), main)

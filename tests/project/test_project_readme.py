@@ -63,8 +63,8 @@ def test_extras_of_the_installation_exist(repository: Path) -> None:
 
 
 @pytest.mark.slow
-def test_snippets_of_the_readme_run(tmp_path: Path, finish: Callable[..., Any]) -> None:
-    outputs = run_snippets("README.md", tmp_path, finish, "run")
+def test_snippets_of_the_readme_run(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    outputs = run_snippets("README.md", tmp_path, finish, "run", python=forked)
     assert (tmp_path / "demo/sft/global_step_4/model").is_dir()
     assert "step 4/4" in outputs[0]
     first, last = map(float, re.search(r"mean reward ([\d.]+) -> ([\d.]+), model in", outputs[-2]).groups())  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ import pytest
 
 from hybridrl.config import load_config
 from hybridrl.hybrid_engine.topology import ShardedLayout
-from hybridrl.rollout import start
+from hybridrl.rollout import RolloutError, start
 
 
 def test_a_model_that_the_driver_cannot_build_is_placed_rank_after_rank(
@@ -34,3 +34,14 @@ def test_a_model_that_the_driver_cannot_build_is_placed_rank_after_rank(
         ).actor_rollout_ref
         assert (start._order(config, policy, pool) is not None) == known
         assert ("rank after rank" not in capfd.readouterr().err) == known
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "hf"])
+def test_changes_alone_are_refused_where_there_is_no_network_to_save(name: str) -> None:
+    words = [f"actor_rollout_ref.rollout.name={name}", "actor_rollout_ref.rollout.checkpoint_engine.delta=true"]
+    words += ["actor_rollout_ref.model.path=m", "data.train_files=x", "data.val_files=x"]
+    config = load_config("ppo_trainer", words).actor_rollout_ref
+    policy: Any = SimpleNamespace(resource_pool=None)
+    for group in (policy, None):
+        with pytest.raises(RolloutError, match=r"checkpoint_engine\.delta=True.*own_pool.*delta=false"):
+            start.start_rollout(config, group)

@@ -222,8 +222,9 @@ class RemoteReplica:
 
 
 @pytest.fixture(scope="module")
-def replica(ray_session, model_dir) -> Iterator[RemoteReplica]:
-    remote = RemoteReplica(spec_of(model_dir))
+def replica(started_engines, model_dir) -> Iterator[RemoteReplica]:
+    with started_engines():
+        remote = RemoteReplica(spec_of(model_dir))
     yield remote
     with contextlib.suppress(ray.exceptions.RayError):
         remote.call("close")

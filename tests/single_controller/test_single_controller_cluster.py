@@ -55,7 +55,7 @@ class Mine(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self):
-        if self.rank == 2:
+        if self.rank == 1:
             raise RuntimeError("the reason")
         dist.all_reduce(torch.ones(1))
 
@@ -71,8 +71,8 @@ from hybridrl.single_controller import RayClassWithInitArgs, RayResourcePool, Ra
 from user_module import Mine
 
 if __name__ == "__main__":
-    init_ray({}, {"pool": [4]}, use_gpu=False)
-    group = RayWorkerGroup(RayResourcePool([4], use_gpu=False), RayClassWithInitArgs(Mine), role="actor")
+    init_ray({}, {"pool": [2]}, use_gpu=False)
+    group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Mine), role="actor")
     print(json.dumps(group.start()), flush=True)
     if sys.argv[1] == "fail":
         group.fail()
@@ -102,7 +102,7 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def run_driver(user_folder: Path) -> Iterator[Start]:
-    """Starts the driver, which is gone behind the test."""
+    """Starts the driver, which ends with the test at the latest."""
     with ExitStack() as stack:
 
         def run(mode: str) -> subprocess.Popen[str]:
@@ -139,11 +139,11 @@ def test_failed_run_ends_by_itself_with_the_reason_and_without_orphans(run_drive
     driver = run_driver("fail")
     answers = first_json(driver)
     # the driver's import path reaches the workers in its order: the first `helper` counts
-    assert [answer[2:] for answer in answers] == [[4, "4", str(rank), "first"] for rank in range(4)]
+    assert [answer[2:] for answer in answers] == [[2, "2", str(rank), "first"] for rank in range(2)]
     processes = [psutil.Process(pid) for answer in answers for pid in answer[:2]]
     _, errors = driver.communicate(timeout=300)
     assert driver.returncode == 1
-    assert "actor rank 2 of 4 in fail" in errors and "RuntimeError: the reason" in errors
+    assert "actor rank 1 of 2 in fail" in errors and "RuntimeError: the reason" in errors
     assert "Connection closed" not in errors and "Unhandled error" not in errors
     assert_all_gone(processes)
 
@@ -201,21 +201,19 @@ if __name__ == "__main__":
 
 
 def test_rays_folder_goes_with_the_run_and_stays_after_a_fault_and_tokens_are_on(
-    user_folder: Path, finish: Callable[..., Any]
+    user_folder: Path, finish: Callable[..., Any], forked: str
 ) -> None:
     (user_folder / "driver.py").write_text(SESSION)
     home = user_folder / "home"
     home.mkdir()
     environment = environment_of(user_folder) | {"HOME": str(home)}
     environment.pop("RAY_AUTH_MODE", None)
-    done = finish([sys.executable, "driver.py"], cwd=user_folder, env=environment)
+    done = finish([forked, "driver.py"], cwd=user_folder, env=environment)
     assert done.returncode == 0, done.stderr
     folder, mode, bits = done.stdout.splitlines()[-3:]
     assert not os.path.exists(folder) and (mode, bits) == ("token", "0o600")
     assert "authentication" not in done.stderr, "there is nothing to warn about"
-    done = finish(
-        [sys.executable, "driver.py", "fail"], cwd=user_folder, env=environment | {"RAY_AUTH_MODE": "disabled"}
-    )
+    done = finish([forked, "driver.py", "fail"], cwd=user_folder, env=environment | {"RAY_AUTH_MODE": "disabled"})
     folder = done.stdout.splitlines()[0]
     assert "a fault" in done.stderr and os.path.isdir(os.path.join(folder, "logs"))
     assert "warning: the Ray cluster (started here) has no token authentication" in done.stderr
@@ -264,10 +262,10 @@ shutdown_ray()
     ],
 )
 def test_ray_that_is_not_up_in_time_is_started_once_more(
-    user_folder: Path, finish: Callable[..., Any], late: int, told: list[str]
+    user_folder: Path, finish: Callable[..., Any], forked: str, late: int, told: list[str]
 ) -> None:
     (user_folder / "driver.py").write_text(SLOW_START)
-    done = finish([sys.executable, "driver.py", str(late)], cwd=user_folder, env=environment_of(user_folder))
+    done = finish([forked, "driver.py", str(late)], cwd=user_folder, env=environment_of(user_folder))
     assert done.returncode == 0, done.stderr
     assert all(words in done.stdout for words in told), done.stdout
     assert done.stderr.count("trying once more") == 1
@@ -384,9 +382,9 @@ if __name__ == "__main__":
 """
 
 
-def test_running_cluster_of_two_nodes_is_joined(user_folder: Path, finish: Callable[..., Any]) -> None:
+def test_running_cluster_of_two_nodes_is_joined(user_folder: Path, finish: Callable[..., Any], forked: str) -> None:
     (user_folder / "driver.py").write_text(CLUSTER)
-    done = finish([sys.executable, "driver.py"], cwd=user_folder, env=environment_of(user_folder))
+    done = finish([forked, "driver.py"], cwd=user_folder, env=environment_of(user_folder))
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     given_cpus, one_node, too_many = seen["refusals"]

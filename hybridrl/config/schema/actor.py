@@ -51,6 +51,18 @@ class PolicyLossConfig(ConfigNode):
 
 
 @dataclass
+class RouterReplayConfig(ConfigNode):
+    """`actor.router_replay`."""
+
+    mode: str = key(
+        "disabled",
+        "mixture of experts: R2: updates use the experts that tokens chose in the pass for old log-probabilities",
+        choices=("disabled", "R2"),
+        later=("R3",),
+    )
+
+
+@dataclass
 class ActorConfig(ConfigNode):
     """`actor_rollout_ref.actor`: how the policy is updated."""
 
@@ -86,6 +98,7 @@ class ActorConfig(ConfigNode):
         "auto: skip the extra pass when a batch has one update (old = detached current); always: never skip it",
         choices=("auto", "always"),
     )
+    router_replay: RouterReplayConfig = group(RouterReplayConfig)
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     optim: OptimConfig = group(OptimConfig)

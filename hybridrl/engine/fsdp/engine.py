@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hybridrl.engine.capabilities import ComparesVocabulary, CopiesState, ExportsShards, GeneratesInPlace, WeightShard
+from hybridrl.engine.capabilities import (
+    ComparesVocabulary,
+    CopiesState,
+    ExportsShards,
+    GeneratesInPlace,
+    ReplaysRouting,
+    WeightShard,
+)
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
@@ -30,10 +38,11 @@ from hybridrl.engine.fsdp.forward import (
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.engine.fsdp.offload import Offload
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
+from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout, dummy_layout
+from hybridrl.engine.microbatch import ROUTED_EXPERTS, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout
@@ -52,7 +61,7 @@ from hybridrl.utils.metrics import Metric
 
 
 @TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
-class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesInPlace, ExportsShards):
+class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesInPlace, ExportsShards, ReplaysRouting):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
@@ -95,6 +104,10 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
             _check_sharing(model, engine)
         if engine.ulysses_sequence_parallel_size > 1:
             check_sequence_parallel(engine.ulysses_sequence_parallel_size, ranks, model, config_of(model))
+
+    @classmethod
+    def check_replay(cls, model: Any, engine: Any) -> None:
+        check_routing(model, engine)
 
     @classmethod
     def forecast(cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
@@ -258,7 +271,7 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         self.module.eval()
         self._settle_fusing()
         with torch.no_grad():
-            computed = [self._forward(layout, wanted) for layout in layouts]
+            computed = [self._inferred(layout, wanted) for layout in layouts]
         if self._sharded:
             self._sharded.reshard()
         return computed
@@ -272,15 +285,38 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         for number, layout in enumerate(layouts):
             if self._sharded:
                 self._sharded.before_backward(last=number == len(layouts) - 1)
-            with contextlib.nullcontext() if self._router_loss is None else self._router_loss.watching():
-                computed = self._forward(layout, wanted)
-            loss = share_of_loss(number, computed)
-            if self._router_loss is not None:
-                loss = loss + self._router_loss.share(layout)
-            # FSDP averages gradients over the ranks; the shares of the loss are to be summed, and where ranks share
-            # sequences, the gradients of their parts.
-            (loss if ranks == 1 else loss * ranks).backward()
+            with self._replaying(layout):  # also while layers are computed again
+                with contextlib.nullcontext() if self._router_loss is None else self._router_loss.watching():
+                    computed = self._forward(layout, wanted)
+                loss = share_of_loss(number, computed)
+                if self._router_loss is not None:
+                    loss = loss + self._router_loss.share(layout)
+                # FSDP averages gradients over the ranks; the shares of the loss are to be summed, and where ranks
+                # share sequences, the gradients of their parts.
+                (loss if ranks == 1 else loss * ranks).backward()
         self.module.eval()
+
+    @functools.cached_property
+    def _routing(self) -> Routing:
+        self.check_replay(self.model_config, self.engine_config)
+        return Routing(self.module, self.config)
+
+    def _replaying(self, layout: Layout) -> contextlib.AbstractContextManager[None]:
+        """Within the context, tokens use the experts of the layout, if it has any."""
+        if layout.experts is None:
+            return contextlib.nullcontext()
+        return self._routing.replayed(layout.experts.to(device.current_device(), non_blocking=True))
+
+    def _inferred(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
+        """The outputs of a micro-batch without gradients; `routed_experts` of its real tokens, in main memory."""
+        with self._replaying(layout):
+            if ROUTED_EXPERTS not in wanted.outputs:
+                return self._forward(layout, wanted)
+            with self._routing.recorded() as chosen:
+                computed = self._forward(layout, wanted)
+        assert layout.origins is not None  # checked when routing was set up
+        experts = torch.stack(chosen, dim=1).cpu()
+        return {**computed, ROUTED_EXPERTS: experts[layout.origins >= 0]}
 
     def update_metrics(self) -> dict[str, Metric]:
         return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)

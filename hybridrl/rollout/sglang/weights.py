@@ -53,7 +53,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     content: Bucket | ShardBucket | Question | None = pickle.loads(base64.b64decode(text))
     device = next(model.parameters()).device
     if _receiver is None or _shards is None:
-        # SGLang copies what it loads before it returns, so that no copy of the bucket is needed.
+        # SGLang copies what it loads before it returns, so that no copy of the whole bucket is needed.
         _receiver = WeightReceiver(device, torch.distributed.get_rank(), copies=False)
         _shards = ShardReceiver(_receiver, lambda weights: _load(model, joined(weights, _waiting)))
     with torch.no_grad():
@@ -63,7 +63,9 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
         elif isinstance(content, ShardBucket):
             _shards.load(content)
         elif content is not None:
-            _load(model, joined(_receiver.tensors(content), _waiting))
+            # Gemma's loader changes what it gets, and a bucket in shared memory is read by every process of the node.
+            mine = ((name, value.clone()) for name, value in _receiver.tensors(content))
+            _load(model, joined(mine, _waiting))
         else:
             _load(model, list(_waiting.items()))
             _waiting.clear()

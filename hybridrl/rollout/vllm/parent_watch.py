@@ -1,6 +1,7 @@
 """Ends vLLM's processes when their replica is killed, so that none keeps its memory, and removes what they leave."""
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
@@ -22,7 +23,9 @@ def end_with_owner() -> None:
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if not owner or owner == os.getpid() or not hasattr(os, "pidfd_open"):
         return
-    parent = os.getppid()  # read now, because an orphan gets another parent
+    # Read now, because an orphan gets another parent. A forked process may have another parent than who asked for it.
+    asker = multiprocessing.parent_process()
+    parent = asker.pid if asker is not None and asker.pid is not None else os.getppid()
     try:
         owners_end = os.pidfd_open(owner)
         core = None if parent == owner else os.pidfd_open(parent)

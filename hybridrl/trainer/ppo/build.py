@@ -21,7 +21,7 @@ from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import check_engine
-from hybridrl.workers.losses import check_kl_form
+from hybridrl.workers.losses import check_kl_form, check_router_replay
 
 
 def prepare(
@@ -44,6 +44,7 @@ def prepare(
         check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
     _check_engines(config)
     check_kl_form(config)
+    check_router_replay(config)
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()

@@ -1,0 +1,126 @@
+"""Router replay in whole GRPO runs (`actor.router_replay.mode`)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_tools import trained
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hybridrl.config import load_config
+from hybridrl.errors import ConfigError, ModelError
+from hybridrl.trainer.ppo.needs import Needs
+from hybridrl.workers.losses import check_router_replay
+
+REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
+ACTOR = "actor_rollout_ref.actor"
+R2 = f"{ACTOR}.router_replay.mode=R2"
+LAYERS, TOP_K = 2, 2
+
+
+@pytest.fixture(scope="module")
+def routed_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("routed")
+    shutil.copytree(micro_model, folder, dirs_exist_ok=True)
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(micro_model)),
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=24,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # so that it matters which experts a token uses
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grpo(routed_model: Path, sort_data: Path) -> list[str]:
+    """Four updates per step on two ranks, with rows in another order than they were recorded in."""
+    return [
+        f"actor_rollout_ref.model.path={routed_model}",
+        f"data.train_files={sort_data / 'train.parquet'}",
+        f"reward.custom_reward_function.path={REWARD}",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=24",
+        "data.max_response_length=7",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.shuffle=True",
+        f"{ACTOR}.optim.optimizer=SGD",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2",
+        "trainer.threads_per_worker=1",
+        "trainer.save_last=False",
+        "trainer.total_training_steps=1",
+    ]
+
+
+@pytest.mark.slow
+def test_updates_use_the_recorded_experts(ray_session: None, grpo: list[str], tmp_path: Path) -> None:
+    """Without a change of the weights nothing changes; with one, the routers alone would choose other experts."""
+    found: dict[tuple[float, str], dict[str, float]] = {}
+    for lr in (0.0, 30.0):
+        for mode in ("disabled", "R2"):
+            words = [f"{ACTOR}.optim.lr={lr}", f"{ACTOR}.router_replay.mode={mode}"]
+            with trained(*grpo, *words, f"trainer.default_local_dir={tmp_path / f'{mode}_{lr}'}") as (_, result):
+                found[lr, mode] = {name: v for name, v in result.metrics.items() if name.startswith("actor/")}
+                fields = result.batch.batch
+                assert ("routed_experts" in fields.keys()) == (mode == "R2")
+                if mode == "R2":
+                    assert fields["routed_experts"].shape == (*fields["input_ids"].shape, LAYERS, TOP_K)
+                    assert not fields["routed_experts"][fields["attention_mask"] == 0].any()
+                    assert set(fields["routed_experts"].unique().tolist()) == {0, 1, 2, 3}
+    assert found[0.0, "R2"] == pytest.approx(found[0.0, "disabled"], rel=1e-5, abs=1e-7)
+    assert found[0.0, "R2"]["actor/grad_norm"] > 0
+    assert found[30.0, "R2"]["actor/ppo_kl"] != pytest.approx(found[30.0, "disabled"]["actor/ppo_kl"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([f"{ACTOR}.strategy=megatron"], r"mode=R2 with .*strategy=megatron needs .*ReplaysRouting.*mode=disabled"),
+        (["algorithm.rollout_correction.bypass_mode=True"], r"mode=R2 replays .*bypass_mode=True"),
+        (["actor_rollout_ref.model.share_prefixes=True"], r"mode=R2: .*share_prefixes=True"),
+        ([f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"], r"ulysses_sequence_parallel_size=2"),
+        ([f"{ACTOR}.use_torch_compile=True"], r"use_torch_compile=True"),
+        (["actor_rollout_ref.model.path=DENSE"], r"mode=R2: .*Qwen2ForCausalLM of transformers has no layers with exp"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(grpo: list[str], micro_model: Path, words: list[str], message: str) -> None:
+    given = [word.replace("DENSE", str(micro_model)) for word in words]
+    check_router_replay(load_config("ppo_trainer", [*grpo, R2]))
+    with pytest.raises(ModelError, match=message):
+        check_router_replay(load_config("ppo_trainer", [*grpo, R2, *given]))
+
+
+def test_the_pass_that_records_is_not_left_out(grpo: list[str]) -> None:
+    once = [*grpo, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4"]
+    assert not Needs.of(load_config("ppo_trainer", once)).old_log_probs
+    assert Needs.of(load_config("ppo_trainer", [*once, R2])).old_log_probs
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (f"{ACTOR}.router_replay.mode=R3", r"router_replay\.mode.*R3"),
+        (f"{ACTOR}.router_replay.record_file=x", r"router_replay\.record_file.*travel in the batch"),
+        ("actor_rollout_ref.ref.router_replay.mode=R2", r"ref\.router_replay\.mode.*own routers"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("ppo_trainer", [word])
