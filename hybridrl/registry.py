@@ -91,6 +91,7 @@ class InferenceFacts(Facts):
         auto: its position in the order in which `rollout.name=auto` tries engines on a GPU; 0: never.
         install: how to install it, for messages.
         reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
+        records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
     """
 
     packages: tuple[str, ...] = ()
@@ -100,6 +101,7 @@ class InferenceFacts(Facts):
     auto: int = 0
     install: str = ""
     reserves_of_total: bool = False
+    records_routing: bool = False
 
     @property
     def has_replicas(self) -> bool:

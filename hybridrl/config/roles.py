@@ -36,6 +36,7 @@ class Pass:
         needed: whether the run reads the result, by its `trainer.ppo.needs.Needs`.
         advice: what to change if the phase runs out of memory.
         per_token: whether `timing_per_token_ms/<phase>` is reported.
+        optional: further fields that it gets if the batch has them.
     """
 
     phase: str
@@ -43,6 +44,7 @@ class Pass:
     needed: Callable[[Any], bool] = _always
     advice: str = ""
     per_token: bool = True
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ register_role(
                 needed=lambda needs: needs.old_log_probs,
                 advice=f"lower actor_rollout_ref.rollout.{_LOG_PROBS}",
                 per_token=False,  # verl has no such metric
+                optional=("routed_experts",),
             ),
         ),
         update=Update(

@@ -63,6 +63,14 @@ class ReplaysRouting(ABC):
             ModelError: the message says what is in the way.
         """
 
+    @abstractmethod
+    def recorded_routing(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """Within the context, every forward pass of the module adds the experts of its tokens to the list.
+
+        They are integers `[T, K]` for each layer with experts, in the order of the layers; T are the tokens of the
+        pass, row after row, padding included, and K the experts of each token.
+        """
+
 
 class HasAdapters(ABC):
     """The model trains an adapter (LoRA) next to frozen weights."""

@@ -13,13 +13,14 @@ import torch
 from tensordict import TensorDict
 
 from hybridrl.engine.capabilities import ReplaysRouting
-from hybridrl.engine.microbatch import ROUTED_EXPERTS, BatchPlan, Layout, dummy_layout, fields
+from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import ModelError, is_out_of_memory
 from hybridrl.models.work import Work
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 

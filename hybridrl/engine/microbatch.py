@@ -26,6 +26,7 @@ import torch
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.models.work import Work
 from hybridrl.protocol.fields import Widths, narrow, padded
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device
 from hybridrl.utils.seqlen_balancing import karmarkar_karp
 
@@ -33,8 +34,6 @@ from hybridrl.utils.seqlen_balancing import karmarkar_karp
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}
 # Padding tokens that cost about as much as the fixed time of another pass through the model.
 WORTHWHILE_PADDING = {"cpu": 64, "cuda": 4096}
-#: output and field: the experts that each token chose, or is to use, `[B, S, L, K]`
-ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(slots=True)

@@ -2,3 +2,5 @@
 
 #: non-tensor: the reward that came with the trajectory; if None, the reward function scores the row
 TRAJECTORY_REWARD = "trajectory_reward"
+#: tensor [B, S, L, K]: the experts of each token; in the meta of prompts, whether the rollout is to return it
+ROUTED_EXPERTS = "routed_experts"

@@ -13,7 +13,7 @@ import torch
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import TRAJECTORY_REWARD
+from hybridrl.protocol.names import ROUTED_EXPERTS, TRAJECTORY_REWARD
 from hybridrl.rollout.noise import stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -87,14 +87,15 @@ def batch_of(
     Returns:
         Tensors `prompts` [B, P], `responses`, `response_mask` (the trajectories' masks, holes included),
         `rollout_log_probs`, `weight_versions` [B, T], and `input_ids`, `attention_mask` (all tokens, those of tools
-        included), `position_ids` [B, P + T].
+        included), `position_ids` [B, P + T]; where trajectories have it, `routed_experts` [B, P + T, L, K], 0 on
+        padding.
         Non-tensors `uid` and `sample`, each extra field (None in rows without it), and, where any trajectory has one,
         `session_id` with `trajectory_index`, `trajectory_reward` (None leaves the row to the reward function),
         `turn_rewards` and `multi_modal_inputs`.
 
     Raises:
-        RolloutError: a trajectory is longer than the width that was asked for, or has an extra field with the name of a
-            column above.
+        RolloutError: a trajectory is longer than the width that was asked for, has an extra field with the name of a
+            column above, or has no experts where others have them.
     """
     rows = len(trajectories)
     before = _width("prompt_ids", "prompt_width", prompt_width, trajectories)
@@ -128,6 +129,8 @@ def batch_of(
         "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
         "weight_versions": versions,
     }
+    if any(one.routed_experts is not None for one in trajectories):
+        tensors[ROUTED_EXPERTS] = _experts(trajectories, attention_mask.bool())
     return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
 
 
@@ -137,6 +140,17 @@ def _width(field: str, setting: str, width: int | None, trajectories: Sequence[T
     if width is not None and found > width:
         raise RolloutError(f"{longest.name}: {field} has {found} entries, which do not fit into {setting}={width}")
     return found if width is None else width
+
+
+def _experts(trajectories: Sequence[Trajectory], real: torch.Tensor) -> torch.Tensor:
+    """`routed_experts` of `batch_of`; `real` [B, P + T] is false on padding."""
+    for one in trajectories:
+        if one.routed_experts is None:
+            raise RolloutError(f"{one.name} has no routed_experts, and others of the batch have them; give all or none")
+    found = [one.routed_experts for one in trajectories if one.routed_experts is not None]
+    experts = found[0].new_zeros(*real.shape, *found[0].shape[1:])
+    experts[real] = torch.cat(found)
+    return experts
 
 
 def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict[str, np.ndarray]:

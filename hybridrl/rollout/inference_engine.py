@@ -179,6 +179,7 @@ class InferenceEngines:
         auto: int = 0,
         install: str = "",
         reserves_of_total: bool = False,
+        records_routing: bool = False,
         settings: type | str | None = None,
     ) -> Callable[[type[T]], type[T]]:
         """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
@@ -196,6 +197,7 @@ class InferenceEngines:
                 auto=auto,
                 install=install,
                 reserves_of_total=reserves_of_total,
+                records_routing=records_routing,
                 settings=settings,
             )
             INFERENCE_ENGINES.add(name, engine, facts)

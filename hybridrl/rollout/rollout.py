@@ -41,7 +41,8 @@ class Rollout(ABC):
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one
                 per prompt) and, where a prompt has several rows, `sample` (which of them), and other columns of the
                 prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `seeded` (every request
-                draws with its own seed, so that other requests do not matter), and any field of `SamplingParams`.
+                draws with its own seed, so that other requests do not matter), `routed_experts` (return this field, if
+                the engine has the fact `records_routing`), and any field of `SamplingParams`.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,

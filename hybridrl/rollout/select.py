@@ -7,6 +7,7 @@ from hybridrl.engine.train_engine import Engine, TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
 from hybridrl.notify import notify
+from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import check_installed
@@ -52,6 +53,7 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
         name = InferenceEngines.in_place(name) if in_place and not on_gpu else _fastest(config, on_gpu)
     _check_lengths(config)
     facts = InferenceEngines.facts(name)
+    _check_routing(config, name)
     if facts.in_place:
         _check_engine(config)
         _check_dtype(config)
@@ -114,6 +116,18 @@ def _check_engine(config: ActorRolloutRefConfig) -> None:
         key=f"actor_rollout_ref.rollout.name={config.rollout.name}",
         instead=f"set actor_rollout_ref.rollout.name to {' or '.join(InferenceEngines.automatic())}, or change "
         f"actor.strategy={config.actor.strategy}",
+    )
+
+
+def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
+    """Router replay R3 needs an engine whose records of the experts are read."""
+    if not config.actor.router_replay.records_in_generation or InferenceEngines.facts(name).records_routing:
+        return
+    known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).records_routing]
+    raise RolloutError(
+        f"actor_rollout_ref.actor.router_replay.mode={config.actor.router_replay.mode} replays the experts that tokens "
+        f"chose in generation, and what {name} (actor_rollout_ref.rollout.name={config.rollout.name}) records of them "
+        f"is not read yet; set rollout.name to {' or '.join(known)}, or router_replay.mode to R2 or disabled"
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
 
@@ -33,6 +35,7 @@ class Trajectory:
         turn_rewards: rewards of single turns, in order.
         extra: further fields by name; each becomes a non-tensor column.
         multimodal: model inputs that are not token ids, by name.
+        routed_experts: integers [prompt and later tokens, L, K], the K experts that each token used in L layers.
     """
 
     uid: str
@@ -48,6 +51,7 @@ class Trajectory:
     turn_rewards: Sequence[float] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     multimodal: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: torch.Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -57,6 +61,12 @@ class Trajectory:
                 raise RolloutError(
                     f"{self.name}: {name} has {found} entries and token_ids has {count}; give one per token"
                 )
+        whole = len(self.prompt_ids) + count
+        if self.routed_experts is not None and len(self.routed_experts) != whole:
+            raise RolloutError(
+                f"{self.name}: routed_experts has {len(self.routed_experts)} entries, and prompt_ids and token_ids "
+                f"together have {whole}; give one per token"
+            )
         if any(tokens < 0 for _, tokens in self.versions) or sum(tokens for _, tokens in self.versions) != count:
             raise RolloutError(
                 f"{self.name}: versions={list(self.versions)} must be (version, tokens) pairs whose tokens add up to "

@@ -9,7 +9,6 @@ import torch
 from hybridrl.config import ActorRolloutRefConfig, PPOTrainerConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace
-from hybridrl.engine.microbatch import ROUTED_EXPERTS
 from hybridrl.engine.train_engine import Engine
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.topology import Layout
@@ -17,6 +16,7 @@ from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.models.loading import resolve_dtype
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
@@ -181,7 +181,8 @@ class ActorRolloutRefWorker(ModelWorker):
         """`old_log_probs` and `entropys` [B, T] under the current weights, at the temperature in `meta_info`.
 
         With `actor.calculate_sum_pi_squared` also `sum_pi_squared` [B, T], with `ref_kl` in `meta_info` the KL to the
-        reference policy over the vocabulary, `ref_kl` [B, T], with router replay `routed_experts` [B, S, L, K].
+        reference policy over the vocabulary, `ref_kl` [B, T], with `router_replay.mode=R2` `routed_experts`
+        [B, S, L, K]. A batch that has this field is computed with its experts.
         """
         compares = bool(batch.meta_info.get("ref_kl", False))
         rollout = self.config.rollout
@@ -191,7 +192,7 @@ class ActorRolloutRefWorker(ModelWorker):
             rollout.log_prob_max_token_len_per_gpu,
         )
         with self.loaded("compute_log_prob"), self._with_reference(compares):
-            records = self.config.actor.router_replay.mode != "disabled"
+            records = self.config.actor.router_replay.records_in_pass
             wanted = (*self._statistics(), *(["ref_kl"] if compares else []), *([ROUTED_EXPERTS] if records else []))
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=wanted)
         return as_output(outputs, log_probs="old_log_probs", entropy="entropys")

@@ -54,6 +54,8 @@ def check_kl_form(config: PPOTrainerConfig) -> None:
 def check_router_replay(config: PPOTrainerConfig) -> None:
     """Refuse router replay where it cannot be done, or would replay what was never recorded.
 
+    Whether the rollout records the experts (R3) is checked with the rollout, by `resolve_rollout`.
+
     Raises:
         ModelError: naming the key that asks for it.
     """
@@ -64,10 +66,11 @@ def check_router_replay(config: PPOTrainerConfig) -> None:
     asked = f"{key}={actor.router_replay.mode}"
     engine, disable = TRAIN_ENGINES.get(actor.strategy), f"set {key}=disabled"
     require(engine, ReplaysRouting, f"{asked} with actor_rollout_ref.actor.strategy={actor.strategy}", disable)
-    if config.algorithm.rollout_correction.bypass_mode:
+    if actor.router_replay.records_in_pass and config.algorithm.rollout_correction.bypass_mode:
         raise ModelError(
             f"{asked} replays what the pass for old log-probabilities records, and "
-            f"algorithm.rollout_correction.bypass_mode=True leaves that pass out; set one of them otherwise"
+            "algorithm.rollout_correction.bypass_mode=True leaves that pass out; set one of them otherwise, or "
+            f"{key}=R3"
         )
     try:
         engine.check_replay(policy.model, engine_settings(actor, policy.model.external_lib))

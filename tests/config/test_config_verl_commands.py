@@ -142,6 +142,7 @@ def test_the_lengths_of_generation_have_two_names():
         ("sft_trainer", "data.multiturn.enable=true", "data.messages_key"),
         ("ppo_trainer", f"{POLICY}.actor.checkpoint.strict=False", "all of its weights"),
         ("ppo_trainer", f"{POLICY}.rollout.calculate_log_probs=False", "always"),
+        ("ppo_trainer", f"{POLICY}.rollout.enable_rollout_routing_replay=True", "mode=R3"),
         ("sft_trainer", "checkpoint.strict=False", "all of its weights"),
     ],
 )

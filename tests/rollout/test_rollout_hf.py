@@ -1,9 +1,11 @@
 """The hf rollout on a real engine: what it returns is what a plain loop over the model would have sampled."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridrl.config import load_config
 from hybridrl.engine.train_engine import MicroBatching, TrainEngines
@@ -199,3 +201,73 @@ def test_cache_grows_and_drops_rows_like_the_stock_one(reference) -> None:
 def test_no_eos_at_all_is_refused(actor) -> None:
     with pytest.raises(UserError, match="EOS"):
         make(actor, eos=()).generate(prompts_of([3], n=1))
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory, actor):
+    """A small Qwen3-MoE, its folder, and what makes an engine of it."""
+    folder = tmp_path_factory.mktemp("routed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    torch.manual_seed(5)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=96, head_dim=16, **sizes, **experts)).eval()
+    for parameter in model.model.parameters():
+        parameter.data.mul_(3)  # so that it matters which experts a token uses
+    model.save_pretrained(folder)
+    config = actor[0]
+
+    def engine_of(dtype: str):
+        settings = dataclasses.replace(config.actor.fsdp_config, dtype=dtype)
+        chosen = dataclasses.replace(config.model, path=str(folder))
+        engine = TrainEngines.create("language_model", "fsdp2", model=chosen, engine=settings)
+        engine.initialize()
+        return engine
+
+    return config, engine_of, model
+
+
+def test_recorded_experts_are_those_of_a_whole_pass(routed) -> None:
+    """Against the indices that the routers of transformers return for each finished sequence, alone and unpadded."""
+    config, engine_of, model = routed
+    engine = engine_of("float32")
+    returned: list[torch.Tensor] = []
+    for part in model.modules():
+        if type(part).__name__.endswith("TopKRouter"):
+            part.register_forward_hook(lambda module, arguments, output: returned.append(output[2]))
+    batch = prompts_of([3, 9, 6, 1], n=4, routed_experts=True)
+    rollout = make((config, engine), eos=tuple(range(5, 20)), max_num_seqs=6)  # two parts cut through a prompt's rows
+    out = rollout.generate(batch)
+    lengths = out.batch["response_mask"].sum(1)
+    assert len(set(lengths.tolist())) > 4  # rows were dropped on the way
+    for row, real in enumerate(out.batch["attention_mask"].bool()):
+        returned.clear()
+        with torch.no_grad():
+            model(input_ids=out.batch["input_ids"][row][real][None])
+        used, expected = out.batch["routed_experts"][row][real].long(), torch.stack(returned, dim=1)
+        assert torch.equal(used[:-1].sort(-1).values, expected[:-1].sort(-1).values)
+        assert torch.equal(used[-1], used[-2])  # it was never computed
+        assert not out.batch["routed_experts"][row][~real].any()
+    mask = out.batch["response_mask"].bool()
+    sampled, micro = out.batch["rollout_log_probs"], MicroBatching(size=5)
+    again = engine.infer(out, micro, outputs=("log_probs",))["log_probs"]
+    torch.testing.assert_close(again, sampled, atol=1e-5, rtol=0)
+    out.batch["routed_experts"] = (out.batch["routed_experts"] + 1) % 6
+    disturbed = engine.infer(out, micro, outputs=("log_probs",))["log_probs"]
+    assert float((disturbed - sampled)[mask].abs().max()) > 0.1
+    batch.meta_info.pop("routed_experts")
+    plain = rollout.generate(batch).batch
+    assert "routed_experts" not in plain.keys() and torch.equal(plain["responses"], out.batch["responses"])
+
+
+def test_experts_of_a_sampler_in_bfloat16_bring_the_trainer_closer_to_it(routed) -> None:
+    """The k3 estimate of the KL from the sampler in bfloat16 to a trainer in float32, without and with replay."""
+    config, engine_of, _ = routed
+    prompts = prompts_of([3, 9, 6, 1], n=16, routed_experts=True)
+    out = make((config, engine_of("bfloat16")), eos=(5,)).generate(prompts)
+    trainer, mask, divergence = engine_of("float32"), out.batch["response_mask"].bool(), []
+    for names in (["routed_experts"], []):
+        given = out.select(batch_keys=[name for name in out.batch.keys() if name not in names])
+        log_probs = trainer.infer(given, MicroBatching(size=8), outputs=("log_probs",))["log_probs"]
+        log_rho = (log_probs - out.batch["rollout_log_probs"])[mask]
+        divergence.append(float((log_rho.exp() - 1 - log_rho).mean()))
+    assert divergence[1] < 0.8 * divergence[0]

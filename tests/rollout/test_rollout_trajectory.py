@@ -45,7 +45,14 @@ def trajectories(draw) -> list[Trajectory]:
                 extra=draw(st.sampled_from([{}, {"tools": 2}, {"tools": 0, "note": ["x"]}])),
             )
         )
+    if draw(st.booleans()):  # two layers with three experts per token
+        made = [dataclasses.replace(one, routed_experts=experts_of(one)) for one in made]
     return made
+
+
+def experts_of(one: Trajectory) -> torch.Tensor:
+    count = len(one.prompt_ids) + len(one.token_ids)
+    return torch.arange(6 * count, dtype=torch.uint8).view(count, 2, 3) + 1
 
 
 @given(trajectories(), st.integers(0, 3), st.integers(0, 3))
@@ -75,6 +82,9 @@ def test_every_trajectory_can_be_read_back_from_its_row(made, more_prompt, more_
             assert objects[name][row] == one.extra.get(name)
         if TRAJECTORY_REWARD in objects:
             assert objects[TRAJECTORY_REWARD][row] == one.reward
+        if one.routed_experts is not None:
+            assert torch.equal(fields["routed_experts"][row][attended], one.routed_experts)
+            assert not fields["routed_experts"][row][~attended].any()
     assert (TRAJECTORY_REWARD in objects) == any(one.reward is not None for one in made)
     assert {"tools", "note"} & objects.keys() == {name for one in made for name in one.extra}
 
@@ -86,6 +96,11 @@ def test_the_widths_are_those_of_the_longest_unless_given() -> None:
         batch_of([trajectory()], PAD, response_width=2)
     with pytest.raises(RolloutError, match=r"prompt_ids has 2 .*prompt_width=1"):
         batch_of([trajectory()], PAD, prompt_width=1)
+
+
+def test_experts_of_some_trajectories_only_are_refused() -> None:
+    with pytest.raises(RolloutError, match=r"uid 'p', sample 1 has no routed_experts"):
+        batch_of([trajectory(routed_experts=torch.zeros(5, 2, 3)), trajectory(sample=1)], PAD)
 
 
 def test_sessions_of_several_trajectories_and_samples_of_one() -> None:
@@ -112,6 +127,7 @@ def test_sessions_of_several_trajectories_and_samples_of_one() -> None:
         ({"versions": [(1, 2)]}, r"versions=\[\(1, 2\)\] .*3"),
         ({"versions": [(1, 4), (2, -1)]}, "versions="),
         ({"mask": [1, 2, 0]}, "mask must hold 0 and 1"),
+        ({"routed_experts": torch.zeros(4, 2, 3)}, "routed_experts has 4 entries.* 5"),
     ],
 )
 def test_fields_that_do_not_fit_each_other_are_refused_by_name(changes, message) -> None:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from trainer_tools import trained
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridrl.config import load_config
-from hybridrl.errors import ConfigError, ModelError
+from hybridrl.errors import ConfigError, ModelError, RolloutError
+from hybridrl.protocol import DataProto
+from hybridrl.rollout.select import resolve_rollout
+from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.learner import MODEL_INPUTS
 from hybridrl.trainer.ppo.needs import Needs
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.workers.losses import check_router_replay
 
 REWARD = Path(__file__).parents[2] / "recipes" / "smoke_reward.py"
 ACTOR = "actor_rollout_ref.actor"
-R2 = f"{ACTOR}.router_replay.mode=R2"
+R2, R3 = f"{ACTOR}.router_replay.mode=R2", f"{ACTOR}.router_replay.mode=R3"
 LAYERS, TOP_K = 2, 2
 
 
@@ -61,6 +68,7 @@ def grpo(routed_model: Path, sort_data: Path) -> list[str]:
         f"{ACTOR}.ppo_epochs=2",
         f"{ACTOR}.shuffle=True",
         f"{ACTOR}.optim.optimizer=SGD",
+        f"{ACTOR}.use_kl_loss=True",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=2",
         "trainer.threads_per_worker=1",
@@ -74,19 +82,41 @@ def test_updates_use_the_recorded_experts(ray_session: None, grpo: list[str], tm
     """Without a change of the weights nothing changes; with one, the routers alone would choose other experts."""
     found: dict[tuple[float, str], dict[str, float]] = {}
     for lr in (0.0, 30.0):
-        for mode in ("disabled", "R2"):
+        for mode in ("disabled", "R2", "R3") if lr else ("disabled", "R2"):
             words = [f"{ACTOR}.optim.lr={lr}", f"{ACTOR}.router_replay.mode={mode}"]
-            with trained(*grpo, *words, f"trainer.default_local_dir={tmp_path / f'{mode}_{lr}'}") as (_, result):
+            with trained(*grpo, *words, f"trainer.default_local_dir={tmp_path / f'{mode}_{lr}'}") as (trainer, result):
                 found[lr, mode] = {name: v for name, v in result.metrics.items() if name.startswith("actor/")}
                 fields = result.batch.batch
-                assert ("routed_experts" in fields.keys()) == (mode == "R2")
-                if mode == "R2":
+                assert ("routed_experts" in fields.keys()) == (mode != "disabled")
+                if mode != "disabled":
                     assert fields["routed_experts"].shape == (*fields["input_ids"].shape, LAYERS, TOP_K)
                     assert not fields["routed_experts"][fields["attention_mask"] == 0].any()
                     assert set(fields["routed_experts"].unique().tolist()) == {0, 1, 2, 3}
+                if mode == "R3":
+                    assert_only_the_policy_replays(trainer, fields)
     assert found[0.0, "R2"] == pytest.approx(found[0.0, "disabled"], rel=1e-5, abs=1e-7)
     assert found[0.0, "R2"]["actor/grad_norm"] > 0
     assert found[30.0, "R2"]["actor/ppo_kl"] != pytest.approx(found[30.0, "disabled"]["actor/ppo_kl"], rel=1e-3)
+    assert found[30.0, "R3"] == pytest.approx(found[30.0, "R2"], rel=1e-3, abs=1e-6)  # with the sampler's numerics
+
+
+def assert_only_the_policy_replays(trainer: RayPPOTrainer, fields: TensorDict) -> None:
+    """With the sampler's experts its log-probabilities come out, with others different ones; the reference's stay."""
+    mask = fields["response_mask"].bool()
+    torch.testing.assert_close(fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=1e-5, rtol=1e-5)
+    kept = {name: fields[name] for name in (*MODEL_INPUTS, "prompts", "routed_experts", "token_level_scores")}
+    others = {**kept, "routed_experts": (fields["routed_experts"] + 1) % 4}
+    computed = []
+    for given in (kept, others):
+        batch = DataProto.from_dict(dict(given), meta_info={"temperature": 1.0})
+        batch.non_tensor_batch["uid"] = np.array([str(row) for row in range(len(batch))], dtype=object)
+        trainer.learner.evaluate(batch, PhaseTimer())
+        computed.append(batch.batch)
+    assert float((computed[1]["old_log_probs"] - computed[0]["old_log_probs"])[mask].abs().max()) > 1e-3
+    assert torch.equal(computed[1]["ref_log_prob"], fields["ref_log_prob"])
+    del kept["routed_experts"]
+    with pytest.raises(RolloutError, match=r"router_replay\.mode .*no field routed_experts"):
+        trainer.learner.evaluate(DataProto.from_dict(kept), PhaseTimer())
 
 
 @pytest.mark.parametrize(
@@ -102,21 +132,33 @@ def test_updates_use_the_recorded_experts(ray_session: None, grpo: list[str], tm
 )
 def test_what_cannot_be_replayed_is_refused(grpo: list[str], micro_model: Path, words: list[str], message: str) -> None:
     given = [word.replace("DENSE", str(micro_model)) for word in words]
-    check_router_replay(load_config("ppo_trainer", [*grpo, R2]))
-    with pytest.raises(ModelError, match=message):
-        check_router_replay(load_config("ppo_trainer", [*grpo, R2, *given]))
+    for mode in (R2, R3):
+        check_router_replay(load_config("ppo_trainer", [*grpo, mode]))
+        if mode == R3 and "bypass_mode" in message:  # the record is the sampler's, as the log-probabilities are
+            check_router_replay(load_config("ppo_trainer", [*grpo, mode, *given]))
+            continue
+        with pytest.raises(ModelError, match=message.replace("mode=R2", mode.split(".")[-1])):
+            check_router_replay(load_config("ppo_trainer", [*grpo, mode, *given]))
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_engines_whose_records_are_not_read_are_refused(grpo: list[str], name: str) -> None:
+    assert resolve_rollout(load_config("ppo_trainer", [*grpo, R3]).actor_rollout_ref, use_gpu=False) == "hf"
+    config = load_config("ppo_trainer", [*grpo, R3, f"actor_rollout_ref.rollout.name={name}"])
+    with pytest.raises(RolloutError, match=rf"mode=R3 .*what {name} .*not read yet; set rollout\.name to hf, or"):
+        resolve_rollout(config.actor_rollout_ref, use_gpu=False)
 
 
 def test_the_pass_that_records_is_not_left_out(grpo: list[str]) -> None:
     once = [*grpo, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4"]
     assert not Needs.of(load_config("ppo_trainer", once)).old_log_probs
     assert Needs.of(load_config("ppo_trainer", [*once, R2])).old_log_probs
+    assert not Needs.of(load_config("ppo_trainer", [*once, R3])).old_log_probs
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        (f"{ACTOR}.router_replay.mode=R3", r"router_replay\.mode.*R3"),
         (f"{ACTOR}.router_replay.record_file=x", r"router_replay\.record_file.*travel in the batch"),
         ("actor_rollout_ref.ref.router_replay.mode=R2", r"ref\.router_replay\.mode.*own routers"),
     ],

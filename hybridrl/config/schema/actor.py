@@ -56,10 +56,20 @@ class RouterReplayConfig(ConfigNode):
 
     mode: str = key(
         "disabled",
-        "mixture of experts: R2: updates use the experts that tokens chose in the pass for old log-probabilities",
-        choices=("disabled", "R2"),
-        later=("R3",),
+        "mixture of experts: updates use the experts that tokens chose in the pass for old log-probabilities (R2) or "
+        "in generation (R3)",
+        choices=("disabled", "R2", "R3"),
     )
+
+    @property
+    def records_in_pass(self) -> bool:
+        """Whether the pass for old log-probabilities records the experts."""
+        return self.mode == "R2"
+
+    @property
+    def records_in_generation(self) -> bool:
+        """Whether the sampler records the experts."""
+        return self.mode == "R3"
 
 
 @dataclass

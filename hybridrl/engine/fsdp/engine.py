@@ -42,7 +42,7 @@ from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import ROUTED_EXPERTS, Layout, dummy_layout
+from hybridrl.engine.microbatch import Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout
@@ -56,6 +56,7 @@ from hybridrl.models import attention, loading, stored, tree_attention, value
 from hybridrl.models.info import config_of
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric
 
@@ -300,6 +301,9 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
     def _routing(self) -> Routing:
         self.check_replay(self.model_config, self.engine_config)
         return Routing(self.module, self.config)
+
+    def recorded_routing(self) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
+        return self._routing.recorded()
 
     def _replaying(self, layout: Layout) -> contextlib.AbstractContextManager[None]:
         """Within the context, tokens use the experts of the layout, if it has any."""

@@ -7,7 +7,8 @@ waiting for each other.
 Shapes: B rows, U distinct prompts, P prompt width, T response width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 
 from hybridrl.config import RolloutConfig
-from hybridrl.engine.capabilities import GeneratesInPlace
+from hybridrl.engine.capabilities import GeneratesInPlace, ReplaysRouting
 from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.inference_engine import InferenceEngines
@@ -30,7 +32,7 @@ from hybridrl.utils.device import current_device
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch, because dropping copies the cache
 
 
-@InferenceEngines.register("hf", in_place=True, serves=False)
+@InferenceEngines.register("hf", in_place=True, serves=False, records_routing=True)
 class HFRollout:
     """Generates with the training engine's own module, inside each worker.
 
@@ -59,7 +61,9 @@ class HFRollout:
     def generate(self, prompts: DataProto) -> DataProto:
         """One response per row, as `Rollout.generate` says; `weights_version` of the meta is its weights' version.
 
-        With `finish_reasons` in the meta the batch has a column `finish_reason`: "stop" or "length".
+        With `finish_reasons` in the meta the batch has a column `finish_reason`: "stop" or "length". With
+        `routed_experts` it has this field [B, P + T, L, K]: the experts that tokens used here. The last token of a row
+        is sampled and not computed; it has those of the token before it.
         """
         meta = prompts.meta_info
         params = SamplingParams.from_meta(self.config, meta)
@@ -80,18 +84,23 @@ class HFRollout:
         log_probs = torch.zeros((rows, params.max_new_tokens), dtype=torch.float32, device=device)
         lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        with self.engine.whole_weights() as module, torch.no_grad():
+        experts: list[torch.Tensor | None] = []
+        with self.engine.whole_weights() as module, self._recorded(meta) as chosen, torch.no_grad():
             for start in range(0, rows, self.config.max_num_seqs):
                 part = slice(start, min(start + self.config.max_num_seqs, rows))
+                distinct = _Prompts.distinct(ids[part], mask[part], positions[part])
+                record = None if chosen is None else _Record(chosen, distinct, params.max_new_tokens)
                 _decode(
                     module,
-                    _Prompts.distinct(ids[part], mask[part], positions[part]),
+                    distinct,
                     params,
                     torch.tensor(eos, dtype=torch.int64, device=device),
                     noise[part].to(device),
                     _Output(responses[part], log_probs[part], lengths[part], ended[part]),
                     StopStrings(self.tokenizer, params.stop),
+                    record,
                 )
+                experts += [None] * len(ids[part]) if record is None else record.of_rows(lengths[part].tolist())
         version = int(meta.get("weights_version", NO_VERSION))
         reasons = ["stop" if done else "length" for done in ended.tolist()]
         extras = [{"finish_reason": reason} if meta.get("finish_reasons", False) else {} for reason in reasons]
@@ -102,15 +111,31 @@ class HFRollout:
             lengths.tolist(),
             *names_of(prompts),
             extras,
+            experts,
             strict=True,
         )
         trajectories = [
             Trajectory(
-                uid, sample, prompt, tokens[:count], [1] * count, scores[:count], [(version, count)], extra=extra
+                uid,
+                sample,
+                prompt,
+                tokens[:count],
+                [1] * count,
+                scores[:count],
+                [(version, count)],
+                extra=extra,
+                routed_experts=used,
             )
-            for prompt, tokens, scores, count, uid, sample, extra in rows_of
+            for prompt, tokens, scores, count, uid, sample, extra, used in rows_of
         ]
         return batch_of(trajectories, pad, prompt_width=ids.shape[1], response_width=params.max_new_tokens)
+
+    def _recorded(self, meta: Mapping[str, Any]) -> AbstractContextManager[list[torch.Tensor] | None]:
+        """Within the context, where the experts of what the module computes are added, if they are asked for."""
+        if not meta.get(ROUTED_EXPERTS, False):
+            return nullcontext()
+        assert isinstance(self.engine, ReplaysRouting)  # checked at start-up, by check_router_replay
+        return self.engine.recorded_routing()
 
     def _noise(self, prompts: DataProto, params: SamplingParams) -> torch.Tensor:
         """Uniforms [B, T] keyed by the sample; none are needed for greedy decoding."""
@@ -155,6 +180,50 @@ class _Output:
         self.responses, self.log_probs, self.lengths, self.ended = responses, log_probs, lengths, ended
 
 
+class _Record:
+    """The experts of the tokens that one `_decode` feeds to the module, in main memory: L layers, K per token.
+
+    Args:
+        chosen: where each forward pass adds the experts of its tokens, [tokens, K] for each layer.
+        prompts: what is decoded.
+        width: T.
+    """
+
+    def __init__(self, chosen: list[torch.Tensor], prompts: _Prompts, width: int) -> None:
+        self._chosen = chosen
+        self._row_of, self._mask = prompts.row_of.tolist(), prompts.mask.bool().cpu()
+        self._width = width
+        self._prompts: torch.Tensor
+        self._responses: torch.Tensor
+
+    def prompts_fed(self) -> None:
+        """The module has computed the distinct prompts."""
+        experts = self._taken()
+        self._prompts = experts.view(*self._mask.shape, *experts.shape[1:])
+        self._responses = experts.new_empty(len(self._row_of), self._width, *experts.shape[1:])
+
+    def tokens_fed(self, rows: torch.Tensor, step: int) -> None:
+        """The module has computed the tokens of these rows in column `step`."""
+        self._responses[rows.cpu(), step] = self._taken()
+
+    def of_rows(self, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Of each row, [prompt and response tokens, L, K], by the lengths of the responses.
+
+        The last token was never fed, and no log-probability depends on its experts. It gets those of the token before
+        it, which differ from each other as a token's experts do.
+        """
+        found = []
+        for row, (prompt, length) in enumerate(zip(self._row_of, lengths, strict=True)):
+            fed = torch.cat([self._prompts[prompt][self._mask[prompt]], self._responses[row, : length - 1]])
+            found.append(torch.cat([fed, fed[-1:]]))
+        return found
+
+    def _taken(self) -> torch.Tensor:
+        experts = torch.stack(self._chosen, dim=1).cpu()
+        self._chosen.clear()
+        return experts
+
+
 def _decode(
     module: nn.Module,
     prompts: _Prompts,
@@ -163,6 +232,7 @@ def _decode(
     noise: torch.Tensor,
     out: _Output,
     stop: StopStrings,
+    record: _Record | None = None,
 ) -> None:
     """Generate until every row has ended or reached the limit."""
     cache = make_cache(module.config)
@@ -175,6 +245,8 @@ def _decode(
         use_cache=True,
         logits_to_keep=1,
     )
+    if record is not None:
+        record.prompts_fed()
     rows = torch.arange(prompts.row_of.shape[0], device=prompts.ids.device)  # output row of each row in the batch
     logits = result.logits[:, -1].index_select(0, prompts.row_of)
     mask = prompts.mask.index_select(0, prompts.row_of)
@@ -208,6 +280,8 @@ def _decode(
             past_key_values=cache,
             use_cache=True,
         )
+        if record is not None:
+            record.tokens_fed(rows, step)
         logits = result.logits[:, -1]
 
 

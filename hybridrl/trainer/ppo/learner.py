@@ -3,7 +3,7 @@
 Shapes: B sequences, T response tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,9 @@ import torch
 
 from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
+from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
@@ -122,15 +124,23 @@ class Learner:
         All passes are started before the first result is awaited, so that models on different devices compute in
         parallel. With `trainer.balance_batch` the rows are ordered so that every rank gets about the same work. The
         results are returned in the order of the batch.
+
+        Raises:
+            RolloutError: router replay needs the experts of the sampler, and the batch has none.
         """
-        inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
+        if self.needs.sampled_experts and ROUTED_EXPERTS not in batch.batch.keys():
+            raise RolloutError(
+                "actor_rollout_ref.actor.router_replay.mode replays the experts that tokens chose in generation, and "
+                f"the rollout returned no field {ROUTED_EXPERTS} [B, S, L, K]; return it, by "
+                f"Trajectory.{ROUTED_EXPERTS}, or set router_replay.mode to R2 or disabled"
+            )
+        passes = [(spec, one) for spec in self.roles for one in spec.passes if one.needed(self.needs)]
+        inputs = _inputs(batch, [name for _, one in passes for name in one.optional])
         inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
         inputs.meta_info["ref_kl"] = self.needs.ref_kl
         pending = [
-            (one.phase, getattr(self.groups[spec.name], one.method)(inputs))
-            for spec in self.roles
-            for one in spec.passes
-            if one.needed(self.needs)
+            (one.phase, getattr(self.groups[spec.name], one.method)(_inputs(inputs, one.optional)))
+            for spec, one in passes
         ]
         for phase, future in pending:
             with timer.phase(phase):
@@ -194,8 +204,7 @@ class Learner:
         """
         if "old_log_probs" not in batch.batch.keys():
             batch = batch[:PROBE_ROWS]
-            inputs = batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[], meta_info_keys=["temperature"])
-            found = self.policy.compute_log_prob(inputs).get()
+            found = self.policy.compute_log_prob(_inputs(batch, [ROUTED_EXPERTS])).get()
             batch = batch.union(found.select(batch_keys=["old_log_probs"]))
         fields = batch.batch
         return check_probe(fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"], threshold)
@@ -306,3 +315,10 @@ class Learner:
                 self.groups[spec.name].load_checkpoint(str(folder / spec.saved), contents)
         self.kl_ctrl.load_state_dict(state["kl_ctrl"])
         self.reward_transform.load_state_dict(state["reward_transform"])
+
+
+def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
+    """Return the rows with `MODEL_INPUTS` and those of the further fields that the batch has."""
+    fields = [*MODEL_INPUTS, *(name for name in dict.fromkeys(optional) if name in batch.batch.keys())]
+    meta = [name for name in ("temperature", "ref_kl") if name in batch.meta_info]
+    return batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=meta)

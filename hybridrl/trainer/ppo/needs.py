@@ -23,14 +23,15 @@ class Needs:
         old_log_probs: the actor computes log-probabilities once before the first update of a batch. With one update
             per batch the policy that is updated is the one that sampled, so its detached current log-probabilities
             are the old ones and the pass is skipped; `actor.recompute_old_log_prob=always` never skips it. A KL
-            penalty in the reward, some estimators, a correction of the sampler's probabilities and router replay need
-            them before the update. In bypass mode the sampler's log-probabilities replace them.
+            penalty in the reward, some estimators, a correction of the sampler's probabilities and router replay R2
+            need them before the update. In bypass mode the sampler's log-probabilities replace them.
         ref_log_prob: the reference computes log-probabilities of the sampled tokens. Every KL form except `full`
             reads them, and so does a policy loss that is registered to need them.
         ref_kl: the reward needs the KL over the vocabulary. The actor computes it along with its old
             log-probabilities.
         values: the estimator reads the critic's values.
         reward_baselines: the estimator compares with a greedy response to each prompt.
+        sampled_experts: the policy's pass and updates use the experts that tokens chose in generation.
     """
 
     critic: bool
@@ -40,6 +41,7 @@ class Needs:
     ref_kl: bool
     values: bool
     reward_baselines: bool
+    sampled_experts: bool
 
     @classmethod
     def of(cls, config: PPOTrainerConfig) -> "Needs":
@@ -59,12 +61,13 @@ class Needs:
             ref_kl=full_in_reward,
             values="values" in inputs,
             reward_baselines="reward_baselines" in inputs,
+            sampled_experts=actor.router_replay.records_in_generation,
         )
 
 
 def _old_log_probs(config: PPOTrainerConfig, inputs: frozenset[str]) -> bool:
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    if actor.router_replay.mode != "disabled":  # the pass records what the updates replay
+    if actor.router_replay.records_in_pass:  # the pass records what the updates replay
         return True
     if actor.recompute_old_log_prob == "always" or inputs & {"old_log_probs", "sum_pi_squared"}:
         return True

@@ -16,6 +16,7 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.reward.factory import ask
@@ -112,7 +113,8 @@ class Sampler:
     def generate(self, prompts: DataProto, timer: PhaseTimer) -> DataProto:
         """Generate `rollout.n` samples of each prompt, with the sampler's log-probabilities."""
         with timer.phase("gen"):
-            return self.respond(repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n))
+            asked = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
+            return self.respond(asked, **self._recorded)
 
     def score(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
         """Add `token_level_scores` [B, T], each response's reward on its last token, and the function's columns.
@@ -179,7 +181,12 @@ class Sampler:
         wanted = self.config.algorithm.rollout_correction.probe_threshold is not None
         if not wanted or is_untruncated(self.config.actor_rollout_ref.rollout):
             return None
-        return self.respond(probe_prompts(batch), **UNTRUNCATED)
+        return self.respond(probe_prompts(batch), **self._recorded, **UNTRUNCATED)
+
+    @property
+    def _recorded(self) -> dict[str, bool]:
+        """What asks the rollout for the experts of the tokens that the trainer computes."""
+        return {ROUTED_EXPERTS: True} if self.needs.sampled_experts else {}
 
     def respond(self, prompts: DataProto, **sampling: Any) -> DataProto:
         """Generate responses to the rows of `prompts` for training; see `respond`."""
