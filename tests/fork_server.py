@@ -113,7 +113,7 @@ def running(folder: Path) -> Iterator[None]:
         _server(folder / f"engines-{os.getpid()}", "engines") as engines,
     ):
         os.environ[ADDRESS] = address
-        os.environ[ENGINES] = _stand_in(folder / "engines", ENGINES_STAND_IN, engines)
+        os.environ[ENGINES] = _stand_in(folder / f"bin-{os.getpid()}", ENGINES_STAND_IN, engines)
         os.environ.setdefault(SETUP_WORKER, str(Path(workers.__path__[0]) / ray_constants.SETUP_WORKER_FILENAME))
         ray_constants.SETUP_WORKER_FILENAME = str(CLIENT)  # Ray appends it to its own folder: a whole path wins
         yield

@@ -120,7 +120,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
         },
         "update_actor",
         None,
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.model.recompute_granularity=full",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.model.recompute_granularity=",
     ),
 }
 
