@@ -22,7 +22,7 @@ import torch
 
 from hybridrl.rollout.vllm import compat
 from hybridrl.rollout.vllm.worker import WeightReceiverExtension
-from hybridrl.weight_sync.send import Target, lanes_to, stream
+from hybridrl.weight_sync.send import Target, stream, transports_to
 
 LIMIT = 1.5
 
@@ -81,8 +81,8 @@ class Sender:
     def send(self, target: Target, bucket_mb: int) -> Any:
         """Send them all."""
         total = sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights)
-        lanes = lanes_to([target], ray.get_runtime_context().get_node_id())
-        return stream(iter(self.weights), lanes, total, bucket_mb * 2**20)
+        transports = transports_to([target], ray.get_runtime_context().get_node_id())
+        return stream(iter(self.weights), transports, total, bucket_mb * 2**20)
 
 
 def start_pool(path: str, threads: int, use_gpu: bool, logs: Path) -> Any:

@@ -19,8 +19,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
-# Compile what is imported, not every file of every package: 80 s of processor time per environment. For options that
-# switch something off, pip reads 0 as "off".
+# Each file is compiled when it is first imported, and not at each start of a process, as images that switch bytecode
+# off would have it: that costs a process ten seconds and more. pip would compile every file of every package: 80 s of
+# processor time per environment. For options that switch something off, pip reads 0 as "off".
+unset PYTHONDONTWRITEBYTECODE
 export PIP_NO_COMPILE=${PIP_NO_COMPILE:-0}
 
 fast="" skip_sglang=${HYBRIDRL_SKIP_SGLANG:-}

@@ -11,7 +11,7 @@ from hybridrl.hybrid_engine.schedule import Message
 from hybridrl.hybrid_engine.shards import Box, Boxes
 from hybridrl.weight_sync.delta import Change
 
-LaneKind = Literal["shared_memory", "cuda_ipc", "broadcast", "point_to_point"]
+TransportKind = Literal["shared_memory", "cuda_ipc", "broadcast", "point_to_point"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Bucket:
     """A group of parameters that is ready to be received.
 
     Attributes:
-        lane: the transport of the bytes.
+        transport: how the bytes travel.
         where: what a receiver needs to find the bytes. For shared memory, the segment's name. For CUDA IPC, how to open
             the buffer on each device, by the device's UUID. For broadcast, (host, port, world size, members) of the
             group, in which rank 0 sends, and the rank of the replica's first process.
         entries: the parameters in the bucket.
     """
 
-    lane: LaneKind
+    transport: TransportKind
     where: Any
     entries: tuple[Entry, ...]
 
@@ -82,7 +82,7 @@ class ShardBucket:
     """A round of a planned transfer that is ready to be received, for all processes of an engine.
 
     Attributes:
-        lane: the transport of the bytes.
+        transport: how the bytes travel.
         where: what a receiver needs to find the bytes. For shared memory, the segment's name of each process. For CUDA
             IPC, how to open the buffer on each device, by the device's UUID. For point to point, (host, port, world
             size, members) of the group and the rank of the engine's first process.
@@ -93,7 +93,7 @@ class ShardBucket:
         changes: of each process: how the pieces of each message travel, by the message's source; empty if in full.
     """
 
-    lane: LaneKind
+    transport: TransportKind
     where: Any
     size: int
     names: tuple[str, ...]

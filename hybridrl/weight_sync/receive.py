@@ -10,7 +10,7 @@ from hybridrl.hybrid_engine.shards import Box, Boxes
 from hybridrl.utils import device as devices
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync.delta import ReceivedPieces, arriving
-from hybridrl.weight_sync.messages import Bucket, Checkpoint, LaneKind, Requirement, ShardBucket
+from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket, TransportKind
 
 #: an engine's own loader: takes names and tensors of a checkpoint
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -34,7 +34,7 @@ class WeightReceiver:
         self._buffers: dict[str | bytes, torch.Tensor] = {}
         #: the bytes of the bucket that was opened last
         self.last: torch.Tensor | None = None
-        self._groups: dict[LaneKind, tuple[tuple[str, int, int, str], StandaloneGroup]] = {}
+        self._groups: dict[TransportKind, tuple[tuple[str, int, int, str], StandaloneGroup]] = {}
         self._pieces = ReceivedPieces()
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
@@ -47,9 +47,9 @@ class WeightReceiver:
             self.close()
             return
         size = max((entry.offset + entry.size for entry in bucket.entries), default=0)
-        if bucket.lane == "shared_memory":
+        if bucket.transport == "shared_memory":
             data = self._from_shared_memory(bucket.where, size)
-        elif bucket.lane == "cuda_ipc":
+        elif bucket.transport == "cuda_ipc":
             data = self._from_cuda_ipc(bucket.where, size)
         else:
             data = self._from_broadcast(bucket.where, size)
@@ -62,12 +62,12 @@ class WeightReceiver:
 
     def bucket_of(self, bucket: ShardBucket) -> torch.Tensor:
         """Return the bytes of this process's bucket, valid until the sender is told that they were received."""
-        if bucket.lane == "shared_memory":
+        if bucket.transport == "shared_memory":
             return self._from_shared_memory(bucket.where[self.rank], bucket.size)
-        if bucket.lane == "cuda_ipc":
+        if bucket.transport == "cuda_ipc":
             return self._from_cuda_ipc(bucket.where, bucket.size)
         data = torch.empty(bucket.size, dtype=torch.uint8, device=self.device)
-        group, messages = self._join(bucket.lane, *bucket.where), bucket.messages[self.rank]
+        group, messages = self._join(bucket.transport, *bucket.where), bucket.messages[self.rank]
         if not bucket.changes:
             group.receive([(data[part.begin : part.end], part.source) for part in messages])
             return data
@@ -107,14 +107,16 @@ class WeightReceiver:
         self._join("broadcast", *where).broadcast(data, root=0)
         return data
 
-    def _join(self, lane: LaneKind, membership: tuple[str, int, int, str], first_rank: int) -> StandaloneGroup:
-        """Return the group of a lane; a group of other members is left."""
+    def _join(
+        self, transport: TransportKind, membership: tuple[str, int, int, str], first_rank: int
+    ) -> StandaloneGroup:
+        """Return the group of a transport; a group of other members is left."""
         host, port, world_size, _ = membership
-        if lane not in self._groups or self._groups[lane][0] != membership:
+        if transport not in self._groups or self._groups[transport][0] != membership:
             group = StandaloneGroup(host, port, first_rank + self.rank, world_size, self.device)
             group.connect()
-            self._groups[lane] = membership, group
-        return self._groups[lane][1]
+            self._groups[transport] = membership, group
+        return self._groups[transport][1]
 
 
 class ShardReceiver:

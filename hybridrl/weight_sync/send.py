@@ -29,7 +29,7 @@ from ray.exceptions import RayError, RayTaskError
 from hybridrl.notify import notify
 from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
-from hybridrl.weight_sync.messages import Bucket, Entry, LaneKind, ShardBucket
+from hybridrl.weight_sync.messages import Bucket, Entry, ShardBucket, TransportKind
 
 _ALIGNMENT = 512  # bytes; more than any dtype or vector load requires
 _SLOTS = 2
@@ -74,10 +74,10 @@ class TransferReport:
     saved: int | None = None
 
 
-class Lane(ABC):
-    """One transport to the engines. It writes into one of two slots while the other is being read."""
+class Transport(ABC):
+    """One way to the engines. It writes into one of two slots while the other is being read."""
 
-    kind: LaneKind
+    kind: TransportKind
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self.targets = list(targets)
@@ -153,7 +153,7 @@ class Lane(ABC):
 
 
 def make_segments(size: int, writers: int = 1) -> list[shared_memory.SharedMemory]:
-    """Allocate the slots of a lane through shared memory.
+    """Allocate the slots of a transport through shared memory.
 
     Args:
         size: bytes of a slot.
@@ -173,10 +173,10 @@ def make_segments(size: int, writers: int = 1) -> list[shared_memory.SharedMemor
     return [shared_memory.SharedMemory(create=True, size=size) for _ in range(_SLOTS)]
 
 
-class SharedMemoryLane(Lane):
+class SharedMemoryTransport(Transport):
     """Sends to the engines on this node, through /dev/shm."""
 
-    kind: LaneKind = "shared_memory"
+    kind: TransportKind = "shared_memory"
 
     def __init__(self, targets: Sequence[Target]) -> None:
         super().__init__(targets)
@@ -212,7 +212,7 @@ def _on_all_ranks() -> Iterator[None]:
         raise failure or RuntimeError("another rank could not send its weights; its error says why")
 
 
-class RankLane(Lane):
+class RankTransport(Transport):
     """Sends from each training rank to the engine's process on the same device. All ranks take part.
 
     The first rank of each replica notifies it. A rank without an engine among the targets allocates nothing: what is
@@ -246,10 +246,10 @@ class RankLane(Lane):
         self._where = [{} for _ in range(_SLOTS)]
 
 
-class CudaIpcLane(RankLane):
+class CudaIpcTransport(RankTransport):
     """Sends to engines on the trainer's own GPUs."""
 
-    kind: LaneKind = "cuda_ipc"
+    kind: TransportKind = "cuda_ipc"
 
     def __init__(self, targets: Sequence[Target]) -> None:
         super().__init__(targets)
@@ -284,13 +284,13 @@ class CudaIpcLane(RankLane):
         device.empty_cache()
 
 
-class BroadcastLane(Lane):
+class BroadcastTransport(Transport):
     """Sends from rank 0 to engines on other devices.
 
     The process group is kept for the next update, as long as the engines are the same.
     """
 
-    kind: LaneKind = "broadcast"
+    kind: TransportKind = "broadcast"
     _kept: ClassVar[tuple[str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[Target]) -> None:
@@ -352,51 +352,51 @@ def why_no_ipc() -> str | None:
     return reasons[0] if reasons else None
 
 
-def lanes_to(targets: Sequence[Target], node_id: str) -> list[Lane]:
-    """Return the lanes that this rank writes to. All ranks call this together.
+def transports_to(targets: Sequence[Target], node_id: str) -> list[Transport]:
+    """Return the transports that this rank writes to. All ranks call this together.
 
     Args:
         targets: the engines.
         node_id: the node of this rank.
     """
-    lanes: list[Lane] = []
+    transports: list[Transport] = []
     shared = [target for target in targets if target.ranks]
     apart = [target for target in targets if not target.ranks]
     if shared and device.is_gpu() and why_no_ipc() is None:
-        lanes.append(CudaIpcLane(shared))
+        transports.append(CudaIpcTransport(shared))
     elif shared:
         nodes = distributed.all_gather_object(node_id)
         here = [target for target in shared if target.node_id == node_id]
         if here and nodes.index(node_id) == distributed.get_rank():
-            lanes.append(SharedMemoryLane(here))
+            transports.append(SharedMemoryTransport(here))
     if apart and distributed.get_rank() == 0:
-        lanes.append(BroadcastLane(apart))
-    return lanes
+        transports.append(BroadcastTransport(apart))
+    return transports
 
 
 def stream(
-    weights: Iterable[tuple[str, torch.Tensor]], lanes: Sequence[Lane], total_bytes: int, bucket_bytes: int
+    weights: Iterable[tuple[str, torch.Tensor]], transports: Sequence[Transport], total_bytes: int, bucket_bytes: int
 ) -> TransferReport:
-    """Send `weights` through every lane.
+    """Send `weights` through every transport.
 
     Args:
         weights: name and whole value of each parameter; every rank iterates to the end.
-        lanes: empty on a rank that only takes part in gathering.
+        transports: empty on a rank that only takes part in gathering.
         total_bytes: size of all weights together.
         bucket_bytes: maximum size of a bucket, unless a single parameter is larger.
     """
     started = time.perf_counter()
-    packer = _Packer(lanes, min(bucket_bytes, max(total_bytes // _PIPELINED, _LEAST_BUCKET), total_bytes))
+    packer = _Packer(transports, min(bucket_bytes, max(total_bytes // _PIPELINED, _LEAST_BUCKET), total_bytes))
     try:
         for name, tensor in weights:
-            if lanes:
+            if transports:
                 packer.add(name, tensor.detach())
         packer.flush()
-        for lane in lanes:
-            lane.finish()
+        for transport in transports:
+            transport.finish()
     except BaseException:
-        for lane in lanes:
-            lane.close()
+        for transport in transports:
+            transport.close()
         raise
     return TransferReport(packer.bytes, time.perf_counter() - started, packer.buckets)
 
@@ -404,8 +404,8 @@ def stream(
 class _Packer:
     """Packs parameters one after another into buckets."""
 
-    def __init__(self, lanes: Sequence[Lane], bucket_bytes: int) -> None:
-        self.lanes = lanes
+    def __init__(self, transports: Sequence[Transport], bucket_bytes: int) -> None:
+        self.transports = transports
         self.bucket_bytes = bucket_bytes
         self.bytes = self.buckets = 0
         self._entries: list[Entry] = []
@@ -418,7 +418,7 @@ class _Packer:
         if self._entries and self._offset + size > self._buffers[0].numel():
             self.flush()
         if not self._entries:
-            self._buffers = [lane.reserve(max(self.bucket_bytes, size)) for lane in self.lanes]
+            self._buffers = [transport.reserve(max(self.bucket_bytes, size)) for transport in self.transports]
         for buffer in self._buffers:
             buffer[self._offset : self._offset + size].copy_(flat)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -429,7 +429,7 @@ class _Packer:
     def flush(self) -> None:
         self._buffers = []
         if self._entries:
-            for lane in self.lanes:
-                lane.send(tuple(self._entries))
+            for transport in self.transports:
+                transport.send(tuple(self._entries))
             self.buckets += 1
         self._entries, self._offset = [], 0

@@ -35,8 +35,8 @@ from hybridrl.utils import device, distributed
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync import send
 from hybridrl.weight_sync.delta import Change, SentPieces
-from hybridrl.weight_sync.messages import Checkpoint, LaneKind, Requirement, ShardBucket
-from hybridrl.weight_sync.send import CudaIpcLane, Lane, RankLane, Target, TransferReport, make_segments
+from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket, TransportKind
+from hybridrl.weight_sync.send import CudaIpcTransport, RankTransport, Target, TransferReport, Transport, make_segments
 
 #: slots and staging memory share two buckets
 _BUCKETS, _SHARES = 2, 3
@@ -72,7 +72,7 @@ class Content(NamedTuple):
     digests: dict[int, dict[tuple[str, Box], int]]
     changes: dict[int, dict[int, tuple[Change, ...]]] | None = None
 
-    def bucket(self, kind: LaneKind, where: Any, size: int, devices: Sequence[int]) -> ShardBucket:
+    def bucket(self, kind: TransportKind, where: Any, size: int, devices: Sequence[int]) -> ShardBucket:
         """Return what an engine on these devices is told."""
         messages = tuple(tuple(self.round.received_by(number)) for number in devices)
         digests = tuple(self.digests.get(number, {}) for number in devices) if self.digests else ()
@@ -137,38 +137,41 @@ class ShardSender:
         parts = ((shard.name, box_of_shard(shard), shard.tensor.detach()) for shard in shards)
         own = Shards((name, box, tensor.view(box.extents)) for name, box, tensor in parts)
         exchange = Exchange(distributed.get_rank(), device.current_device())
-        lanes = self._lanes(reached)
+        transports = self._transports(reached)
         try:
-            self._run(rounds, own, exchange, lanes)
+            self._run(rounds, own, exchange, transports)
         except BaseException:
             if self._sent is not None:
                 self._sent.forget()
-            for lane in lanes:
-                lane.close()
+            for transport in transports:
+                transport.close()
             raise
         finally:
             exchange.close()
-        moved, apart = exchange.traffic, [lane for lane in lanes if isinstance(lane, PointToPointLane)]
-        placed = moved.kept + moved.received + sum(lane.sent for lane in apart)
-        saved = None if self._sent is None else sum(lane.saved for lane in apart)
+        moved, apart = (
+            exchange.traffic,
+            [transport for transport in transports if isinstance(transport, PointToPointTransport)],
+        )
+        placed = moved.kept + moved.received + sum(transport.sent for transport in apart)
+        saved = None if self._sent is None else sum(transport.saved for transport in apart)
         return TransferReport(placed, time.perf_counter() - started, len(rounds), moved.received, saved)
 
-    def _run(self, rounds: Sequence[Round], own: Shards, exchange: Exchange, lanes: Sequence[Lane]) -> None:
+    def _run(self, rounds: Sequence[Round], own: Shards, exchange: Exchange, transports: Sequence[Transport]) -> None:
         largest = max((now.bucket for now in rounds), default=0)
         for now in rounds:
             bucket = torch.empty(0, dtype=torch.uint8)
-            for lane in lanes:
-                if isinstance(lane, RankLane):
-                    bucket = lane.reserve(largest)
+            for transport in transports:
+                if isinstance(transport, RankTransport):
+                    bucket = transport.reserve(largest)
             exchange.run(now, own, bucket)
             content = Content(now, self._digests(now, own, exchange))
-            for lane in lanes:
-                if isinstance(lane, PointToPointLane):
-                    lane.reserve(0)
-                    lane.stage(exchange.staged(lane.outgoing(now), own))
-                lane.send(content)
-        for lane in lanes:
-            lane.finish()
+            for transport in transports:
+                if isinstance(transport, PointToPointTransport):
+                    transport.reserve(0)
+                    transport.stage(exchange.staged(transport.outgoing(now), own))
+                transport.send(content)
+        for transport in transports:
+            transport.finish()
 
     def _digests(self, now: Round, own: Shards, exchange: Exchange) -> dict[int, dict[tuple[str, Box], int]]:
         """The digests of all pieces of a round by the device that they go to; None at all if they are not checked."""
@@ -298,18 +301,18 @@ class ShardSender:
                 "warning",
             )
 
-    def _lanes(self, targets: Sequence[Target]) -> list[Lane]:
+    def _transports(self, targets: Sequence[Target]) -> list[Transport]:
         shared = [target for target in targets if target.ranks]
         apart = [target for target in targets if not target.ranks]
-        lanes: list[Lane] = []
+        transports: list[Transport] = []
         if shared and device.is_gpu():
-            lanes.append(ShardIpcLane(shared))
+            transports.append(ShardIpcTransport(shared))
         elif shared:
             nodes = self._known.nodes
-            lanes.append(ShardMemoryLane(shared, nodes.count(nodes[distributed.get_rank()])))
+            transports.append(ShardMemoryTransport(shared, nodes.count(nodes[distributed.get_rank()])))
         if apart:
-            lanes.append(PointToPointLane(apart, self._sent))
-        return lanes
+            transports.append(PointToPointTransport(apart, self._sent))
+        return transports
 
 
 def box_of_shard(shard: WeightShard) -> Box:
@@ -328,14 +331,14 @@ def _by_layer(names: Iterable[str]) -> list[str]:
     return [name for layer in layers.values() for name in layer]
 
 
-class ShardMemoryLane(RankLane):
+class ShardMemoryTransport(RankTransport):
     """Sends to the engines on this node, through /dev/shm.
 
     Args:
         writers: training ranks on this node.
     """
 
-    kind: LaneKind = "shared_memory"
+    kind: TransportKind = "shared_memory"
 
     def __init__(self, targets: Sequence[Target], writers: int) -> None:
         super().__init__(targets)
@@ -368,14 +371,14 @@ class ShardMemoryLane(RankLane):
         self._segments = []
 
 
-class ShardIpcLane(CudaIpcLane):
+class ShardIpcTransport(CudaIpcTransport):
     """Sends to engines on the trainer's own GPUs."""
 
     def message(self, where: Any, content: Content, target: Target) -> ShardBucket:  # type: ignore[override]
         return content.bucket(self.kind, where, self.capacity, target.ranks)
 
 
-class PointToPointLane(Lane):
+class PointToPointTransport(Transport):
     """Sends from every training rank to engines on devices of their own. Rank 0 notifies them.
 
     The process group of all ranks and all engine processes is kept for the next update, as long as the engines are the
@@ -385,7 +388,7 @@ class PointToPointLane(Lane):
         sent: what this rank has sent before; None: everything is sent.
     """
 
-    kind: LaneKind = "point_to_point"
+    kind: TransportKind = "point_to_point"
     _kept: ClassVar[tuple[str, str, StandaloneGroup] | None] = None
 
     def __init__(self, targets: Sequence[Target], sent: SentPieces | None = None) -> None:

@@ -21,7 +21,7 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.weight_sync.send import Target, TransferReport, lanes_to, stream
+from hybridrl.weight_sync.send import Target, TransferReport, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.forecast import Forecast, forecast_roles
 from hybridrl.workers.loss_prepass import LossPrepass
@@ -128,7 +128,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 return self._shard_sender.send(self.engine.export_shards(dtype), targets)
             return stream(
                 self.engine.export_weights(dtype),
-                lanes_to(targets, ray.get_runtime_context().get_node_id()),
+                transports_to(targets, ray.get_runtime_context().get_node_id()),
                 total_bytes=self.engine.weight_bytes(dtype),
                 bucket_bytes=bucket_bytes,
             )

@@ -1,4 +1,4 @@
-"""Weights from this process into another one on the same GPU, by the lane that training uses."""
+"""Weights from this process into another one on the same GPU, by the transport that training uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridrl.utils import device
 from hybridrl.utils.distributed import StandaloneGroup
 from hybridrl.weight_sync import send as sending
 from hybridrl.weight_sync.receive import WeightReceiver
-from hybridrl.weight_sync.send import CudaIpcLane, SharedMemoryLane, Target, lanes_to, stream
+from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, Target, stream, transports_to
 
 pytestmark = pytest.mark.timeout(240)
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -68,9 +68,9 @@ def weights(count: int, mib: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def send(sent: list[tuple[str, torch.Tensor]], target: Target, bucket: int = 256 * MIB) -> float:
-    (lane,) = lanes_to([target], "node")
-    assert isinstance(lane, CudaIpcLane)
-    return stream(iter(sent), [lane], sum(t.nbytes for _, t in sent), bucket).seconds
+    (transport,) = transports_to([target], "node")
+    assert isinstance(transport, CudaIpcTransport)
+    return stream(iter(sent), [transport], sum(t.nbytes for _, t in sent), bucket).seconds
 
 
 def test_everything_arrives(figures) -> None:
@@ -89,9 +89,9 @@ def test_a_gpu_that_cannot_be_shared_sends_through_main_memory(monkeypatch, figu
     assert "ended with status 1" in str(device.opened_by_child(b"no handle", 0))
     monkeypatch.setattr(sending, "why_no_ipc", lambda: "not supported")
     target, sent = taker(), weights(4, 128)
-    (lane,) = lanes_to([target], "node")
-    assert isinstance(lane, SharedMemoryLane)
-    taken = stream(iter(sent), [lane], sum(t.nbytes for _, t in sent), 256 * MIB).seconds
+    (transport,) = transports_to([target], "node")
+    assert isinstance(transport, SharedMemoryTransport)
+    taken = stream(iter(sent), [transport], sum(t.nbytes for _, t in sent), 256 * MIB).seconds
     assert ray.get(target.replica.take.remote()) == {name: float(value.double().sum()) for name, value in sent}
     figures(main_memory_gb_per_s=sum(value.nbytes for _, value in sent) / taken / 1e9)
     ray.kill(target.replica)

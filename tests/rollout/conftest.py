@@ -15,7 +15,7 @@ from hybridrl.config import load_config
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
 from hybridrl.single_controller import RayResourcePool
-from hybridrl.weight_sync.send import SharedMemoryLane, stream
+from hybridrl.weight_sync.send import SharedMemoryTransport, stream
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
 
         def send(targets):
             size = sum(p.numel() * 4 for p in model.parameters())
-            return [stream(model.named_parameters(), [SharedMemoryLane(targets)], size, bucket_bytes=2**14)]
+            return [stream(model.named_parameters(), [SharedMemoryTransport(targets)], size, bucket_bytes=2**14)]
 
         pool = ReplicaPool(settings, places, send)
         made.append(pool)

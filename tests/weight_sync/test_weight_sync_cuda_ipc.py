@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl.utils import device, distributed
 from hybridrl.weight_sync import send
-from hybridrl.weight_sync.send import CudaIpcLane, SharedMemoryLane, Target, lanes_to, stream
+from hybridrl.weight_sync.send import CudaIpcTransport, SharedMemoryTransport, Target, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
 
 KIB = 1024
@@ -58,7 +58,7 @@ def transfer(rank: int, engines: dict[tuple[int, ...], Engine], weights: int) ->
     Record.shared = Record.reclaimed = 0
     targets = [Target(engine, str(ranks), "node", ranks, 1) for ranks, engine in engines.items()]
     tensors = [(f"weight {i}", torch.full((KIB // 4,), float(i))) for i in range(weights)]
-    stream(iter(tensors), [CudaIpcLane(targets)], weights * KIB, 2 * KIB)
+    stream(iter(tensors), [CudaIpcTransport(targets)], weights * KIB, 2 * KIB)
     return Record.shared, Record.reclaimed
 
 
@@ -84,8 +84,8 @@ def on_each_rank(rank: int, port: int) -> None:
 
     # An engine that refuses a bucket fails the update on every rank, and each frees its buffers.
     closed: list[int] = []
-    close = CudaIpcLane.close
-    CudaIpcLane.close = lambda lane: (closed.append(len(lane._buffers)), close(lane))[1]  # type: ignore[method-assign]
+    close = CudaIpcTransport.close
+    CudaIpcTransport.close = lambda transport: (closed.append(len(transport._buffers)), close(transport))[1]  # type: ignore[method-assign]
     with pytest.raises(RayTaskError if rank == 0 else RuntimeError, match="no such parameter" if rank == 0 else "rank"):
         transfer(rank, {(0,): Engine(refuses_at=2), (1,): Engine()}, 9)
     assert closed == [0, 2]
@@ -103,7 +103,9 @@ def without_ipc(rank: int) -> None:
     send.notify = lambda text, level: told.append(f"{level}: {text}")
     targets = [Target(Engine(), str(number), "node", (number,), 1) for number in range(2)]
     for _ in range(2):
-        assert [type(lane) for lane in lanes_to(targets, "node")] == ([SharedMemoryLane] if rank == 0 else [])
+        assert [type(transport) for transport in transports_to(targets, "node")] == (
+            [SharedMemoryTransport] if rank == 0 else []
+        )
     assert len(told) == (rank == 0) and all("/dev/shm" in text and "not supported" in text for text in told)
     assert "not supported" in str(ShardSender(None, KIB).why_not(iter(()), targets))
 

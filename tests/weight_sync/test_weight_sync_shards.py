@@ -20,7 +20,7 @@ from hybridrl.utils import distributed
 from hybridrl.weight_sync.messages import Checkpoint, Requirement, ShardBucket
 from hybridrl.weight_sync.receive import ShardReceiver, WeightReceiver
 from hybridrl.weight_sync.send import Target
-from hybridrl.weight_sync.send_shards import PointToPointLane, ShardMemoryLane, ShardSender, _Training
+from hybridrl.weight_sync.send_shards import PointToPointTransport, ShardMemoryTransport, ShardSender, _Training
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -141,10 +141,10 @@ def on_two_ranks(rank: int, port: int) -> None:
         before = set(os.listdir("/dev/shm"))
         if rank == 1:
             monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=1))
-        lane = ShardMemoryLane([target], 2)
+        transport = ShardMemoryTransport([target], 2)
         with pytest.raises(MemoryError if rank == 1 else RuntimeError, match="bucket" if rank == 1 else "another rank"):
-            lane.reserve(4096)
-        lane.close()
+            transport.reserve(4096)
+        transport.close()
         distributed.barrier()
         assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
     finally:
@@ -218,8 +218,8 @@ def test_engines_on_their_own_devices_get_their_parts_point_to_point(ray_session
         assert report.buckets > 5 and report.received == 0 < report.bytes
         for half, engine in enumerate(pair):
             assert assert_loaded(engine, state, half) == 1
-        assert PointToPointLane._kept is not None
-        ports.add(PointToPointLane._kept[2].port)
+        assert PointToPointTransport._kept is not None
+        ports.add(PointToPointTransport._kept[2].port)
     assert len(ports) == 1  # the group is kept
 
 
@@ -313,16 +313,16 @@ def test_weights_that_change_on_the_way_are_named(ray_session, small_buckets, mo
     target = Target(engine, "0-changed", "node", (0,), 1)
     sender, state = ShardSender(torch.bfloat16, 6000, check=True), weights(0)
     assert sender.why_not(shards(state), [target]) is None
-    announce = ShardMemoryLane._announce
+    announce = ShardMemoryTransport._announce
 
-    def flipping(lane, slot, content):  # type: ignore[no-untyped-def]
+    def flipping(transport, slot, content):  # type: ignore[no-untyped-def]
         for message in content.round.messages:
             for piece in message.pieces:
                 if piece.name == "layers.7.w":
-                    piece.view(lane._buffer(slot))[3, 3] += 1
-        return announce(lane, slot, content)
+                    piece.view(transport._buffer(slot))[3, 3] += 1
+        return announce(transport, slot, content)
 
-    monkeypatch.setattr(ShardMemoryLane, "_announce", flipping)
+    monkeypatch.setattr(ShardMemoryTransport, "_announce", flipping)
     sender.send(shards(state), [target])
     _, _, faults = ray.get(engine.end.remote())
     assert len(faults) == 1 and "(1): layers.7.w" in faults[0]

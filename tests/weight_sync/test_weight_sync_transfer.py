@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import RayActorError
 
 from hybridrl.weight_sync.receive import WeightReceiver
-from hybridrl.weight_sync.send import BroadcastLane, SharedMemoryLane, Target, lanes_to, stream
+from hybridrl.weight_sync.send import BroadcastTransport, SharedMemoryTransport, Target, stream, transports_to
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -86,16 +86,16 @@ def test_shared_memory_brings_everything_once_in_order_and_is_freed(takers, buck
     sent = weights()
     before = set(os.listdir("/dev/shm"))
     targets = [Target(taker, str(i), "node", (0,), 1) for i, taker in enumerate(takers)]
-    (lane,) = lanes_to(targets, "node")
-    assert isinstance(lane, SharedMemoryLane)
+    (transport,) = transports_to(targets, "node")
+    assert isinstance(transport, SharedMemoryTransport)
     names: set[str] = set()
-    announce = lane._announce
+    announce = transport._announce
     monkeypatch.setattr(
-        lane,
+        transport,
         "_announce",
-        lambda slot, entries: (names.update(s.name for s in lane._segments), announce(slot, entries))[1],
+        lambda slot, entries: (names.update(s.name for s in transport._segments), announce(slot, entries))[1],
     )
-    report = stream(iter(sent), [lane], total(sent), bucket)
+    report = stream(iter(sent), [transport], total(sent), bucket)
     assert report.bytes == total(sent)
     for taker in takers:
         assert assert_taken(taker, sent, max(bucket, 300 * 70 * 4)) == report.buckets
@@ -107,17 +107,17 @@ def test_a_broadcast_reaches_processes_of_their_own_and_its_group_is_kept(takers
     targets = [Target(taker, f"own {i}", "elsewhere", (), 1) for i, taker in enumerate(takers)]
     ports = set()
     for _ in range(2):
-        (lane,) = lanes_to(targets, "node")
-        assert isinstance(lane, BroadcastLane)
-        stream(iter(sent), [lane], total(sent), 2**20)
+        (transport,) = transports_to(targets, "node")
+        assert isinstance(transport, BroadcastTransport)
+        stream(iter(sent), [transport], total(sent), 2**20)
         for taker in takers:
             assert_taken(taker, sent, 2**20)
-        ports.add(BroadcastLane._kept[1].port)
+        ports.add(BroadcastTransport._kept[1].port)
     assert len(ports) == 1
-    (lane,) = lanes_to(targets[:1], "node")  # other members, another group
-    stream(iter(sent), [lane], total(sent), 2**20)
+    (transport,) = transports_to(targets[:1], "node")  # other members, another group
+    stream(iter(sent), [transport], total(sent), 2**20)
     assert_taken(takers[0], sent, 2**20)
-    assert BroadcastLane._kept[1].port not in ports
+    assert BroadcastTransport._kept[1].port not in ports
 
 
 def test_all_engines_of_a_broadcast_that_fails_start_anew(ray_session, monkeypatch) -> None:
@@ -128,7 +128,7 @@ def test_all_engines_of_a_broadcast_that_fails_start_anew(ray_session, monkeypat
     ray.get(engines[1].end_at.remote(3))
     targets = [Target(engine, f"dying {i}", "elsewhere", (), 1) for i, engine in enumerate(engines)]
     sent = weights()
-    stream(iter(sent), lanes_to(targets, "node"), total(sent), 20_000)
+    stream(iter(sent), transports_to(targets, "node"), total(sent), 20_000)
     for engine in engines:
         with pytest.raises(RayActorError):
             ray.get(engine.result.remote())
@@ -140,7 +140,7 @@ def test_an_engine_that_is_gone_does_not_stop_the_others(ray_session, takers) ->
     ray.kill(gone)
     sent = weights()
     targets = [Target(taker, str(i), "node", (0,), 1) for i, taker in enumerate([gone, takers[0]])]
-    stream(iter(sent), lanes_to(targets, "node"), total(sent), 4096)
+    stream(iter(sent), transports_to(targets, "node"), total(sent), 4096)
     assert_taken(takers[0], sent, 300 * 70 * 4)
 
 
@@ -149,4 +149,4 @@ def test_too_little_shared_memory_says_what_to_change(takers, monkeypatch) -> No
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     target = Target(takers[0], "0", "node", (0,), 1)
     with pytest.raises(MemoryError, match="update_weights_bucket_megabytes"):
-        stream(iter(weights()), lanes_to([target], "node"), 2**20, 2**20)
+        stream(iter(weights()), transports_to([target], "node"), 2**20, 2**20)
