@@ -113,7 +113,7 @@ def running(folder: Path) -> Iterator[None]:
         _server(folder / f"engines-{os.getpid()}", "engines") as engines,
     ):
         os.environ[ADDRESS] = address
-        os.environ[ENGINES] = _stand_in(folder / "engines", ENGINES_STAND_IN, engines)
+        os.environ[ENGINES] = _stand_in(folder / f"bin-{os.getpid()}", ENGINES_STAND_IN, engines)
         os.environ.setdefault(SETUP_WORKER, str(Path(workers.__path__[0]) / ray_constants.SETUP_WORKER_FILENAME))
         ray_constants.SETUP_WORKER_FILENAME = str(CLIENT)  # Ray appends it to its own folder: a whole path wins
         yield
@@ -134,8 +134,10 @@ def programs(folder: Path) -> Iterator[str]:
 def started_engines(folder: Path) -> Iterator[None]:
     """Engines of this block are started, not forked: for tests of who ends with whom."""
     (folder / STARTED).touch()
-    yield
-    (folder / STARTED).unlink()
+    try:
+        yield
+    finally:
+        (folder / STARTED).unlink()
 
 
 def _stand_in(folder: Path, text: str, address: str) -> str:
@@ -264,6 +266,9 @@ def _received(client: socket.socket) -> Request | None:
     size, files, _, _ = socket.recv_fds(client, 8, 200)
     text = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
     if len(size) < 8 or len(text) < int.from_bytes(size, "big"):
+        for file in files:
+            os.close(file)
+        client.close()
         return None
     return Request(**json.loads(text), files=files)
 

@@ -8,6 +8,7 @@ Legend: N tokens, H features, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +45,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor | None, options: _Options
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         found: list[tuple[Tensor | None, ...]] = []
-        for start in range(0, hidden.shape[0], options.rows):
-            part = slice(start, start + options.rows)
+        for part in chunks(hidden.shape[0], options.rows):
             log_p = log_softmax_of(linear(hidden[part], weight, bias), options.scale)
             y = None if labels is None else labels[part]
             found.append(chunk_statistics(log_p, y, options.entropy, options.sum_pi_squared))
@@ -63,35 +63,61 @@ class _LinearStatistics(torch.autograd.Function):
         hidden, weight, bias, labels, entropy = ctx.saved_tensors
         options: _Options = ctx.options
         g_lp, g_entropy = (grads[0] if labels is not None else None), (grads[1] if entropy is not None else None)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # Sums over chunks are in float32; in bfloat16 each addition would round.
-        d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=working_dtype(weight.dtype)) if wants_weight else None
-        d_bias = torch.zeros_like(bias, dtype=working_dtype(bias.dtype)) if wants_bias else None
-        for start in range(0, hidden.shape[0], options.rows):
-            part = slice(start, start + options.rows)
+
+        def of_logits(part: slice) -> Tensor:
             y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
             log_p = log_softmax_of(linear(hidden[part], weight, bias), options.scale)
-            step = statistics_gradient(log_p, y, h, g, gh).mul_(options.scale)
-            del log_p
-            if d_bias is not None:
-                d_bias += step.sum(0)
-            step = step.to(weight.dtype)
-            if d_hidden is not None:
-                torch.mm(step, weight, out=d_hidden[part])
-            if d_weight is not None:
-                if d_weight.dtype == weight.dtype:
-                    d_weight.addmm_(step.t(), hidden[part])
-                else:
-                    d_weight += step.t() @ hidden[part]
-            del step
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-        )
+            return statistics_gradient(log_p, y, h, g, gh).mul_(options.scale)
+
+        wants = ctx.needs_input_grad[:3]
+        return (*layer_gradients(hidden, weight, bias, wants, options.rows, of_logits), None, None)
+
+
+def layer_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wants: tuple[bool, ...],
+    rows: int,
+    of_logits: Callable[[slice], Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden [N, H], weight [V, H] and bias [V], from those of the logits, a chunk of tokens at a time.
+
+    Args:
+        wants: whether each of the three is needed; None is returned for the others.
+        rows: tokens of a chunk.
+        of_logits: computes the gradient of the logits of some tokens, [n, V]. It may leave out the last words, which
+            then have no gradient.
+    """
+    wants_hidden, wants_weight, wants_bias = wants
+    # Sums over chunks are in float32; in bfloat16 each addition would round.
+    d_hidden = torch.empty_like(hidden) if wants_hidden else None
+    d_weight = torch.zeros_like(weight, dtype=working_dtype(weight.dtype)) if wants_weight else None
+    d_bias = torch.zeros_like(bias, dtype=working_dtype(bias.dtype)) if bias is not None and wants_bias else None
+    for part in chunks(hidden.shape[0], rows):
+        step = of_logits(part)
+        words = slice(step.shape[1])
+        if d_bias is not None:
+            d_bias[words] += step.sum(0)
+        step = step.to(weight.dtype)
+        if d_hidden is not None:
+            torch.mm(step, weight[words], out=d_hidden[part])
+        if d_weight is not None:
+            if d_weight.dtype == weight.dtype:
+                d_weight[words].addmm_(step.t(), hidden[part])
+            else:
+                d_weight[words] += step.t() @ hidden[part]
+        del step  # before the next chunk is allocated
+    return (
+        d_hidden,
+        None if d_weight is None else d_weight.to(weight.dtype),
+        None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+    )
+
+
+def chunks(tokens: int, rows: int) -> list[slice]:
+    """Slices of at most `rows` tokens each, which together are all tokens."""
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
 
 
 def rows_at_a_time(device_type: str, vocabulary: int) -> int:

@@ -50,6 +50,11 @@ class ValueModel(nn.Module):
     def _no_split_modules(self) -> Any:
         return getattr(self.backbone, "_no_split_modules", None)
 
+    @property
+    def _can_record_outputs(self) -> Any:
+        """Where transformers finds the routers of the backbone."""
+        return getattr(self.backbone, "_can_record_outputs", None)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()  # type: ignore[operator]
 

@@ -182,10 +182,11 @@ def _update(facts: _Facts, phase: str) -> tuple[str, str]:
             )
     model = "model" if part == "data" else f"{part.partition('.')[0]}.model"
     if facts.setting(f"{model}.enable_gradient_checkpointing"):
-        return (
-            "activations are computed twice (enable_gradient_checkpointing)",
-            f"{model}.enable_gradient_checkpointing=False, if the memory suffices",
-        )
+        off = f"{model}.enable_gradient_checkpointing=False"
+        if facts.setting(f"{model}.recompute_granularity") == "selective":
+            full = f"{model}.recompute_granularity=full"
+            return "some activations are computed again", f"{off} {full}, if the memory suffices"
+        return "activations are computed twice (enable_gradient_checkpointing)", f"{off}, if the memory suffices"
     return "the model's passes are most of the work", f"{part}.use_dynamic_bsz=True"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.model import ModelConfig, TiledMLPConfig
@@ -90,6 +91,25 @@ def test_selective_checkpointing_computes_less_again_and_keeps_less_than_none(mi
     assert again["selective"][products] == again["off"][products] < again["full"][products]
     assert again["off"][attention] == again["selective"][attention] == 0 < again["full"][attention] == layers
     assert kept["full"] < kept["selective"] < 0.8 * kept["off"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("flex_attention", True),
+        ("flash_attn_3::fwd", True),
+        ("aten::_scaled_dot_product_efficient_attention", True),
+        ("transformers::grouped_mm_fallback", True),
+        ("aten::bmm", False),
+        ("aten::silu", False),
+    ],
+)
+def test_selective_checkpointing_knows_kernels_by_their_names(name: str, kept: bool) -> None:
+    class Operation:
+        def name(self) -> str:
+            return name
+
+    assert (activations._policy(None, Operation()) == CheckpointPolicy.MUST_SAVE) is kept
 
 
 def test_inputs_of_layers_are_kept_as_copies() -> None:

@@ -110,6 +110,10 @@ def test_what_settings_change(wide_model: Path) -> None:
     offloaded = of(wide_model, param_offload=True, optimizer_offload=True)
     assert offloaded.resident == 0 and offloaded.update == one.update
     assert of(wide_model, optim={"optimizer": "SGD"}).states == 0
+    # Two ranks that share sequences have the rows of both, half of the tokens of each.
+    split = Workload(PROMPT, RESPONSE, 2, MicroBatching(size=4), MicroBatching(size=4))
+    shared = of(wide_model, work=split, ranks=2, ulysses_sequence_parallel_size=2)
+    assert shared.activations == pytest.approx(of(wide_model, work=split, ranks=2).activations, rel=0.05)
     double = of(wide_model, work=Workload(PROMPT, RESPONSE, ROWS, MicroBatching(size=4), MICRO))
     assert double.activations == pytest.approx(2 * one.activations, rel=0.05)
     assert double.pass_activations == one.pass_activations

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, plain_outputs, policy_loss
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, plain_outputs, policy_loss, value_loss
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
@@ -20,6 +20,8 @@ from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
+from hybridrl.engine.fsdp.router_loss import RouterLoss
+from hybridrl.engine.microbatch import Layout
 from hybridrl.errors import ModelError
 from hybridrl.models.routers import load_balancing
 from hybridrl.registry import TRAIN_ENGINES
@@ -91,9 +93,9 @@ def plain_step(path: Path, micro_batches: list[list[int]]) -> tuple[dict[str, to
     return {name: p.detach() for name, p in plain.named_parameters()}, balance.item()
 
 
-def step(engine: Any, batch: Any, micro: MicroBatching) -> dict[str, float]:
+def step(engine: Any, batch: Any, micro: MicroBatching, loss: Any = policy_loss) -> dict[str, float]:
     """The metrics of one step."""
-    own = engine.train_batch(batch, micro, policy_loss, TEMPERATURE)
+    own = engine.train_batch(batch, micro, loss, TEMPERATURE)
     return {name: float(metric.value) for name, metric in merge_metrics([own]).items()}
 
 
@@ -126,6 +128,27 @@ def test_an_update_adds_the_router_loss_of_transformers(models: dict[str, Path],
     assert metrics["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
     assert balance > CONFIGS[name].num_experts_per_tok
     assert_close(engine, expected)
+
+
+def test_a_value_model_has_the_loss_of_its_backbone(models: dict[str, Path]) -> None:
+    path = models["mixtral"]
+    engine: Any = make_engine(path, "value_model", optim=SGD, model=PACKED, router_aux_loss_coef=COEFFICIENT)
+    batch, micro = make_batch(FIELDS), MicroBatching(size=4)
+    _, balance = plain_step(path, engine._plan(batch, micro).groups)
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters() if name.endswith("gate.weight")}
+    assert step(engine, batch, micro, value_loss)["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
+    moved = dict(engine.module.named_parameters())
+    assert before and all(not torch.equal(moved[name], old) for name, old in before.items())
+
+
+def test_routers_that_record_something_else_are_refused_by_name(models: dict[str, Path]) -> None:
+    """Doge records scores of two sets of keys per token."""
+    loss = RouterLoss(AutoModelForCausalLM.from_pretrained(models["mixtral"]), COEFFICIENT, 2)
+    loss._logits = [torch.zeros(8, 4)]
+    origins = torch.arange(4)
+    layout = Layout(origins[None], origins[None], origins, origins, None, origins=origins)
+    with pytest.raises(ModelError, match=r"router_aux_loss_coef=0\.5: .* 8 rows of logits for 4 tokens"):
+        loss.share(layout)
 
 
 def test_the_loss_alone_balances_the_experts(models: dict[str, Path]) -> None:

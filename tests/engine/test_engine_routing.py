@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
+from hybridrl.config.schema.engine import FSDPConfig
+from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching
+from hybridrl.engine.fsdp.routing import check_routing
+from hybridrl.errors import ModelError
 from hybridrl.protocol import DataProto
 
 FIELDS = make_fields()
@@ -190,3 +201,14 @@ def test_replay_lowers_the_mismatch_with_other_numerics(models: dict[str, Path],
         log_rho = (trainer.infer(batch, micro, TEMPERATURE)["log_probs"] - sampler["log_probs"])[mask]
         divergence.append(float((log_rho.exp() - 1 - log_rho).mean()))
     assert divergence[1] < 0.5 * divergence[0]
+
+
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_routers_that_would_give_replayed_experts_no_weight_are_refused(tmp_path: Path, method: str) -> None:
+    settings = {**DEEPSEEK, "topk_method": method}
+    AutoModelForCausalLM.from_config(DeepseekV2Config(**settings)).save_pretrained(tmp_path)
+    if method == "greedy":
+        check_routing(ModelConfig(path=str(tmp_path)), FSDPConfig())
+    else:
+        with pytest.raises(ModelError, match="topk_method=group_limited_greedy gives experts outside"):
+            check_routing(ModelConfig(path=str(tmp_path)), FSDPConfig())

@@ -19,6 +19,7 @@ from engine_helpers import (
 )
 from megatron_helpers import make_megatron, save_model
 
+from hybridrl.algorithms import linear_statistics
 from hybridrl.engine import MicroBatching
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
@@ -27,6 +28,7 @@ FIELDS = make_fields()
 OPTIM = {"override_optimizer_config": {"eps": 1e-5}}
 OUTPUTS = {"language_model": ("log_probs", "entropy", "sum_pi_squared"), "value_model": ("values",)}
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 4000}
+FUSED = {"use_fused_kernels": True}
 STEPS = 3
 
 
@@ -97,9 +99,10 @@ def check_dense(rank: int, work: Path) -> None:
 
 def check_interleaved_and_context(rank: int, work: Path) -> None:
     language, padded = "language_model", {"use_remove_padding": False}
-    check(rank, work, "untied.language_model", language, pp=2, vpp=2, override_ddp_config=OVERLAPPED)
+    linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * 256
+    check(rank, work, "untied.language_model", language, pp=2, vpp=2, model=FUSED, override_ddp_config=OVERLAPPED)
     check(rank, work, "untied.language_model", language, pp=2, vpp=2, tp=2, model=padded)
-    check(rank, work, "untied.language_model", language, cp=2, tp=2)
+    check(rank, work, "untied.language_model", language, cp=2, tp=2, model=FUSED)
     check(rank, work, "untied.language_model", language, cp=2, pp=2, model=padded)
     check(rank, work, "critic.value_model", "value_model", cp=4)
 

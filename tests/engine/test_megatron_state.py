@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_helpers import (
     TEMPERATURE,
     make_batch,
@@ -22,7 +25,10 @@ from engine_helpers import (
 )
 from megatron_helpers import make_megatron, save_model
 from megatron_models import LAYERS, Built, tiny_config
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridrl.algorithms import linear_statistics, token_statistics
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, NonFiniteError
@@ -30,14 +36,17 @@ from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.attention_backend import AttentionVariables
 from hybridrl.engine.megatron.build import mark_latents_replicated
 from hybridrl.engine.megatron.engine import MegatronEngine, _plan
+from hybridrl.engine.megatron.forward import why_not_fused
 from hybridrl.engine.megatron.mapping import family_of
 from hybridrl.engine.megatron.parallel import ParallelSizes, import_parallel_state
+from hybridrl.engine.megatron.vocabulary import Part, parallel_linear_statistics, parallel_statistics
 from hybridrl.errors import ModelError
 from hybridrl.utils import device, distributed
 
 FIELDS = make_fields()
 OPTIM = {"override_optimizer_config": {"eps": 1e-5}}
 OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+STATISTICS = ("log_probs", "entropy", "sum_pi_squared")
 
 
 def own_rows(engine: Any) -> slice:
@@ -225,6 +234,96 @@ def check_refusals(model: Path) -> None:
         engine.infer(make_batch(wrong), MicroBatching(size=4), TEMPERATURE)
 
 
+def check_split_vocabulary(rank: int) -> None:
+    """Statistics of a vocabulary that two ranks share, and their gradients, are those of one process.
+
+    The ranks have 16 and 15 words, 16 and 15 of which the second's are unlikely, and 3 and none; the rest is padding.
+    """
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for words, share, apart in ((31, 16, 0.0), (31, 16, 80.0), (3, 4, 0.0)):
+            generator = torch.Generator().manual_seed(0)
+            hidden = torch.randn(13, 8, generator=generator, dtype=torch.float64).to(dtype)
+            table = torch.randn(2 * share, 8, generator=generator, dtype=torch.float64).to(dtype)
+            hidden[:, 0], table[share:, 0] = 1.0, table[share:, 0] - apart
+            table[words:] += 10.0
+            labels = torch.randint(0, words, (13,), generator=generator)
+            of_log_probs, of_entropy = torch.randn(2, 13, generator=generator, dtype=torch.float64).to(dtype)
+
+            def pulled(found: dict[str, torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
+                loss = (of_log_probs * found["log_probs"] + of_entropy * found["entropy"]).sum()  # noqa: B023
+                return [*(found[name].detach() for name in STATISTICS), *torch.autograd.grad(loss, leaves)]
+
+            whole = hidden.clone().requires_grad_(), table[:words].clone().requires_grad_()
+            options = {"labels": labels, "temperature": TEMPERATURE, "entropy": True, "sum_pi_squared": True}
+            *values, d_hidden, d_table = pulled(token_statistics(linear(*whole), **options), *whole)
+            d_own = torch.zeros_like(table)
+            d_own[:words] = d_table
+            expected = [*values, d_hidden, d_own[rank * share : (rank + 1) * share]]
+            part = Part.of(words, 2 * share, dist.group.WORLD)
+            own = hidden.clone().requires_grad_(), table[rank * share : (rank + 1) * share].clone().requires_grad_()
+            arguments = labels, TEMPERATURE, STATISTICS, part
+            found = [pulled(parallel_linear_statistics(*own, *arguments, chunk), *own) for chunk in (1, 5, 13, 100)]
+            found.append(pulled(parallel_statistics(linear(*own), *arguments), *own))
+            dist.all_reduce(found[-1][3])  # the output layer's part
+            for got in found:
+                torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
+            none = parallel_linear_statistics(own[0][:0], own[1], labels[:0], *arguments[1:])
+            assert all(tensor.shape == (0,) for tensor in none.values())
+            none["log_probs"].sum().backward()
+
+
+class Logits(TorchDispatchMode):
+    """The most rows of logits that a product of matrices makes."""
+
+    def __init__(self, *words: int) -> None:
+        super().__init__()
+        self.words, self.most = words, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.__name__.startswith(("mm.", "addmm.")) and result.shape[-1] in self.words:
+            self.most = max(self.most, result.numel() // result.shape[-1])
+        return result
+
+
+def check_fused(model: Path, tied: Path) -> None:
+    """Updates that compute a chunk of logits at a time are those with whole logits, in all that they change."""
+    for path, settings in (
+        (model, {"tp": 2}),
+        (model, {"pp": 2, "model": {"use_remove_padding": False}}),
+        (tied, {"tp": 2, "sequence_parallel": False}),
+    ):
+        metrics, outputs, after, most = [], [], [], []
+        for fused in (False, True):
+            options = {**settings.get("model", {}), "use_fused_kernels": fused}
+            engine = make_megatron(path, optim=OPTIM, **{**settings, "model": options})
+            batch, micro = make_batch(FIELDS, own_rows(engine)), MicroBatching(size=4)
+            last = engine._schedule.outputs
+            with Logits(*(() if last is None else (256, 384, last.part.size))) as logits:
+                found = [engine.train_batch(batch, micro, policy_loss, TEMPERATURE, entropy=True) for _ in range(2)]
+                outputs.append(engine.infer(batch, micro, TEMPERATURE, STATISTICS))
+            metrics.append([float(one[name].value) for one in found for name in ("loss", "grad_norm") if name in one])
+            after.append(weights(engine))
+            most.append(logits.most)
+        assert metrics[1] == pytest.approx(metrics[0], rel=1e-5, abs=1e-7)
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(after[1], after[0], rtol=0, atol=1e-5)
+        assert most == [0, 0] if last is None else most[0] > 20 and 0 < most[1] <= 7, most
+
+
+def check_not_fused(rank: int, model: Path) -> None:
+    """What has no logits, or does something with them, computes as without the setting."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        critic = make_megatron(model, "value_model", optim=OPTIM, model={"use_fused_kernels": True})
+    assert ("use_fused_kernels has no effect, because a value model has no logits" in said.getvalue()) == (rank == 0)
+    step(critic, value_loss)
+    (chunk,) = make_megatron(model, forward_only=True).chunks
+    assert why_not_fused(chunk) is None
+    chunk.output_layer.register_forward_hook(lambda *_: None)
+    assert "changes its logits" in (why_not_fused(chunk) or "")
+    assert "output layer" in (why_not_fused(critic.chunks[0]) or "")
+
+
 def check_all(rank: int, model: Path) -> None:
     assert distributed.get_world_size() == 2
     check_layouts(model)
@@ -235,11 +334,16 @@ def check_all(rank: int, model: Path) -> None:
     check_buffers(model)
     check_loss_that_is_a_view(model)
     check_replicated_latents()
+    check_split_vocabulary(rank)
+    check_not_fused(rank, model)
+    linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * 256
+    check_fused(model, model / "tied")
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     save_model(tmp_path, "untied")
+    save_model(tmp_path / "tied", "tied")
     spawn(check_all, 2, tmp_path, preload="megatron_preload")
 
 

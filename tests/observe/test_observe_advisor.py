@@ -22,6 +22,7 @@ BALANCED = {
 }  # fmt: skip
 METHODS = {"gen": "generate_sequences", "old_log_prob": "compute_log_prob", "ref": "compute_ref_log_prob",
            "update_actor": "update_actor"}  # fmt: skip
+SELECTIVE = {"enable_gradient_checkpointing": True, "recompute_granularity": "selective"}
 CONFIG: dict[str, Any] = {
     "actor_rollout_ref": {
         "actor": {"ppo_micro_batch_size_per_gpu": 32, "use_dynamic_bsz": False, "checkpoint": {"async_save": False}},
@@ -110,7 +111,16 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
         {"times": {**BALANCED, "update_actor": 20.0}},
         "update_actor",
         None,
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False, if",
+    ),
+    "selective checkpointing": (
+        {
+            "times": {**BALANCED, "update_actor": 20.0},
+            "config": {**CONFIG, "actor_rollout_ref": {**CONFIG["actor_rollout_ref"], "model": SELECTIVE}},
+        },
+        "update_actor",
+        None,
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.model.recompute_granularity=",
     ),
 }
 

@@ -252,10 +252,11 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
             policy.send_by(method)
             metrics = rollout.update_weights(version)
             assert ("rollout/update_weights_received_gb" in metrics) is (method == "planned")
-            batch = rollout.generate(prompts_of(16, n=8))
+            # Few tokens: processes that share a tensor wait by spinning, which two cores have no room for.
+            batch = rollout.generate(prompts_of(16, n=4) if version == 3 else prompts_of(4, n=2))
             assert_same_distribution(policy, batch, temperature=2.0)
             policy.disturb(0.02)
-        again = rollout.generate(prompts_of(16, n=8))
+        again = rollout.generate(prompts_of(16, n=4))
         assert torch.equal(again.batch["responses"], batch.batch["responses"])  # the same requests, the same noise
         ends = set(tokenizer_of(config.model).convert_tokens_to_ids(["7", "<|im_end|>"]))
         rows = zip(batch.batch["responses"], batch.batch["response_mask"].bool(), strict=True)

@@ -45,7 +45,7 @@ class ModelConfig(ConfigNode):
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     use_fused_kernels: bool = key(
         False,
-        "fsdp2: compute log-probabilities and entropy by chunks of tokens, so that logits never exist as a whole: less "
+        "compute log-probabilities and entropy by chunks of tokens, so that logits never exist as a whole: less "
         "memory, and an update computes the output layer once more",
     )
     share_prefixes: bool = key(

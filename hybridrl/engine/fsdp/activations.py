@@ -19,8 +19,8 @@ _LAST_OF_MLP = ("down_proj", "fc2", "c_proj", "dense_4h_to_h")
 
 # Operations that take most of a layer's time; `selective` keeps their results. Products of batches of matrices are not
 # among them: they are the scores of attention that is not fused, which are large.
-_LINEAR = ("mm", "addmm", "_grouped_mm")
-_ATTENTION = ("attention", "attn")  # part of the name of every fused kernel
+_LINEAR = ("mm", "addmm", "_grouped_mm", "grouped_mm_fallback")
+_ATTENTION = ("attention", "attn")  # part of the name, or of the namespace, of every fused kernel
 
 _checkpoint = functools.partial(checkpoint, use_reentrant=False)
 
@@ -85,8 +85,9 @@ def _selectively(function: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    name = operation.name().partition("::")[2].partition(".")[0]
-    kept = name in _LINEAR or any(part in name for part in _ATTENTION)
+    whole = operation.name()  # aten::mm, flash_attn_3::fwd, flex_attention
+    name = whole.rpartition("::")[2].partition(".")[0]
+    kept = name in _LINEAR or any(part in whole for part in _ATTENTION)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

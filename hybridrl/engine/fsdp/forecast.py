@@ -133,7 +133,8 @@ class _Passes:
 
     def _layout(self, micro: MicroBatching, response: int) -> Layout:
         length = self.work.prompt + self.work.response
-        rows = min(self.work.rows, micro.size or self.work.rows)
+        most = self.work.rows * self.sharers  # ranks that share sequences have the rows of all of them
+        rows = min(most, micro.size or most)
         if micro.max_tokens:
             rows = min(rows, micro.max_tokens * self.sharers // length)
         if not self.packed:

@@ -88,6 +88,7 @@ class RouterLoss:
         own = torch.tensor(sum(int(_real(layout).sum()) for layout in layouts), device="cpu")
         self._tokens = float(sum(int(count) for count in distributed.all_gather(own, group)))
         self._value, self._load = 0.0, None
+        self._logits = []  # of a micro-batch that memory did not suffice for
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -99,6 +100,12 @@ class RouterLoss:
     def share(self, layout: Layout) -> torch.Tensor:
         """The micro-batch's share of the loss, times the coefficient; 0 for a dummy."""
         real = _real(layout)
+        wrong = [len(logits) for logits in self._logits if len(logits) != len(real)]
+        if wrong:
+            raise ModelError(
+                f"{KEY}={self._coefficient}: a router of this model records {wrong[0]} rows of logits for {len(real)} "
+                "tokens, which is not the form that the loss is defined for; set it to 0"
+            )
         loss, load = load_balancing(self._logits, real, self._top_k)
         self._logits = []
         share = loss * (float(real.sum()) / max(self._tokens, 1.0))

@@ -42,6 +42,8 @@ def check_routing(model: Any, engine: Any) -> None:
         problem = why_no_routers(config)
         if problem is None and not hasattr(config.get_text_config(), "num_experts_per_tok"):
             problem = "its configuration has no num_experts_per_tok"
+        elif problem is None and getattr(config.get_text_config(), "topk_method", None) == "group_limited_greedy":
+            problem = "topk_method=group_limited_greedy gives experts outside of the groups chosen now no weight"
     if problem is not None:
         raise ModelError(f"the experts of {model.path} cannot be recorded and replayed: {problem}")
 

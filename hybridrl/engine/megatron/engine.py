@@ -14,7 +14,7 @@ from torch import nn
 from hybridrl.engine.capabilities import CopiesState, ExportsShards, WeightShard
 from hybridrl.engine.megatron import build, checkpoint, hf_weights
 from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_first_masters, load_first_weights
-from hybridrl.engine.megatron.forward import Arranger, Outputs
+from hybridrl.engine.megatron.forward import Arranger, Outputs, why_not_fused
 from hybridrl.engine.megatron.mapping import WeightMap, family_of, padded_vocabulary
 from hybridrl.engine.megatron.offload import DiscardedStorages, Offload, OffloadedStorages
 from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
@@ -130,8 +130,18 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
         outputs = None
         if self.chunks[-1].post_process:
             part = Part.of(vocabulary, padded_vocabulary(vocabulary, self.sizes.tp), self.state.tp_group)
-            outputs = Outputs(self.chunks[-1], self.state, part, settings.sequence_parallel)
+            fused = self._may_fuse(self.chunks[-1])
+            outputs = Outputs(self.chunks[-1], self.state, part, settings.sequence_parallel, fused)
         return Schedule(self.state, settings, arranger, outputs)
+
+    def _may_fuse(self, last: nn.Module) -> bool:
+        """Whether to compute statistics of tokens without logits (`use_fused_kernels`); tell why not."""
+        if not self.model_config.use_fused_kernels:
+            return False
+        reason = "a value model has no logits" if self.model_type != "language_model" else why_not_fused(last)
+        if reason and self.state.tp_rank == 0 and self.state.dp_cp_group.rank() == 0:
+            notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
+        return reason is None
 
     def _may_pack(self) -> bool:
         """Whether attention can keep the sequences of a packed row apart; on a GPU, tell why not."""
@@ -285,7 +295,7 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
 
 def _tell_without_effect(model: Any) -> None:
     """Name the settings of a model that Megatron-core does not read."""
-    names = ("use_fused_kernels", "share_prefixes", "enable_activation_offload")
+    names = ("share_prefixes", "enable_activation_offload")
     keys = [f"model.{name}" for name in names if getattr(model, name)]
     if model.tiled_mlp.enabled:
         keys.append("model.tiled_mlp.enabled")

@@ -12,7 +12,12 @@ from torch import nn
 
 from hybridrl.engine.megatron.layers import own_positions
 from hybridrl.engine.megatron.parallel import ParallelState
-from hybridrl.engine.megatron.vocabulary import Part, parallel_statistics
+from hybridrl.engine.megatron.vocabulary import (
+    STATISTICS,
+    Part,
+    parallel_linear_statistics,
+    parallel_statistics,
+)
 from hybridrl.engine.micro_batched import Wanted
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.shared_sum import SharedSum
@@ -37,6 +42,11 @@ class RankLayout:
     selected: torch.Tensor
     labels: torch.Tensor
     owned: torch.Tensor | None
+
+    @property
+    def own_labels(self) -> torch.Tensor:
+        """The response tokens that this rank predicts."""
+        return self.labels if self.owned is None else self.labels[self.owned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +168,18 @@ def packed_parameters(layout: RankLayout) -> Any:
     )
 
 
+def why_not_fused(chunk: Any) -> str | None:
+    """Why log-probabilities have to be computed from whole logits of the model's last chunk; None if they need not."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    head = chunk.output_layer
+    if type(head) is not ColumnParallelLinear or "forward" in vars(head) or head.bias is not None:
+        return "its output layer is not Megatron-core's linear layer without a bias"
+    if head._forward_hooks or chunk._forward_hooks:
+        return "it changes its logits after its output layer"
+    return None
+
+
 @dataclass(slots=True)
 class Outputs:
     """What the last stage computes from its hidden states.
@@ -168,48 +190,78 @@ class Outputs:
     Attributes:
         chunk: the model's last chunk; its output layer gets the hook.
         part: this rank's part of the vocabulary.
+        fused: whether the output layer returns the outputs, computed by chunks of tokens, in place of logits.
     """
 
     chunk: nn.Module
     state: ParallelState
     part: Part
     sequence_parallel: bool
-    _selected: torch.Tensor | None = field(default=None, init=False)
+    fused: bool = False
+    _current: tuple[RankLayout, Wanted] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         head: Any = self.chunk.output_layer
         head.register_forward_pre_hook(self._select)
         if self.sequence_parallel and hasattr(head, "allreduce_dgrad"):  # the value head has no part of a vocabulary
             head.sequence_parallel, head.allreduce_dgrad = False, True
+        if self.fused:
+            head.forward = self._statistics
 
     @contextlib.contextmanager
-    def selecting(self, layout: RankLayout) -> Iterator[None]:
-        """Within the context, the model computes logits `[1, n, V / tp]` of the selected positions only."""
-        self._selected = layout.selected
+    def selecting(self, layout: RankLayout, wanted: Wanted) -> Iterator[None]:
+        """Within the context, the model computes the selected positions only.
+
+        It returns logits `[1, n, V / tp]`, or values; if fused, those of `STATISTICS` that are wanted, `[1, n, k]`.
+        """
+        self._current = layout, wanted
         try:
             yield
         finally:
-            self._selected = None
+            self._current = None
 
     def _select(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         hidden = arguments[0]  # [W, b, H]
-        assert self._selected is not None
+        assert self._current is not None
         if self.sequence_parallel:
             # What follows computes the whole gradient on each rank.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         rows = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
-        return rows.index_select(0, self._selected)[:, None], *arguments[1:]
+        return rows.index_select(0, self._current[0].selected)[:, None], *arguments[1:]
 
-    def compute(self, logits: torch.Tensor, layout: RankLayout, wanted: Wanted) -> dict[str, torch.Tensor]:
-        """The outputs of all N response tokens, float32 `[N]`; the same on every rank that holds the last stage."""
-        logits = logits.reshape(-1, logits.shape[-1])
+    def _statistics(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: None = None
+    ) -> tuple[torch.Tensor, None]:
+        """The output layer's forward pass, from hidden states `[n, 1, H]`; `weight` is that of a tied embedding."""
+        assert self._current is not None
+        layout, wanted = self._current
+        head: Any = self.chunk.output_layer
+        found = parallel_linear_statistics(
+            hidden[:, 0],
+            head.weight if weight is None else weight,
+            layout.own_labels,
+            wanted.temperature,
+            wanted.outputs,
+            self.part,
+        )
+        return torch.stack(list(found.values()), dim=-1)[:, None], None
+
+    def compute(self, output: torch.Tensor, layout: RankLayout, wanted: Wanted) -> dict[str, torch.Tensor]:
+        """The outputs of all N response tokens, float32 `[N]`; the same on every rank that holds the last stage.
+
+        Args:
+            output: what the model returned.
+        """
+        output = output.reshape(-1, output.shape[-1])
         if "values" in wanted.outputs:
-            found = {"values": logits.reshape(-1).float()}
+            found = {"values": output.reshape(-1).float()}
+        elif self.fused:
+            names = [name for name in STATISTICS if name in wanted.outputs]
+            found = dict(zip(names, output.unbind(-1), strict=True))
         else:
-            labels = layout.labels if layout.owned is None else layout.labels[layout.owned]
-            found = parallel_statistics(logits, labels, wanted.temperature, wanted.outputs, self.part)
+            found = parallel_statistics(output, layout.own_labels, wanted.temperature, wanted.outputs, self.part)
         if layout.owned is None:
             return found
         group = self.state.cp_group

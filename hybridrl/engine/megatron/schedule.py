@@ -37,12 +37,12 @@ class Schedule:
     ) -> list[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, on the last stage; None on others."""
 
-        def finish(logits: torch.Tensor, numbered: Numbered, **_: Any) -> dict[str, torch.Tensor]:
+        def finish(output: torch.Tensor, numbered: Numbered, **_: Any) -> dict[str, torch.Tensor]:
             assert self.outputs is not None
-            return self.outputs.compute(logits, numbered[1], wanted)
+            return self.outputs.compute(output, numbered[1], wanted)
 
         with torch.no_grad():
-            found = self._run(chunks, layouts, finish, forward_only=True, collect_non_loss_data=True)
+            found = self._run(chunks, layouts, wanted, finish, forward_only=True, collect_non_loss_data=True)
         return found[: len(layouts)] if self.state.is_last_stage else None
 
     def forward_backward(
@@ -50,17 +50,22 @@ class Schedule:
     ) -> None:
         """Sum the gradients of all micro-batches' shares of the loss over all ranks that hold the parameters."""
 
-        def finish(logits: torch.Tensor, numbered: Numbered) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        def finish(output: torch.Tensor, numbered: Numbered) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             assert self.outputs is not None
             number, layout = numbered
-            loss = share_of_loss(number, self.outputs.compute(logits, layout, wanted))
+            loss = share_of_loss(number, self.outputs.compute(output, layout, wanted))
             # Megatron-core frees what a stage computes after it was used, and refuses to free a view.
             return loss.clone(), torch.zeros((), dtype=torch.int, device=loss.device), {}
 
-        self._run(wrapped, layouts, finish, forward_only=False)
+        self._run(wrapped, layouts, wanted, finish, forward_only=False)
 
     def _run(
-        self, models: Sequence[nn.Module], layouts: Sequence[Layout], finish: Callable[..., Any], **options: Any
+        self,
+        models: Sequence[nn.Module],
+        layouts: Sequence[Layout],
+        wanted: Wanted,
+        finish: Callable[..., Any],
+        **options: Any,
     ) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -73,7 +78,7 @@ class Schedule:
 
         def step(iterator: Iterator[Numbered], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             numbered = next(iterator)
-            return self._forward(model, numbered[1]), lambda logits, **rest: finish(logits, numbered, **rest)
+            return self._forward(model, numbered[1], wanted), lambda output, **rest: finish(output, numbered, **rest)
 
         rows, width = shape or arranged[0][1].input_ids.shape
         iterators = [iter(arranged) for _ in models]
@@ -89,7 +94,7 @@ class Schedule:
         device.synchronize()  # messages to other stages refer to memory that is released now
         return found
 
-    def _forward(self, model: Any, layout: RankLayout) -> torch.Tensor:
+    def _forward(self, model: Any, layout: RankLayout, wanted: Wanted) -> torch.Tensor:
         arguments = {
             "input_ids": layout.input_ids,
             "position_ids": layout.position_ids,
@@ -99,6 +104,6 @@ class Schedule:
         if self.outputs is None or getattr(model, "module", model) is not self.outputs.chunk:
             hidden: torch.Tensor = model(**arguments)
             return hidden
-        with self.outputs.selecting(layout):
-            logits: torch.Tensor = model(**arguments)
-        return logits
+        with self.outputs.selecting(layout, wanted):
+            output: torch.Tensor = model(**arguments)
+        return output
