@@ -218,7 +218,8 @@ def test_a_request_that_vllm_refuses_harms_nobody(rollout) -> None:
 
 def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
     """Of requests for one token, behind as many that run as the engine takes; all are in the engine's own queue."""
-    running = [Request(f"r{i}", [6], SamplingParams(True, 1.0, 1.0, -1, 8 + 2 * i, ignore_eos=True)) for i in range(8)]
+    # Long enough for all others to arrive meanwhile on a machine that is busy with other tests.
+    running = [Request(f"r{i}", [6], SamplingParams(True, 1.0, 1.0, -1, 80 + 2 * i, ignore_eos=True)) for i in range(8)]
     short = SamplingParams(True, 1.0, 1.0, -1, 1, ignore_eos=True)
     guests = [Request(f"g{i}", [6], short, priority=GUEST_PRIORITY) for i in range(4)]
     training = [Request(f"t{i}", [6], short) for i in range(4)]
