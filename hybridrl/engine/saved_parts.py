@@ -1,10 +1,20 @@
-"""What checkpoints of all training engines have in common: their parts, schedule, random states and tokenizer."""
+"""The parts of a checkpoint, which all training engines write and read in the same way.
+
+The folder of a checkpoint:
+
+    model/      float32 master weights and saved buffers, as boxes of Hugging Face tensors (`saved_boxes`)
+    optimizer/  the optimizer's tensors, in the same way, named `<tensor>/<state>`
+    extra/      schedule.json, and rng_<rank>.json of every rank
+    hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+
+An engine says by `Parts` what its tensors are.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +23,7 @@ import numpy as np
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.engine.optim.optimizer import set_rate
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, write_boxes
+from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, copied, write_boxes
 from hybridrl.engine.train_engine import SAVE_CONTENTS
 from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
@@ -21,15 +31,18 @@ from hybridrl.notify import notify
 from hybridrl.utils import distributed
 from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
 
+#: between the names of a tensor and of a state of the optimizer
+SEPARATOR = "/"
 
-def check_contents(contents: Sequence[str]) -> None:
+
+def _check_contents(contents: Sequence[str]) -> None:
     """Raise `ModelError` for contents of a checkpoint that are unknown."""
     unknown = sorted(set(contents) - set(SAVE_CONTENTS))
     if unknown:
         raise ModelError(f"checkpoint contents {', '.join(unknown)} are unknown; known are {', '.join(SAVE_CONTENTS)}")
 
 
-def part(folder: Path, name: str) -> Path:
+def _part(folder: Path, name: str) -> Path:
     """Return the folder of one part of a checkpoint.
 
     Raises:
@@ -72,7 +85,65 @@ class State:
             self.write_hf(folder / "hf_model")
 
 
-def extra(schedule: LambdaLR | None) -> dict[str, str]:
+@dataclass(frozen=True)
+class Parts:
+    """An engine's own share of its checkpoints.
+
+    Attributes:
+        weights: yields what this rank holds of the model's tensors.
+        load_weights: reads it.
+        optimizer: yields what this rank holds of the optimizer's state; None for an engine that only computes.
+        load_optimizer: reads it.
+        schedule: of the optimizer.
+        seed: that new random states are made from.
+        hf_writer: called with whether the state is copied; returns what writes the part `hf_model` into a folder, None
+            on ranks that write none of it. All ranks call it together.
+    """
+
+    weights: Callable[[], Iterator[SavedBox]]
+    load_weights: Callable[[SavedBoxes], None]
+    optimizer: Callable[[], Iterator[SavedBox]] | None
+    load_optimizer: Callable[[SavedBoxes], None]
+    schedule: LambdaLR | None
+    seed: int
+    hf_writer: Callable[[bool], Callable[[Path], None] | None]
+
+    def state(self, contents: Sequence[str], copy: bool) -> State:
+        """Return what this rank writes of the parts in `contents`. All ranks call it with the same arguments.
+
+        Args:
+            contents: `model`, `optimizer`, `extra`, `hf_model`.
+            copy: copy everything to main memory, so that training may go on before it is written.
+        """
+        _check_contents(contents)
+        made = State()
+        for name, boxes in (("model", self.weights), ("optimizer", self.optimizer)):
+            if name in contents and boxes is not None:
+                made.boxes[name] = copied(boxes()) if copy else boxes()
+        if "extra" in contents:
+            made.texts = _extra(self.schedule)
+        if "hf_model" in contents:
+            made.write_hf = self.hf_writer(copy)
+        return made
+
+    def load(self, folder: Path, contents: Sequence[str]) -> None:
+        """Read the parts named in `contents`. `hf_model` is for other programs and is never read back.
+
+        Raises:
+            ModelError: a part is missing, or belongs to another model or optimizer.
+        """
+        _check_contents(contents)
+        if "model" in contents:
+            with SavedBoxes(_part(folder, "model")) as saved:
+                self.load_weights(saved)
+        if "optimizer" in contents and self.optimizer is not None:
+            with SavedBoxes(_part(folder, "optimizer")) as saved:
+                self.load_optimizer(saved)
+        if "extra" in contents:
+            _load_extra(self.schedule, self.seed, _part(folder, "extra"))
+
+
+def _extra(schedule: LambdaLR | None) -> dict[str, str]:
     """Return the files of `extra`: this rank's random states, and the step of the schedule."""
     files = {f"rng_{distributed.get_rank()}.json": json.dumps(rng_state())}
     if distributed.get_rank() == 0 and schedule is not None:
@@ -109,8 +180,8 @@ def check_same_model(
         )
 
 
-def load_extra(schedule: LambdaLR | None, run_seed: int, folder: Path) -> None:
-    """Read what `extra` made. A rank that has no random states there gets new ones.
+def _load_extra(schedule: LambdaLR | None, run_seed: int, folder: Path) -> None:
+    """Read what `_extra` made. A rank that has no random states there gets new ones.
 
     Args:
         schedule: of the optimizer; None for an engine that only computes.

@@ -201,7 +201,7 @@ def test_a_loaded_state_is_where_it_rests(
     engine.save(tmp_path, ["model", "optimizer"])
     monkeypatch.setattr(checkpoint, "_read", lambda *_: None)  # only the device that is asked for exists here
     monkeypatch.setattr(device, "current_device", lambda: torch.device("meta"))
-    checkpoint.load(engine, tmp_path, ["optimizer"])
+    checkpoint.parts(engine).load(tmp_path, ["optimizer"])
     moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
     assert len(moments) == 2 * len(engine._trainable)
     assert {part.device.type for moment in moments for part in _plain_parts(moment)} == {expected}

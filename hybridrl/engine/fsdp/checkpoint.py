@@ -1,11 +1,4 @@
-"""An engine's state on disk, readable on any number of ranks, by other engines, and without unpickling anything.
-
-The folder of a checkpoint:
-
-    model/      float32 master weights and saved buffers, as boxes of Hugging Face tensors (`saved_boxes`)
-    optimizer/  the optimizer's tensors, in the same way, named `<tensor>/<state>`
-    extra/      schedule.json, and rng_<rank>.json of every rank
-    hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+"""An FSDP2 engine's share of a checkpoint (`saved_parts`), readable on any number of ranks and by other engines.
 
 A module that keeps several tensors of its checkpoints in one (all experts of a layer) is cut into these. Moments of 8
 bits belong to rows of the module's own parameters and are saved under their names.
@@ -15,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +16,8 @@ import torch
 
 from hybridrl.engine import saved_parts
 from hybridrl.engine.optim import low_bit
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, copied
+from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes
+from hybridrl.engine.saved_parts import SEPARATOR
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.views import View, within_shape
@@ -32,45 +27,18 @@ from hybridrl.utils import device, distributed
 if TYPE_CHECKING:
     from hybridrl.engine.fsdp.engine import FSDPEngine
 
-SEPARATOR = "/"
 
-
-def state(engine: FSDPEngine, contents: Sequence[str], copy: bool) -> saved_parts.State:
-    """Return what this rank writes of the parts in `contents`. All ranks call it with the same arguments.
-
-    Args:
-        engine: whose state it is.
-        contents: `model`, `optimizer`, `extra`, `hf_model`.
-        copy: copy everything to main memory, so that training may go on before it is written.
-    """
-    saved_parts.check_contents(contents)
-    made = saved_parts.State()
-    if "model" in contents:
-        made.boxes["model"] = copied(_weights(engine)) if copy else _weights(engine)
-    if "optimizer" in contents and engine.optimizer is not None:
-        made.boxes["optimizer"] = copied(_optimizer_state(engine)) if copy else _optimizer_state(engine)
-    if "extra" in contents:
-        made.texts = saved_parts.extra(engine.schedule)
-    if "hf_model" in contents:
-        made.write_hf = _hf_writer(engine, copy)
-    return made
-
-
-def load(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Read the parts named in `contents`. `hf_model` is for other programs and is never read back.
-
-    Raises:
-        ModelError: a part is missing, or belongs to another model or optimizer.
-    """
-    saved_parts.check_contents(contents)
-    if "model" in contents:
-        with SavedBoxes(saved_parts.part(folder, "model")) as saved:
-            _load_weights(engine, saved)
-    if "optimizer" in contents and engine.optimizer is not None:
-        with SavedBoxes(saved_parts.part(folder, "optimizer")) as saved:
-            _load_optimizer(engine, saved)
-    if "extra" in contents:
-        saved_parts.load_extra(engine.schedule, engine.engine_config.seed, saved_parts.part(folder, "extra"))
+def parts(engine: FSDPEngine) -> saved_parts.Parts:
+    """The parts of an engine's checkpoints."""
+    return saved_parts.Parts(
+        weights=partial(_weights, engine),
+        load_weights=partial(_load_weights, engine),
+        optimizer=None if engine.optimizer is None else partial(_optimizer_state, engine),
+        load_optimizer=partial(_load_optimizer, engine),
+        schedule=engine.schedule,
+        seed=engine.engine_config.seed,
+        hf_writer=partial(_hf_writer, engine),
+    )
 
 
 def parts_of(

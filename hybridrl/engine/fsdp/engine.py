@@ -555,14 +555,14 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        checkpoint.state(self, contents, copy=False).write(Path(folder))
+        checkpoint.parts(self).state(contents, copy=False).write(Path(folder))
         distributed.barrier()
 
     def copy_state(self, contents: Sequence[str]) -> State:
-        return checkpoint.state(self, contents, copy=True)
+        return checkpoint.parts(self).state(contents, copy=True)
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
-        checkpoint.load(self, Path(folder), contents)
+        checkpoint.parts(self).load(Path(folder), contents)
         if self._masters:
             self._masters.copy_to_module()
         self._offload.unload(changed=True)

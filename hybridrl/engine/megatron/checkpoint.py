@@ -1,11 +1,4 @@
-"""A Megatron engine's state on disk, readable in any other layout and without unpickling anything.
-
-The folder of a checkpoint:
-
-    model/      master weights (float32), as boxes of Hugging Face tensors (`saved_boxes`)
-    optimizer/  the optimizer's tensors, in the same way, named `<tensor>/<state>`
-    extra/      schedule.json, and rng_<rank>.json of every rank
-    hf_model/   the model as Hugging Face loads it: safetensors, config.json, tokenizer
+"""A Megatron engine's share of a checkpoint (`saved_parts`), readable in any other layout and by other engines.
 
 A rank's optimizer updates ranges of flattened parameters. A range is a few boxes of Hugging Face tensors, so that
 nothing needs to be gathered to be written, and a rank of another layout reads just the boxes that it needs.
@@ -13,10 +6,10 @@ nothing needs to be gathered to be written, and a rank of another layout reads j
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +17,8 @@ from hybridrl.engine import saved_parts
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.megatron.mapping import Entry
 from hybridrl.engine.optim.low_bit import CODES, SCALE
-from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range, copied
+from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, boxes_of_range
+from hybridrl.engine.saved_parts import SEPARATOR
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box
 from hybridrl.utils import device, distributed
@@ -33,28 +27,18 @@ if TYPE_CHECKING:
     from hybridrl.engine.megatron.engine import MegatronEngine
     from hybridrl.engine.megatron.optimizer import Shard
 
-SEPARATOR = "/"
 
-
-def state(engine: MegatronEngine, contents: Sequence[str], copy: bool) -> saved_parts.State:
-    """Return what this rank writes of the parts in `contents`. All ranks call it with the same arguments.
-
-    Args:
-        engine: whose state it is.
-        contents: `model`, `optimizer`, `extra`, `hf_model`.
-        copy: copy everything to main memory, so that training may go on before it is written.
-    """
-    saved_parts.check_contents(contents)
-    made = saved_parts.State()
-    if "model" in contents:
-        made.boxes["model"] = copied(_weights(engine)) if copy else _weights(engine)
-    if "optimizer" in contents and engine.optimizer is not None:
-        made.boxes["optimizer"] = copied(_optimizer_state(engine)) if copy else _optimizer_state(engine)
-    if "extra" in contents:
-        made.texts = saved_parts.extra(_schedule(engine))
-    if "hf_model" in contents:
-        made.write_hf = _hf_copy(engine) if copy else partial(_write_hf, engine)
-    return made
+def parts(engine: MegatronEngine) -> saved_parts.Parts:
+    """The parts of an engine's checkpoints."""
+    return saved_parts.Parts(
+        weights=partial(_weights, engine),
+        load_weights=partial(_load_weights, engine),
+        optimizer=None if engine.optimizer is None else partial(_optimizer_state, engine),
+        load_optimizer=partial(_load_optimizer, engine),
+        schedule=None if engine.optimizer is None else engine.optimizer.schedule,
+        seed=engine.engine_config.seed,
+        hf_writer=lambda copy: _hf_copy(engine) if copy else partial(_write_hf, engine),
+    )
 
 
 def _write_hf(engine: MegatronEngine, folder: Path) -> None:
@@ -96,28 +80,6 @@ def _finish_hf(engine: MegatronEngine, files: ModelFiles, folder: Path) -> None:
     files.finish()
     write_config(engine.config, engine.model_type, files, folder)
     saved_parts.save_tokenizer(engine.model_config, folder)
-
-
-def load(engine: MegatronEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Read the parts named in `contents`. `hf_model` is for other programs and is never read back.
-
-    Raises:
-        ModelError: a part is missing, or belongs to another model or optimizer.
-    """
-    saved_parts.check_contents(contents)
-    if "model" in contents:
-        with SavedBoxes(saved_parts.part(folder, "model")) as saved:
-            saved_parts.check_same_model(engine._exporter.shapes(), saved)  # all ranks together
-            _load_weights(engine, saved)
-    if "optimizer" in contents and engine.optimizer is not None:
-        with SavedBoxes(saved_parts.part(folder, "optimizer")) as saved:
-            _load_optimizer(engine, saved)
-    if "extra" in contents:
-        saved_parts.load_extra(_schedule(engine), engine.engine_config.seed, saved_parts.part(folder, "extra"))
-
-
-def _schedule(engine: MegatronEngine) -> Any:
-    return None if engine.optimizer is None else engine.optimizer.schedule
 
 
 def _entries(engine: MegatronEngine) -> dict[tuple[int, str], Entry]:
@@ -190,6 +152,7 @@ def _optimizer_state(engine: MegatronEngine) -> Iterator[SavedBox]:
 
 
 def _load_weights(engine: MegatronEngine, saved: SavedBoxes) -> None:
+    saved_parts.check_same_model(engine._exporter.shapes(), saved)  # all ranks together
     entries = _entries(engine)
     for entry in entries.values():
         values = engine.readable(entry.tensor.detach())

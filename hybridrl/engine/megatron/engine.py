@@ -279,16 +279,16 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         with self.activate():
-            checkpoint.state(self, contents, copy=False).write(Path(folder))
+            checkpoint.parts(self).state(contents, copy=False).write(Path(folder))
             distributed.barrier()
 
     def copy_state(self, contents: Sequence[str]) -> State:
         with self.activate():
-            return checkpoint.state(self, contents, copy=True)
+            return checkpoint.parts(self).state(contents, copy=True)
 
     def load(self, folder: Path, contents: Sequence[str]) -> None:
         with self.activate():
-            checkpoint.load(self, Path(folder), contents)
+            checkpoint.parts(self).load(Path(folder), contents)
         self._offload.unload(changed=True)
         distributed.barrier()
 
