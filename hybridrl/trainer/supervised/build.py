@@ -4,8 +4,8 @@ from hybridrl.config import SFTTrainerConfig
 from hybridrl.data import create_sft_dataset
 from hybridrl.models.info import checked_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
-from hybridrl.trainer.supervised.trainer import SupervisedTrainer
 from hybridrl.trainer.startup import check_engine
+from hybridrl.trainer.supervised.trainer import SupervisedTrainer
 
 
 def prepare(config: SFTTrainerConfig) -> SupervisedTrainer:
