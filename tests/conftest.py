@@ -27,6 +27,7 @@ os.environ.update(
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
+    OMP_WAIT_POLICY="passive",  # idle threads of a worker with all cores would spin on those that others use
     WANDB_MODE="offline",
 )
 # All other tests state what holds on a CPU, on a machine with a GPU too.

@@ -29,7 +29,7 @@ def forecast_model(config: SFTTrainerConfig, ranks: int) -> Forecast | None:
     """Forecast the model of supervised fine-tuning on so many ranks; None if its strategy has no forecast."""
     data = config.data
     micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    # Every token but the first may have a loss (`hybridrl.trainer.sft.trainer.as_responses`).
+    # Every token but the first may have a loss (`hybridrl.trainer.supervised.trainer.as_responses`).
     rows = -(-data.train_batch_size // ranks)
     work = Workload(1, data.max_length - 1, rows, micro, micro if data.val_files else None, entropy=False)
     return _forecast("language_model", config.engine, config.model, config.optim, ranks, work)
