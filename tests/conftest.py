@@ -180,6 +180,21 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def micro_reward_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Path:
+    """A random classifier with one label on the backbone of ``micro_model``, with its tokenizer. Read only."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("micro_reward_model")
+    model = AutoModelForSequenceClassification.from_pretrained(micro_model, num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(micro_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def sort_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the sorting task, 64 training and 16 validation prompts: train, test, sft_train, sft_val .parquet."""
     from hybridrl.data.preprocess.sort import write_sort_data
