@@ -28,6 +28,7 @@ os.environ.update(
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
+    OMP_WAIT_POLICY="passive",  # idle threads of a worker with all cores would spin on those that others use
     WANDB_MODE="offline",
 )
 # All other tests state what holds on a CPU, on a machine with a GPU too.
@@ -205,6 +206,21 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hybridrl.models.tiny import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("micro_model"), hidden=32, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="session")
+def micro_reward_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Path:
+    """A random classifier with one label on the backbone of ``micro_model``, with its tokenizer. Read only."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("micro_reward_model")
+    model = AutoModelForSequenceClassification.from_pretrained(micro_model, num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(micro_model).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
