@@ -17,11 +17,11 @@ from engine_helpers import (
     make_fields,
     plain_outputs,
     policy_loss,
-    spawn,
     value_loss,
     weights,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import spawn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.engine import MicroBatching
@@ -263,7 +263,7 @@ def test_two_ranks_are_one(micro_model: Path, tmp_path: Path) -> None:
         if name == "plain":
             alone["next"] = train(engine, 1)[0]["loss"]
     torch.save(alone, tmp_path / "alone.pt")
-    spawn(_check_two_ranks, 2, micro_model, tmp_path / "saved", tmp_path / "alone.pt", preload="lora_preload")
+    spawn(_check_two_ranks, 2, micro_model, tmp_path / "saved", tmp_path / "alone.pt")
     one = make_engine(micro_model, optim=EPS, model=MODEL)  # what two ranks saved
     one.load(tmp_path / "saved", PARTS)
     assert train(one, 1)[0]["loss"] == pytest.approx(alone["next"], abs=1e-5)

@@ -49,6 +49,12 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
                 f"actor_rollout_ref.ref.fsdp_config: {', '.join(unread)} has no effect with an adapter: the reference "
                 "is the policy without it, so no second model is loaded"
             )
+    part = config.reward.reward_model
+    if part.model.path and not part.enable:
+        yield (
+            f"reward.reward_model.model.path={part.model.path} has no effect without reward.reward_model.enable: no "
+            "reward model takes part"
+        )
     yield from _of_profiling(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
     for pool, processes in config.placement.pools.items():
