@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,13 @@ def merge(
     wanted = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
     files = ModelFiles(out)
     with VerlShards(folder) if is_verl_checkpoint(folder) else SavedBoxes(folder / "model") as saved:
-        is_value = any(name.startswith(f"{value.HEAD_NAME}.") for name in saved.names)
-        for name, tensor in _checkpoint_tensors(saved, config, origin.trust_remote_code, is_value):
+        kind = _kind(frozenset(saved.names))
+        has_head = kind != "language_model"
+        for name, tensor in _checkpoint_tensors(saved, config, origin.trust_remote_code, has_head):
             keeps = wanted is None or _is_buffer(name) or not tensor.is_floating_point()
             files.add(name, tensor if keeps else tensor.to(wanted))
     files.finish()
-    write_config(config, "value_model" if is_value else "language_model", files, out)
+    write_config(config, kind, files, out)
     saved_parts.save_tokenizer(origin, out)
     return folder
 
@@ -128,13 +129,13 @@ def _origin(folder: Path, model: str | None, trust_remote_code: bool) -> Origin:
 
 
 def _checkpoint_tensors(
-    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, is_value: bool
+    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, has_head: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole tensors under the names of Hugging Face checkpoints.
 
     Shards may have the names of a module that keeps several tensors of its checkpoints in one.
     """
-    if is_value:
+    if has_head:
         yield from saved.whole_tensors()
         return
     module = loading.build_language_model(config, torch.float32, trust_remote_code)
@@ -145,6 +146,13 @@ def _checkpoint_tensors(
         return
     in_order = ((name, saved.read(name, whole(saved.shape(name)))) for name in own)  # the tensors of a layer together
     yield from loading.to_checkpoint_names(module, in_order)
+
+
+def _kind(names: Collection[str]) -> str:
+    """The kind of model that has tensors of these names; the head of a reward model has no bias."""
+    if f"{value.HEAD_NAME}.weight" not in names:
+        return "language_model"
+    return "value_model" if f"{value.HEAD_NAME}.bias" in names else "reward_model"
 
 
 def _is_buffer(name: str) -> bool:

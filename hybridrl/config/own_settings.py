@@ -18,6 +18,7 @@ from hybridrl.errors import UserError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
     INFERENCE_ENGINES,
+    OBJECTIVES,
     POLICY_LOSSES,
     TRAIN_ENGINES,
     Registry,
@@ -48,6 +49,7 @@ OPEN_GROUPS = (
     OpenGroup("critic.fsdp", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
     OpenGroup("critic.megatron", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
     OpenGroup("engine", "engine.strategy", TRAIN_ENGINES, "model.external_lib"),
+    *(OpenGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "rm")),
 )
 
 

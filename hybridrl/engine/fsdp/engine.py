@@ -52,8 +52,9 @@ from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.hybrid_engine.views import View, checkpoint_views
-from hybridrl.models import attention, loading, stored, tree_attention, value
+from hybridrl.models import attention, loading, stored, tree_attention
 from hybridrl.models.info import config_of
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
 from hybridrl.protocol.names import ROUTED_EXPERTS
@@ -61,12 +62,16 @@ from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric
 
 
-@TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
+@TrainEngines.register(
+    "fsdp2",
+    model_types=("language_model", "value_model", "reward_model"),
+    settings="hybridrl.config.schema.engine:FSDPConfig",
+)
 class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesInPlace, ExportsShards, ReplaysRouting):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
-        model_type: `language_model` or `value_model`.
+        model_type: `language_model`, `value_model` or `reward_model`.
         model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
             use_remove_padding, ...
         engine: An `FSDPConfig`: dtypes, sharding, offload.
@@ -241,16 +246,15 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
             notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
 
     def _build(self) -> nn.Module:
-        build = loading.build_language_model if self.model_type == "language_model" else value.build_value_model
-        return build(self.config, self.model_dtype, self.model_config.trust_remote_code)
+        return KINDS[self.model_type].build(self.config, self.model_dtype, self.model_config.trust_remote_code)
 
     def _load(self) -> nn.Module:
-        load: Any = loading.load_language_model if self.model_type == "language_model" else value.load_value_model
+        load = KINDS[self.model_type].load
         return load(self.model_config.path, self.config, self.model_dtype, self.model_config.trust_remote_code)
 
     def _open(self) -> stored.StoredWeights:
         """The weights to shard, in the dtype of the checkpoint."""
-        read = stored.open_language_model if self.model_type == "language_model" else value.open_value_model
+        read = KINDS[self.model_type].open
         return read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
 
     def _prepare(self, module: nn.Module) -> nn.Module:
