@@ -162,6 +162,10 @@ def test_old_names_lead_to_known_ones_and_are_not_known_themselves(alias):
         ("custom_reward_function.name", "f", "reward.custom_reward_function.name", "f"),
         ("reward_model.reward_manager", "dapo", "reward.reward_manager.name", "dapo"),
         ("reward_model.num_workers", 2, "reward.num_workers", 2),
+        ("reward_model.enable", True, "reward.reward_model.enable", True),
+        ("reward_model.model.path", "x", "reward.reward_model.model.path", "x"),
+        ("reward.reward_model.model_path", "x", "reward.reward_model.model.path", "x"),
+        ("reward_model.micro_batch_size", 4, "reward.reward_model.micro_batch_size_per_gpu", 4),
         (
             "reward_model.overlong_buffer.len",
             16,
@@ -184,7 +188,6 @@ def test_old_names_act_under_the_new_with_a_notice(key, value, new, expected):
         ("actor_rollout_ref.actor.lora.enabled", True, "actor_rollout_ref.model.lora_rank=16"),
         ("actor_rollout_ref.rollout.enable_vision", True, "actor_rollout_ref.rollout.enable_vision=true"),
         ("trainer.async_weight_update", True, "trainer.v1.trainer_mode"),
-        ("reward_model.enable", True, "reward.reward_model.enable=true"),
         ("sandbox_fusion.url", "http://x", "reward.sandbox_fusion.url"),
         ("actor_rollout_ref.model.backend", "tpu", "actor_rollout_ref.model.backend='tpu'"),
     ],

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, spawn, weights
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
+from ranks import spawn
 
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp import checkpoint

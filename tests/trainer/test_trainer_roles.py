@@ -68,12 +68,15 @@ def test_phases_are_those_of_the_table(scorer) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["roles.judge.seed=1"], r"roles\.judge.*actor_rollout, ref, critic, scorer"),
+        (["roles.judge.seed=1"], r"roles\.judge.*actor_rollout, ref, critic, reward_model, scorer"),
         (["roles.scorer.seed=1", "roles.scorer.sed=1"], r"roles\.scorer\.sed.*seed, vocabulary"),
         (["roles.scorer.vocabulary=9"], r"roles\.scorer\.seed is missing"),
         (["roles.scorer.seed=x"], r"roles\.scorer\.seed='x'"),
         (["roles.ref.seed=1"], r"roles\.ref: .*actor_rollout_ref\.ref"),
-        (["roles.scorer.seed=1", "placement.roles.scoer=global"], r"placement\.roles\.scoer.*ref, critic, scorer"),
+        (
+            ["roles.scorer.seed=1", "placement.roles.scoer=global"],
+            r"placement\.roles\.scoer.*reward_model, scorer",
+        ),
     ],
 )
 def test_settings_of_a_role_that_cannot_work_are_refused(scorer, words, named) -> None:

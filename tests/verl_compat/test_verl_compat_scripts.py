@@ -206,9 +206,10 @@ def test_placeholders_stand_for_files_and_models(tmp_path: Path) -> None:
     words = [
         *("data.train_files=[nowhere.parquet]", "data.val_files=nowhere.parquet", "actor_rollout_ref.model.path=./no"),
         *("custom_reward_function.path=gone.py", "trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"),
+        *("reward_model.enable=True", "reward_model.model.path=./no_rewards"),
     ]
     one = Command("verl.trainer.main_ppo", words, tmp_path)
-    assert len(examine(one).faults) == 5
+    assert len(examine(one).faults) == 6
     assert examine(one, Placeholders(tmp_path)).faults == []
     code = [
         *("data.train_files=a.parquet", "data.val_files=a.parquet", "actor_rollout_ref.model.path=m"),

@@ -40,6 +40,12 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             f"validation costs {check.n} times as much for the same result. Set val_kwargs.do_sample=True and a "
             "temperature, or n=1"
         )
+    part = config.reward.reward_model
+    if part.model.path and not part.enable:
+        yield (
+            f"reward.reward_model.model.path={part.model.path} has no effect without reward.reward_model.enable: no "
+            "reward model takes part"
+        )
     yield from _of_profiling(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
     for pool, processes in config.placement.pools.items():

@@ -1,6 +1,7 @@
 """Cross-checks before anything starts: valid settings that conflict with each other or with this machine."""
 
 import functools
+import math
 import operator
 import os
 import re
@@ -232,6 +233,7 @@ def _check_endpoint(rollout: RolloutConfig) -> Iterator[str]:
 def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
     manager = config.reward.reward_manager
     yield from check_functions(config.reward, config)
+    yield from _check_reward_model(config)
     if manager.source == "importlib":
         module = manager.module
         yield from check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
@@ -241,6 +243,25 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
     elif (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
         yield from read_own(settings, config.reward.reward_kwargs, "reward.reward_kwargs.", config)[1]
+
+
+def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
+    where, part, placed = "reward.reward_model", config.reward.reward_model, config.placement.roles
+    if not part.enable:
+        return
+    if not math.isfinite(part.weight):
+        yield f"{where}.weight={part.weight}: must be finite"
+    if part.combine == "only":
+        for name in ("custom_reward_function.path", "functions"):
+            if functools.reduce(getattr, name.split("."), config.reward):
+                yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
+    if part.enable_resource_pool and not part.nnodes:
+        yield f"{where}.enable_resource_pool=True without {where}.nnodes; set it, and n_gpus_per_node"
+    if part.own_pool and "reward_model" in placed:
+        yield (
+            f"{where}.enable_resource_pool=True and placement.roles.reward_model={placed['reward_model']} both say "
+            "where the reward model runs; set one of them"
+        )
 
 
 # ---------------------------------------------------------------- lengths and sampling

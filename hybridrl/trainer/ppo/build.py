@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
-from hybridrl.config.roles import active_roles, pool_of
+from hybridrl.config.roles import active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.models.info import check_same_tokenizer, checked_identity, tokenizer_of
@@ -81,7 +81,7 @@ def _check_engines(config: PPOTrainerConfig) -> None:
         if hasattr(settings, "strategy") and isinstance(model, ModelConfig):
             pool = pool_of(spec, config)
             if pool is not None:  # without one, `resource_pools` refuses the role
-                ranks, optim = sum(config.placement.pools[pool]), getattr(settings, "optim", None)
+                ranks, optim = sum(pools_of(config)[pool]), getattr(settings, "optim", None)
                 saved = settings.checkpoint if spec.saved is not None else None
                 check_engine(spec.where, settings, model, ranks, optim, saved)
 
@@ -101,9 +101,10 @@ def _with_data(
     if data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
     reward.check(train, val)
-    report_missing(train, "data.train_files")
-    if val is not None:
-        report_missing(val, "data.val_files")
+    if config.reward.runs_functions:
+        report_missing(train, "data.train_files")
+        if val is not None:
+            report_missing(val, "data.val_files")
     return RayPPOTrainer(
         config,
         tokenizer,
