@@ -284,13 +284,13 @@ class Objective:
         tensors = batch.batch
         mask = tensors["response_mask"].bool()
         answers = torch.where(mask, outputs, 0.0).sum(1)
-        chosen_tokens, rejected_tokens = _both(mask.sum(1))
-        reference: Any = _both(tensors[REF_LOG_PROBS]) if self.facts.reference else (None, None)
+        (chosen, rejected), (chosen_tokens, rejected_tokens) = _both(answers), _both(mask.sum(1))
+        before = _both(tensors[REF_LOG_PROBS]) if self.facts.reference else (None, None)
         margins = _both(tensors[MARGINS])[0] if MARGINS in tensors.keys() else None
-        pairs = Pairs(*_both(answers), chosen_tokens, rejected_tokens, *reference, margins)
-        losses, chosen, rejected = OBJECTIVES.get(self.name)(pairs, self.settings)
+        pairs = Pairs(chosen, rejected, chosen_tokens, rejected_tokens, before[0], before[1], margins)
+        losses, chosen_rewards, rejected_rewards = OBJECTIVES.get(self.name)(pairs, self.settings)
         loss = losses.sum() / (counts.sequences // 2)
-        metrics: dict[str, Any] = self._measured(pairs, chosen.detach(), rejected.detach())
+        metrics: dict[str, Any] = self._measured(pairs, chosen_rewards.detach(), rejected_rewards.detach())
         if coefficient := self.sft_coef:
             share = -(answers * tensors[NLL_WEIGHTS]).sum()
             metrics["nll_loss"] = Metric(share.detach(), kind="sum")

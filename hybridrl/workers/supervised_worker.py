@@ -103,13 +103,13 @@ class SupervisedWorker(ModelWorker):
     def compute_reference(self, batch: DataProto) -> DataProto:
         """`ref_answer_log_probs` [B]: the log-probability of each row's answer under the reference.
 
-        The reference is the second copy of the model, if there is one; the model without its adapter, if
+        The reference is the second copy of the model, if there is one; the model without its adapter with
         `dpo.reference=adapter`; else the model as it is.
         """
         engine, own = self._reference or self.engine, self._reference is None
         infer = partial(engine.infer, batch, replace(self._micro_batching(), rows_together=1))
         with self.loaded("compute_reference") if own else engine.loaded(optimizer=False):
-            if getattr(self.config.objective, "reference", None) == "adapter":
+            if self.config.reference == "adapter":
                 assert isinstance(self.engine, HasAdapters)  # checked at start-up
                 with self.engine.without_adapter():
                     outputs = infer(outputs=("log_probs",))

@@ -226,7 +226,7 @@ def test_an_error_in_the_middle_of_an_update(
     trained: Any = engine
     with pytest.raises(ZeroDivisionError, match="in the loss"), engine.loaded(optimizer=True):
         engine.train_batch(make_batch(FIELDS), MicroBatching(size=4), failing, TEMPERATURE)
-    parameters = [*trained._parameters.values(), *trained.module.parameters()]
+    parameters = [*trained.exported.parameters.values(), *trained.module.parameters()]
     assert all(parameter.grad is None for parameter in parameters)
     for _ in range(2):
         assert step(engine) == step(plain)

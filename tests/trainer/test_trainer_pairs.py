@@ -234,3 +234,17 @@ def test_a_run_that_fails_gives_its_devices_back(random_model: Path, tmp_path: P
     files = [f"data.{name}_files={tmp_path / f'pairs_{name}.jsonl'}" for name in ("train", "val")]
     with pytest.raises(DataError, match="the same answer"):
         run("dpo", random_model, tmp_path, tmp_path / "run", *files)
+
+
+def test_the_reference_of_an_adapter_is_its_base(random_model: Path, sort_data: Path, tmp_path: Path) -> None:
+    """LoRA without a second model gives what log-probabilities of before training give; a reward model trains too."""
+    lora = ("model.lora_rank=4", "model.lora_alpha=32")
+    own = run("dpo", random_model, sort_data, tmp_path / "own", *lora)
+    kept = run("dpo", random_model, sort_data, tmp_path / "kept", *lora, "dpo.reference=cache")
+    assert curves(own, *MEASURED) == pytest.approx(curves(kept, *MEASURED), rel=1e-4, abs=1e-6)
+    assert curves(own, "train/margin")[-1] != 0
+
+    rewards = run("rm", random_model, sort_data, tmp_path / "rm", *lora, "data.train_batch_size=32")
+    folder = tmp_path / "rm" / f"global_step_{STEPS}" / "model" / "hf_model"
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    assert model.score.weight.abs().max() > 0 and curves(rewards, "train/loss")[-1] < math.log(2)

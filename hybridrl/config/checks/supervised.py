@@ -92,11 +92,15 @@ def _check_objective(config: SupervisedConfig) -> Iterator[str]:
     if isinstance(config.data, PairsDataConfig) and config.data.margin_key is not None and not facts.margins:
         yield f"data.margin_key={config.data.margin_key}: {chosen} reads no margins; remove it"
     if isinstance(settings, DPOConfig) and facts.reference and settings.reference == "adapter":
-        rank = getattr(config.model, "lora_rank", 0)
-        if not rank:
+        if not config.model.adapted:
             yield (
-                f"{group}.reference=adapter without an adapter (model.lora_rank={rank}): set model.lora_rank, or "
-                f"{group}.reference=cache"
+                f"{group}.reference=adapter without an adapter (model.lora_rank={config.model.lora_rank}): set "
+                f"model.lora_rank, or {group}.reference=cache"
+            )
+        elif config.model.lora_adapter_path is not None:
+            yield (
+                f"{group}.reference=adapter with model.lora_adapter_path={config.model.lora_adapter_path}: the model "
+                f"before training has that adapter, so without it the model is another one; set {group}.reference=cache"
             )
     kinds = TRAIN_ENGINES.facts(config.engine.strategy).model_types
     if facts.kind == "scores" and "reward_model" not in kinds:

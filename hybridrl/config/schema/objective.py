@@ -35,10 +35,11 @@ class DPOConfig(ObjectiveConfig):
     sft_coef: float | None = key(
         None, "coefficient of the likelihood of chosen answers, added to the loss; null: 1 for orpo, else 0", ge=0
     )
-    reference: str = key(
-        "model",
+    reference: str | None = key(
+        None,
         "log-probabilities of the reference, the model before training, are from model: a second copy of it; cache: "
-        "itself before the first step, kept in the run's folder; adapter: itself with its LoRA adapter off",
+        "itself before the first step, kept in the run's folder; adapter: itself with its LoRA adapter off; null: "
+        "adapter with model.lora_rank, else model",
         choices=REFERENCES,
     )
 

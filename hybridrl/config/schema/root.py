@@ -23,7 +23,7 @@ from hybridrl.config.schema.profiler import GlobalProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, SFTRunConfig, TrainerConfig
-from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from hybridrl.registry import ADV_ESTIMATORS, OBJECTIVES, POLICY_LOSSES
 
 #: groups of files in `configs/` that choose a training engine for all roles
 MODEL_ENGINES = ("dp", "megatron")
@@ -70,6 +70,11 @@ class PPOTrainerConfig(ConfigNode):
         needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
         return self.algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in needs
 
+    @property
+    def has_reference_model(self) -> bool:
+        """Whether the reference policy is a model of its own. With LoRA it is the policy without its adapter."""
+        return self.use_reference and not self.actor_rollout_ref.model.adapted
+
 
 @dataclass
 class SupervisedConfig(ConfigNode):
@@ -92,6 +97,15 @@ class SupervisedConfig(ConfigNode):
         """What is minimised."""
         found: ObjectiveConfig = getattr(self, self.objective_group)
         return found
+
+    @property
+    def reference(self) -> str | None:
+        """Where log-probabilities of the reference are from (`dpo.reference`); None if the objective needs none."""
+        if not OBJECTIVES.facts(self.objective.loss_type).reference:
+            return None
+        starts_as_base = self.model.lora_rank > 0 and self.model.lora_adapter_path is None
+        given: str | None = self.objective.get("reference")
+        return given or ("adapter" if starts_as_base else "model")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import PairsDataConfig, SupervisedConfig
-from hybridrl.registry import OBJECTIVES, import_external_lib
+from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared
 from hybridrl.trainer.forecast import MemoryForecast, get_key
@@ -53,7 +53,7 @@ def forecast_tuning(config: SupervisedConfig, compute: ForModel = forecast_model
         compute: `forecast_model`, in a process that has a device of the kind that the model will have.
     """
     names = [_ROLE]
-    if OBJECTIVES.facts(config.objective.loss_type).reference and config.objective.get("reference") == "model":
+    if config.reference == "model":
         names.append(_REFERENCE)
     engines = dict.fromkeys(names, f"engine.strategy={config.engine.strategy}")
     return TuningForecast({name: compute(config, sum(_pool(config)), name) for name in names}, engines)
@@ -71,7 +71,7 @@ def _candidates(config: SupervisedConfig) -> Iterator[tuple[str, Any]]:
             if get_key(config, key) > longest:
                 yield key, longest
         elif value == "cache":
-            if key == f"{config.objective_group}.reference" and config.objective.get("reference") == "model":
+            if config.reference == "model":
                 yield key, value
         elif get_key(config, key) != value:
             yield key, value

@@ -79,7 +79,7 @@ class SupervisedTrainer:
     def init_workers(self, group: WorkerGroup) -> None:
         """Have the started worker processes load the model, and a second copy of it if it is the reference."""
         self.group = group
-        source = self.config.objective.get("reference") if self.objective.facts.reference else None
+        source = self.config.reference
         self.group.init_model(self.run.total_steps, reference=source == "model", overrides=self._overrides())
         self.run.groups = [group]
         peak = self.config.trainer.peak_tflops
