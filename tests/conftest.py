@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,13 +112,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Say when no test is left that starts an inference engine, and no engine runs any more."""
+    """After the tests of a file, nothing of theirs may hold slots of the Ray that all files share. After the last one
+    that starts an inference engine, say so: no engine runs any more.
+    """
     try:
         yield
     finally:
         ours = [one is not None and group(one.nodeid) == "engines" for one in (item, nextitem)]
         if ours == [True, False] and ENGINES_DONE in os.environ:
             Path(os.environ[ENGINES_DONE]).touch()
+    if nextitem is None or nextitem.path != item.path:
+        left = free_slots()
+        if left:
+            raise AssertionError(
+                f"{item.path.name}: {len(left)} placement groups were not removed: {left}. A test created a pool, or a "
+                "program that was stopped halfway did, and nobody called `release`"
+            )
+
+
+def free_slots() -> list[str]:
+    """Remove the placement groups that are left on this process's Ray, and return their bundles."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    from ray.util.placement_group import PlacementGroup, PlacementGroupID, placement_group_table
+
+    def left() -> dict[str, Any]:
+        return {key: entry for key, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+    deadline = time.monotonic() + 5
+    while left() and time.monotonic() < deadline:  # Ray removes them in the background
+        time.sleep(0.05)
+    found = left()
+    for key in found:
+        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(key)))
+    return [str(list(entry["bundles"].values())) for entry in found.values()]
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -194,6 +194,13 @@ _TRAINING = (
     "rollout engine keeps its memory while actor_rollout_ref.rollout.free_cache_engine=False"
 )
 
+_REFERENCE_PASS = Pass(
+    "ref",
+    "compute_ref_log_prob",
+    needed=lambda needs: needs.ref_log_prob,
+    advice=f"lower actor_rollout_ref.ref.{_LOG_PROBS}",
+)
+
 #: In the order of evaluation. Loading and updating use the reverse order: a critic or reference in the same pool loads
 #: before the policy, which generates and must see the memory that is left, and the critic learns before the policy.
 ROLES: dict[str, RoleSpec] = {}
@@ -230,6 +237,7 @@ register_role(
                 per_token=False,  # verl has no such metric
                 optional=("routed_experts",),
             ),
+            dataclasses.replace(_REFERENCE_PASS, needed=lambda needs: needs.ref_log_prob and needs.reference_in_policy),
         ),
         update=Update(
             "update_actor",
@@ -248,18 +256,11 @@ register_role(
         worker=_policy_worker,
         path="actor_rollout_ref.ref",
         config="actor_rollout_ref",
-        needed=lambda config: config.use_reference,
+        needed=lambda config: config.has_reference_model,
         placement=("ref", "actor_rollout_ref"),  # with the actor unless it is placed elsewhere
         mesh="ref",
         arguments={"role": "ref"},
-        passes=(
-            Pass(
-                "ref",
-                "compute_ref_log_prob",
-                needed=lambda needs: needs.ref_log_prob,
-                advice=f"lower actor_rollout_ref.ref.{_LOG_PROBS}",
-            ),
-        ),
+        passes=(_REFERENCE_PASS,),
     )
 )
 register_role(

@@ -20,6 +20,7 @@ from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.adapter_probe import AdapterProbe
 from hybridrl.trainer.ppo.advantage import (
     SLOT,
     apply_kl_penalty,
@@ -95,6 +96,7 @@ class Learner:
         self.needs = Needs.of(config)
         self.step = 0
         self.on_weights_change: list[Callable[[], None]] = []
+        self.adapter_probe = AdapterProbe() if config.actor_rollout_ref.model.adapted else None
 
     def init_models(self, total_steps: int) -> None:
         """Have the workers build and load their models, with schedules of `total_steps` training steps."""
@@ -112,6 +114,7 @@ class Learner:
         batch = padded_batch(sampled.batch)  # fields added here do not appear in the sampler's batch
         metrics = self.update(batch, timer, first=True)  # models that evaluate the batch once they have learned from it
         metrics |= self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
+        metrics |= self.probe_adapter(batch, timer)
         metrics |= self.correct(batch, sampled.probe, timer)  # for the mismatch between sampler and trainer
         metrics |= self.estimate_advantages(batch, timer)
         metrics |= self.update(batch, timer)  # critic, then actor
@@ -179,6 +182,25 @@ class Learner:
         shards = [shard.tolist() for shard in order.chunk(ranks)]
         metrics = log_seqlen_unbalance(lengths.tolist(), shards, prefix="global_seqlen")
         return inputs.select_idxs(order), torch.argsort(order), metrics
+
+    def probe_adapter(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
+        """With LoRA, until it is proven: check on a few rows that the sampler used the adapter; see `AdapterProbe`.
+
+        Raises:
+            RolloutError: it did not.
+        """
+        if self.adapter_probe is None or self.adapter_probe.done or "rollout_log_probs" not in batch.batch.keys():
+            return {}
+        with timer.phase("rollout_corr"):
+            rows = batch[:PROBE_ROWS]
+            inputs, found = _inputs(rows, [ROUTED_EXPERTS]), {}
+            for name, method in (("old_log_probs", "compute_log_prob"), ("ref_log_prob", "compute_ref_log_prob")):
+                known = rows if name in rows.batch.keys() else getattr(self.policy, method)(inputs).get()
+                found[name] = known.batch[name]
+            fields = rows.batch
+            return self.adapter_probe.check(
+                found["old_log_probs"], found["ref_log_prob"], fields["rollout_log_probs"], fields["response_mask"]
+            )
 
     def correct(self, batch: DataProto, probe: DataProto | None, timer: PhaseTimer) -> dict[str, float]:
         """Measure the mismatch between sampler and trainer, and correct it as `algorithm.rollout_correction` says.

@@ -41,7 +41,7 @@ class Role(StrEnum):
 
 def phases_per_token() -> tuple[str, ...]:
     """Return the phases that process every token of prompts and responses. Their time per token is reported."""
-    passes = [one.phase for spec in ROLES.values() for one in spec.passes if one.per_token]
+    passes = dict.fromkeys(one.phase for spec in ROLES.values() for one in spec.passes if one.per_token)
     return (*passes, "adv", *(spec.update.phase for spec in ROLES.values() if spec.update is not None))
 
 
