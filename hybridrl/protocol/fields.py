@@ -66,6 +66,8 @@ _RESPONSE_FIELDS = (
     "loss_weights",
     "old_log_probs",
     "prepared",
+    "prime_ref_log_prob",
+    "process_rewards",
     "ref_kl",
     "ref_log_prob",
     "response_mask",

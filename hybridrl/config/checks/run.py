@@ -255,6 +255,11 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
         for name in ("custom_reward_function.path", "functions"):
             if functools.reduce(getattr, name.split("."), config.reward):
                 yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
+    if part.model.adapted:
+        yield (
+            f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
+            "reward model is frozen and read without an adapter; merge the adapter into the model that path names"
+        )
     if part.enable_resource_pool and not part.nnodes:
         yield f"{where}.enable_resource_pool=True without {where}.nnodes; set it, and n_gpus_per_node"
     if part.own_pool and "reward_model" in placed:
