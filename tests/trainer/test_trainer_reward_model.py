@@ -135,6 +135,7 @@ def test_two_ranks_of_its_own_pool_score_the_same_and_a_function_adds_to_it(
         ),
         ([f"{MODEL}.combine=only", "reward.functions.a.path=FILE"], rf"reward\.functions .*{MODEL}\.combine=only"),
         ([f"{MODEL}.weight=inf"], rf"{MODEL}\.weight=inf"),
+        ([f"{MODEL}.model.lora_rank=4"], r"is frozen and read without an adapter"),
         ([f"{MODEL}.strategy=nowhere"], rf"{MODEL}\.strategy=.*nowhere"),
         ([f"{MODEL}.fsdp_config.forward_only=False"], rf"{MODEL} is frozen"),
         (

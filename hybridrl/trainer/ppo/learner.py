@@ -112,7 +112,8 @@ class Learner:
         self.step += 1
         timer = PhaseTimer(memory_advice())
         batch = padded_batch(sampled.batch)  # fields added here do not appear in the sampler's batch
-        metrics = self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
+        metrics = self.update(batch, timer, first=True)  # models that evaluate the batch once they have learned from it
+        metrics |= self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
         metrics |= self.probe_adapter(batch, timer)
         metrics |= self.correct(batch, sampled.probe, timer)  # for the mismatch between sampler and trainer
         metrics |= self.estimate_advantages(batch, timer)
@@ -248,15 +249,22 @@ class Learner:
                 metrics |= critic_metrics(batch, algorithm.gamma)
         return metrics
 
-    def update(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
-        """Run all epochs of mini-batches for the critic and then, once the critic is warmed up, for the policy."""
+    def update(self, batch: DataProto, timer: PhaseTimer, first: bool = False) -> dict[str, float]:
+        """Run all epochs of mini-batches for the critic and then, once the critic is warmed up, for the policy.
+
+        Args:
+            first: update only the roles that learn before the passes; see `Update`.
+        """
+        learning = [spec for spec in self.roles if spec.update is not None and spec.update.first(self.config) == first]
+        if not learning:
+            return {}
         self._announce_change()
         algorithm = self.config.algorithm
-        if algorithm.use_pf_ppo:
+        if algorithm.use_pf_ppo and not first:
             seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.step)
             batch = draw_by_reward(batch, algorithm.pf_ppo, seed)
         pending: list[tuple[str, Any]] = []
-        for spec in reversed(self.roles):
+        for spec in reversed(learning):
             if spec.update is not None and self.step > spec.update.after(self.config):
                 call = getattr(self.groups[spec.name], spec.update.method)
                 pending += [
