@@ -179,6 +179,22 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def vision_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny vision-language model of each family, with its tokenizer and image processor. Read only."""
+    from hybridrl.models.tiny_vision import build_tiny_vision_model
+    from hybridrl.models.vision import FAMILIES
+
+    root, sizes = tmp_path_factory.mktemp("vision"), {"hidden": 32, "heads": 2, "kv_heads": 1, "vision_hidden": 16}
+    return {family: build_tiny_vision_model(root / family, family=family, **sizes) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def vision_model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
+    """One of `vision_models`."""
+    return vision_models[request.param]
+
+
+@pytest.fixture(scope="session")
 def sort_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the sorting task, 64 training and 16 validation prompts: train, test, sft_train, sft_val .parquet."""
     from hybridrl.data.preprocess.sort import write_sort_data

@@ -182,7 +182,6 @@ def test_old_names_act_under_the_new_with_a_notice(key, value, new, expected):
     [
         ("actor_rollout_ref.actor.lora.r", 8, "actor_rollout_ref.model.lora_rank=8"),
         ("actor_rollout_ref.actor.lora.enabled", True, "actor_rollout_ref.model.lora_rank=16"),
-        ("actor_rollout_ref.rollout.enable_vision", True, "actor_rollout_ref.rollout.enable_vision=true"),
         ("trainer.async_weight_update", True, "trainer.v1.trainer_mode"),
         ("reward_model.enable", True, "reward.reward_model.enable=true"),
         ("sandbox_fusion.url", "http://x", "reward.sandbox_fusion.url"),
@@ -198,7 +197,7 @@ def test_old_names_of_what_is_not_built_are_refused(key, value, named):
     ("key", "value"),
     [
         ("actor_rollout_ref.actor.lora.enabled", False),
-        ("actor_rollout_ref.rollout.enable_vision", False),
+        ("actor_rollout_ref.rollout.enable_vision", True),
         ("trainer.async_weight_update", False),
         ("actor_rollout_ref.actor.tensor_model_parallel_size", 4),
         ("actor_rollout_ref.actor.pipeline_model_parallel_size", 2),
