@@ -70,7 +70,9 @@ PROGRAMS = {
         {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8},
     ),
     "ppo": Program("PPO with a critic, and every other estimator by algorithm.adv_estimator", "ppo_trainer", _RUN_PPO),
-    "sft": Program("supervised fine-tuning", "sft_trainer", "hybridrl.trainer.sft.run_sft:run_sft"),
+    "sft": Program(
+        "supervised fine-tuning", "sft_trainer", "hybridrl.trainer.supervised.run_supervised:run_supervised"
+    ),
     "forecast": Program(
         "print the memory that grpo or ppo would take with the same settings, and start nothing",
         "ppo_trainer",
@@ -79,7 +81,7 @@ PROGRAMS = {
     "forecast sft": Program(
         "the same for sft",
         "sft_trainer",
-        "hybridrl.trainer.sft.forecast:print_forecast",
+        "hybridrl.trainer.supervised.forecast:print_forecast",
     ),
     "generate": Program(
         "write responses to the prompts of a file",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ModelError, RewardError, RolloutError, UserError
+from hybridrl.utils.source import parsed
 from hybridrl.utils.user_code import load_module, load_object
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -237,7 +238,7 @@ class Registry(Generic[F]):
             if not any(f"{name}(" in text for name in self.decorators):
                 continue
             module = ".".join(file.relative_to(_PACKAGE.parent).with_suffix("").parts)
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(parsed(text)):
                 if not isinstance(node, ast.Call) or _dotted(node.func) not in self.decorators or not node.args:
                     continue
                 name = node.args[0]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed import ProcessGroup
 
-from hybridrl.engine.capabilities import CopiesState, require
+from hybridrl.engine.capabilities import CopiesState, HasAdapters, require
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.loading import check_weights
 from hybridrl.protocol import DataProto
@@ -150,6 +150,18 @@ class Engine(ABC):
             ModelError: it lacks the capability.
         """
         require(cls, CopiesState, key, "set it to False")
+
+    @classmethod
+    def check_adapter(cls, key: str) -> None:
+        """Refuse to train an adapter, unless this engine has the capability `HasAdapters`.
+
+        Args:
+            key: the settings that ask for it.
+
+        Raises:
+            ModelError: it lacks the capability.
+        """
+        require(cls, HasAdapters, key, "set the strategy to fsdp2, or train all weights")
 
     @classmethod
     def forecast(

@@ -26,6 +26,9 @@ from transformers.core_model_loading import (
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import auto_class, call_from_pretrained, layer_of, without_progress_bar
 
+#: name, dtype and shape of tensors
+Specs = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
 
 @dataclass(slots=True)
 class _Files:
@@ -54,6 +57,10 @@ class StoredWeights:
     def within(self, module: nn.Module, prefix: str) -> StoredWeights:
         """The same weights in a module that holds this one's under `prefix`."""
         return StoredWeights(module, self._source, self._files, prefix)
+
+    def specs(self) -> Specs:
+        """What `tensors` yields, without reading it."""
+        return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors(self.module)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter and buffer once, by its first name in `module`. Memory for one layer is used at a time.

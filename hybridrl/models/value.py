@@ -7,6 +7,7 @@ a saved reward model of that kind can be loaded here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig
+from transformers.utils import cached_file
 
 from hybridrl.models.loading import call_from_pretrained
 from hybridrl.models.stored import StoredWeights, open_pretrained
@@ -110,7 +112,7 @@ def _with_head(model: ValueModel, path: str | Path) -> ValueModel:
     """Give the model the head of the weights at `path`, or one of zeros."""
     # Values start at exactly 0, so that the first advantages contain no arbitrary noise.
     head = {"weight": torch.zeros(model.score.weight.shape), "bias": torch.zeros(1)}
-    head |= _read_head(Path(path).expanduser())
+    head |= _read_head(path)
     for name, tensor in head.items():
         value = tensor.float().reshape(getattr(model.score, name).shape)
         setattr(model.score, name, nn.Parameter(value))
@@ -127,18 +129,52 @@ def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return saved
 
 
-def _read_head(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the head's tensors from a directory's safetensors files, by `weight` and `bias`; empty if there are none."""
+def head_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors `score.*` in the safetensors files of a model; empty if there are none."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in _head_files(path):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():
+                if name.startswith(f"{HEAD_NAME}."):
+                    found[name] = tuple(tensors.get_slice(name).get_shape())
+    return found
+
+
+def _read_head(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a head of one number, by `weight` and `bias`; empty if there are none."""
     from safetensors import safe_open
 
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+    for file in _head_files(path):
         with safe_open(str(file), framework="pt") as tensors:
             for name in set(tensors.keys()) & {f"{HEAD_NAME}.weight", f"{HEAD_NAME}.bias"}:
                 tensor = tensors.get_tensor(name)
                 if tensor.shape[0] == 1:
                     found[name.removeprefix(f"{HEAD_NAME}.")] = tensor
     return found
+
+
+def _head_files(path: str | Path) -> list[Path]:
+    """The safetensors files that may hold a head: of a folder, or of a model on the hub, which are downloaded."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return sorted(folder.glob("*.safetensors"))
+    index = _of_hub(path, "model.safetensors.index.json")
+    if index is None:
+        whole = _of_hub(path, "model.safetensors")
+        return [] if whole is None else [whole]
+    files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    named = sorted({file for name, file in files.items() if name.startswith(f"{HEAD_NAME}.")})
+    return [found for name in named if (found := _of_hub(path, name)) is not None]
+
+
+def _of_hub(path: str | Path, name: str) -> Path | None:
+    """A file of a model on the hub, in the cache; None if the model has none of this name."""
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(str(path), name, **options)
+    return None if found is None else Path(found)
 
 
 def save_value_model(state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path) -> None:

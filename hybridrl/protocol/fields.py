@@ -65,6 +65,8 @@ _RESPONSE_FIELDS = (
     "entropys",
     "old_log_probs",
     "prepared",
+    "prime_ref_log_prob",
+    "process_rewards",
     "ref_kl",
     "ref_log_prob",
     "response_mask",

@@ -75,6 +75,9 @@ class Rollout(ABC):
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027
         """Take that memory back."""
 
+    def lend_cache(self) -> None:  # noqa: B027
+        """Return the memory of the KV cache, with unchanged weights, until there is something to generate."""
+
     @abstractmethod
     def pause(self) -> None:
         """Stop generating; requests in flight keep their tokens."""
@@ -242,6 +245,10 @@ class ReplicatedRollout(Rollout):
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         self.pool.resume(tags)
+
+    def lend_cache(self) -> None:
+        if self._config.free_cache_engine:
+            self.pool.lend(["kv_cache"])
 
     def pause(self) -> None:
         self.pool.pause()

@@ -28,7 +28,13 @@ from hybridrl.utils.files import write_text
 
 _CODE = (".py", ".pkl")
 _HOW_TO_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
-_PATHS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "data.train_files")
+_PATHS = (
+    "actor_rollout_ref.model.path",
+    "critic.model.path",
+    "reward.reward_model.model.path",
+    "model.path",
+    "data.train_files",
+)
 _EXPERIMENT = (*_PATHS, "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
@@ -81,12 +87,14 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
             f"{folder} holds a run of {found}, and this is {wanted}: set trainer.default_local_dir to another folder"
         )
     now = dict(leaves(tree, set(declared(type(config)))))
-    has_critic = isinstance(config, PPOTrainerConfig) and config.use_critic
+    idle = [] if not isinstance(config, PPOTrainerConfig) else ["critic."] * (not config.use_critic)
+    if isinstance(config, PPOTrainerConfig) and not config.reward.reward_model.enable:
+        idle.append("reward.reward_model.")
     changes = [
         Change(key, earlier[key], value)
         for key, value in now.items()
         if key in earlier and earlier[key] != value and key not in _HOW_TO_RESUME
-        if has_critic or not key.startswith("critic.")
+        if not key.startswith(tuple(idle))
     ]
     return [change for change in changes if not _only_follows(change, earlier, now, type(config))]
 

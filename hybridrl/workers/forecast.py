@@ -21,7 +21,7 @@ def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[s
     Returns:
         None for a role whose strategy or kind of model has no forecast.
     """
-    makers = {"actor_rollout": _policy, "ref": _reference, "critic": _critic}
+    makers = {"actor_rollout": _policy, "ref": _reference, "critic": _critic, "reward_model": _reward_model}
     return {name: makers[name](config, count) if name in makers else None for name, count in ranks.items()}
 
 
@@ -29,7 +29,7 @@ def forecast_model(config: SFTTrainerConfig, ranks: int) -> Forecast | None:
     """Forecast the model of supervised fine-tuning on so many ranks; None if its strategy has no forecast."""
     data = config.data
     micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    # Every token but the first may have a loss (`hybridrl.trainer.sft.trainer.as_responses`).
+    # Every token but the first may have a loss (`hybridrl.trainer.supervised.trainer.as_responses`).
     rows = -(-data.train_batch_size // ranks)
     work = Workload(1, data.max_length - 1, rows, micro, micro if data.val_files else None, entropy=False)
     return _forecast("language_model", config.engine, config.model, config.optim, ranks, work)
@@ -66,6 +66,13 @@ def _critic(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     )
     work = _workload(config, critic.ppo_mini_batch_size, ranks, update, infer)
     return _forecast("value_model", critic, critic.model, critic.optim, ranks, work)
+
+
+def _reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    part = config.reward.reward_model
+    infer = micro_batching(part.micro_batch_size_per_gpu, part.use_dynamic_bsz, part.forward_max_token_len_per_gpu)
+    work = _workload(config, config.data.train_batch_size, ranks, None, infer)
+    return _forecast("value_model", part, part.model, None, ranks, work)
 
 
 def _workload(

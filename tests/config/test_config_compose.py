@@ -223,7 +223,7 @@ def test_all_faults_come_at_once():
     faults = faults_of(
         "data.train_batch_size=abc",
         "data.no_such_key=1",
-        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.mtp.enable=True",
         "algorithm.kl_penalty=kl9",
         "data.seed=1,2",
         "just_a_word",

@@ -110,12 +110,8 @@ def test_geo3k(tmp_path):
 
 
 def test_colours(tmp_path):
-    first, again, other = (
-        pyarrow.parquet.read_table(
-            write_colours(tmp_path / name, seed=seed, train_size=12, test_size=4) / "train.parquet"
-        )
-        for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    )
+    folders = [write_colours(tmp_path / name, seed=int(name == "c"), train_size=12, test_size=4) for name in "abc"]
+    first, again, other = (pyarrow.parquet.read_table(folder / "train.parquet") for folder in folders)
     assert first.equals(again) and not first.equals(other)
     for row in first.to_pylist():
         image = Image.open(io.BytesIO(row["images"][0]["bytes"]))

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_helpers import make_engine, policy_loss, spawn, weights
+from engine_helpers import make_engine, policy_loss, weights
+from ranks import spawn
 from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from vision_tools import PROMPTS, peer_inputs, prompts_of, write_prompts
@@ -192,6 +193,7 @@ def test_exported_weights_and_checkpoints_are_transformers(vision_model: Path, f
         ({"share_prefixes": True}, {}, "model.share_prefixes=True is not built for vision-language models"),
         ({}, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2 is not built for vision"),
         ({}, {"use_torch_compile": True}, "use_torch_compile=True is not built for vision"),
+        ({"lora_rank": 4}, {}, "model.lora_rank or model.lora_adapter_path is not built for vision"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(vision_model: Path, model: dict, engine: dict, said: str) -> None:
@@ -234,7 +236,7 @@ def test_two_ranks_are_one(vision_models: dict[str, Path], file: Path) -> None:
         batch = sampled(engine, model, file)
         metrics = [engine.train_batch(batch, MICRO, policy_loss) for _ in range(2)]
         expected.append({**weights(engine), "grad_norm": torch.tensor(float(metrics[1]["grad_norm"].value))})
-    spawn(two_ranks, 2, file, list(vision_models.values()), expected, preload="engine_helpers")
+    spawn(two_ranks, 2, file, list(vision_models.values()), expected)
 
 
 def test_the_image_of_ranks_without_any_changes_nothing(vision_model: Path, file: Path) -> None:

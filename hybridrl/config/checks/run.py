@@ -1,6 +1,7 @@
 """Cross-checks before anything starts: valid settings that conflict with each other or with this machine."""
 
 import functools
+import math
 import operator
 import os
 import re
@@ -112,7 +113,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_sampling(policy.rollout)
     yield _check_trainable(policy.rollout)
     yield _check_replicas(policy.rollout)
-    yield _check_transfer(policy.rollout)
+    yield _check_transfer(policy.rollout, policy.model.adapted)
     yield _check_run(trainer)
     yield _check_keep(config)
     yield _check_devices(trainer, config.ray_kwargs.ray_init)
@@ -260,6 +261,7 @@ def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
 def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
     manager = config.reward.reward_manager
     yield from check_functions(config.reward, config)
+    yield from _check_reward_model(config)
     if manager.source == "importlib":
         module = manager.module
         yield from check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
@@ -269,6 +271,30 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
     elif (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
         yield from read_own(settings, config.reward.reward_kwargs, "reward.reward_kwargs.", config)[1]
+
+
+def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
+    where, part, placed = "reward.reward_model", config.reward.reward_model, config.placement.roles
+    if not part.enable:
+        return
+    if not math.isfinite(part.weight):
+        yield f"{where}.weight={part.weight}: must be finite"
+    if part.combine == "only":
+        for name in ("custom_reward_function.path", "functions"):
+            if functools.reduce(getattr, name.split("."), config.reward):
+                yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
+    if part.model.adapted:
+        yield (
+            f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
+            "reward model is frozen and read without an adapter; merge the adapter into the model that path names"
+        )
+    if part.enable_resource_pool and not part.nnodes:
+        yield f"{where}.enable_resource_pool=True without {where}.nnodes; set it, and n_gpus_per_node"
+    if part.own_pool and "reward_model" in placed:
+        yield (
+            f"{where}.enable_resource_pool=True and placement.roles.reward_model={placed['reward_model']} both say "
+            "where the reward model runs; set one of them"
+        )
 
 
 # ---------------------------------------------------------------- lengths and sampling
@@ -329,8 +355,14 @@ def _check_replicas(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _check_transfer(rollout: RolloutConfig) -> Iterator[str]:
+def _check_transfer(rollout: RolloutConfig, adapted: bool) -> Iterator[str]:
     where, transfer = f"{_ROLLOUT}.checkpoint_engine", rollout.checkpoint_engine
+    if adapted and (transfer.check_weights or transfer.delta or transfer.method == "planned"):
+        yield (
+            f"{where}.method={transfer.method}, check_weights={transfer.check_weights} and delta={transfer.delta} with "
+            "an adapter (actor_rollout_ref.model.lora_rank or lora_adapter_path), which is merged into whole tensors "
+            "that cannot be sent by a plan; set method to auto or streamed, and the others to false"
+        )
     if transfer.check_weights and transfer.method == "streamed":
         yield (
             f"{where}.check_weights=True with method=streamed: only weights that are sent by a plan are compared; set "

@@ -62,6 +62,11 @@ class PPOTrainerConfig(ConfigNode):
         needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
         return self.algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in needs
 
+    @property
+    def has_reference_model(self) -> bool:
+        """Whether the reference policy is a model of its own. With LoRA it is the policy without its adapter."""
+        return self.use_reference and not self.actor_rollout_ref.model.adapted
+
 
 @dataclass
 class SFTTrainerConfig(ConfigNode):

@@ -21,12 +21,14 @@ from hybridrl.engine.capabilities import (
     CopiesState,
     ExportsShards,
     GeneratesInPlace,
+    HasAdapters,
     ReplaysRouting,
     WeightShard,
 )
 from hybridrl.engine.forecast import Forecast, Workload
-from hybridrl.engine.fsdp import checkpoint
+from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
+from hybridrl.engine.fsdp.exported import Exported
 from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import (
     ChangedOutputError,
@@ -40,7 +42,7 @@ from hybridrl.engine.fsdp.offload import Offload
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
-from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.fsdp.sharding import ShardedModule, Weights
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
@@ -53,8 +55,7 @@ from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainE
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
-from hybridrl.hybrid_engine.views import View, checkpoint_views
-from hybridrl.models import attention, loading, stored, tree_attention, value
+from hybridrl.models import attention, loading, lora, stored, tree_attention, value
 from hybridrl.models.info import config_of
 from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
@@ -66,7 +67,15 @@ from hybridrl.utils.metrics import Metric
 
 
 @TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
-class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesInPlace, ExportsShards, ReplaysRouting):
+class FSDPEngine(
+    MicroBatchedEngine,
+    CopiesState,
+    ComparesVocabulary,
+    GeneratesInPlace,
+    ExportsShards,
+    HasAdapters,
+    ReplaysRouting,
+):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
@@ -79,6 +88,8 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
     Attributes:
         module: The model; under FSDP2 with several ranks, its parameters are shards.
         config: Its Hugging Face configuration.
+        adapter: What is trained in place of the weights, with LoRA; else None.
+        exported: Its tensors as they are saved and sent.
     """
 
     def __init__(self, model_type: str, model: Any, engine: Any, optim: Any = None):
@@ -93,7 +104,7 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         self._sequences: SequenceParallel | None = None
         self._fuses = self._fusing_settled = False
         self._masters: MasterWeights | None = None
-        self._views: dict[str, View] | None = None
+        self.adapter: lora.Adapter | None = None
         self._router_loss: RouterLoss | None = None
         self.reference: FSDPEngine | None = None
 
@@ -104,6 +115,8 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         check_activations(model, engine)
         check_router_loss(model, engine)
         check_vision(model, engine)
+        if model.adapted:
+            adapted.check(model, engine, optim)
         if optim is not None:
             check_optimizer(optim)
         if model.share_prefixes:
@@ -161,11 +174,8 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
             check_router_loss(model, engine)
             top_k = int(self.config.get_text_config().num_experts_per_tok)
             self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k)
-        self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
-        buffers = dict(self.module.named_buffers())
-        # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
-        self._exported = [name for name in self.module.state_dict() if name in self._parameters or name in buffers]
-        self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self.exported = Exported(self.module, self._masters, self.compute_dtype, self.adapter)
+        self._trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
         if self.optim_config is not None:
             self.optimizer = build_optimizer(
                 self._trainable.values(), self.optim_config, hidden_matrices(self.module, self._trainable)
@@ -249,16 +259,38 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
 
     def _build(self) -> nn.Module:
         build = loading.build_language_model if self.model_type == "language_model" else value.build_value_model
-        return build(self.config, self.model_dtype, self.model_config.trust_remote_code)
+        return self._adapted(build(self.config, self._base_dtype, self.model_config.trust_remote_code))
 
     def _load(self) -> nn.Module:
         load: Any = loading.load_language_model if self.model_type == "language_model" else value.load_value_model
-        return load(self.model_config.path, self.config, self.model_dtype, self.model_config.trust_remote_code)
+        module = self._adapted(
+            load(self.model_config.path, self.config, self._base_dtype, self.model_config.trust_remote_code)
+        )
+        if self.adapter is not None:
+            lora.fill(module, self._first_values())
+        return module
 
-    def _open(self) -> stored.StoredWeights:
+    def _open(self) -> Weights:
         """The weights to shard, in the dtype of the checkpoint."""
         read = stored.open_language_model if self.model_type == "language_model" else value.open_value_model
-        return read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
+        weights = read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
+        if self.adapter is None:
+            return weights
+        assert self._sharded is not None
+        return adapted.AdaptedWeights(weights, self._first_values(), self._sharded.module)
+
+    @property
+    def _base_dtype(self) -> torch.dtype:
+        """Nothing accumulates in frozen weights, so they need no more precision than the computation."""
+        return self.compute_dtype if self.model_config.adapted else self.model_dtype
+
+    def _adapted(self, module: nn.Module) -> nn.Module:
+        if self.model_config.adapted:
+            self.adapter = adapted.attach(module, self.model_config, self.model_dtype)
+        return module
+
+    def _first_values(self) -> dict[str, torch.Tensor]:
+        return adapted.adapter_of(self).first_values(self.engine_config.seed, self.model_config.lora_adapter_path)
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
@@ -395,7 +427,8 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         reference = None
         if "ref_kl" in wanted.outputs:
             assert self.reference is not None
-            reference = self.reference.response_logits(layout)
+            with self.without_adapter() if self.reference is self else contextlib.nullcontext():
+                reference = self.reference.response_logits(layout)
         return compute_outputs(self._logits(layout), layout, wanted.temperature, wanted.outputs, reference)
 
     def _logits(self, layout: Layout) -> torch.Tensor:
@@ -503,42 +536,23 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
             config._attn_implementation = chosen
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
-
-    def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like `export_weights`, with the names of the module."""
-        for name in self._exported:
-            tensor = self._tensor(name, dtype)
-            if name not in self._parameters:
-                yield name, tensor
-                continue
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to(device.current_device())  # an offloaded shard has to be there to be gathered
-            if dtype is not None:
-                tensor = tensor.to(dtype)  # before it is gathered, so that fewer bytes travel
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return self.exported.weights(dtype)
 
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        views = self.checkpoint_views()
-        tensors = {name: self._tensor(name, dtype) for name in self._exported}
+        if self.adapter is not None:
+            raise ModelError("an adapter is merged into whole tensors, so there are no shards to send")
+        views = self.exported.views()
+        tensors = {name: self.exported.tensor(name, dtype) for name in self.exported.own()}
         for source, part in checkpoint.parts_of(self, tensors, views):
-            keeps = source not in self._parameters
+            keeps = source not in self.exported.parameters
             yield WeightShard(part.name, part.shape, part.box.start, part.values, keeps_dtype=keeps)
 
-    def checkpoint_views(self) -> dict[str, View]:
-        """Which box of the module's tensors each tensor of its Hugging Face checkpoint is.
+    def without_adapter(self) -> contextlib.AbstractContextManager[None]:
+        return adapted.adapter_of(self).off()
 
-        Raises:
-            ModelError: one is computed from the module's tensors and is no part of them.
-        """
-        if self._views is None:
-            shapes = {name: tuple(tensor.shape) for name, tensor in self.own_tensors().items()}
-            self._views = checkpoint_views(lambda named: loading.to_checkpoint_names(self.module, named), shapes)
-        return self._views
-
-    def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Master weights and saved buffers, by their names in the module; tied ones once."""
-        return {name: self._tensor(name, None) for name in self._exported}
+    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        adapted.adapter_of(self)
+        return self.exported.adapter_tensors(dtype)
 
     @property
     def copy_of_model(self) -> int:
@@ -548,14 +562,6 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
     def training_layout(self) -> ShardedLayout:
         return ShardedLayout() if self._sharded is None else self._sharded.layout
 
-    def _tensor(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-        """A tensor of the module; of the copies that there are, that in the given dtype."""
-        if name not in self._parameters:
-            return self.module.get_buffer(name)
-        # Master weights are on the device during updates only.
-        computing = self._masters is not None and dtype is self.compute_dtype
-        return (self.module.get_parameter(name) if computing else self._parameters[name]).detach()
-
     def _shard(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         """What this rank holds of a tensor of the module."""
         if not isinstance(tensor, DTensor):
@@ -564,9 +570,7 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         return self._sharded.box(tensor), tensor.to_local()
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
-        size = sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters.values())
-        buffers = [self.module.get_buffer(name) for name in self._exported if name not in self._parameters]
-        return size + sum(buffer.numel() * buffer.itemsize for buffer in buffers)
+        return self.exported.bytes(dtype)
 
     def first_step_bytes(self) -> int:
         if self.optimizer is None or self._keeps_state_in_main_memory:

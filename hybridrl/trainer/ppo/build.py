@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
-from hybridrl.config.roles import active_roles, pool_of
+from hybridrl.config.roles import active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
@@ -42,8 +42,8 @@ def prepare(
     check_algorithm(config)
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
+    _check_images(config)
     if config.use_critic:
-        _check_critic(config)
         check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
     _check_engines(config)
     check_kl_form(config)
@@ -76,14 +76,22 @@ def check_rollout(config: PPOTrainerConfig, use_gpu: bool) -> None:
     check_layout(devices_per_replica(policy), [rollout.n_gpus_per_node] * rollout.nnodes or list(shared))
 
 
-def _check_critic(config: PPOTrainerConfig) -> None:
-    """Refuse a critic of images."""
-    for key, model in (("actor_rollout_ref", config.actor_rollout_ref.model), ("critic", config.critic.model)):
-        if is_vision_model(config_of(model)):
+def _check_images(config: PPOTrainerConfig) -> None:
+    """Refuse roles that would read prompts without their images."""
+    policy = config.actor_rollout_ref.model
+    seeing = is_vision_model(config_of(policy))
+    for spec in active_roles(config):
+        model = getattr(spec.config_of(config), "model", None)
+        if isinstance(model, ModelConfig) and is_vision_model(config_of(model)) != seeing:
             raise ModelError(
-                f"{key}.model.path={model.path} is a vision-language model, and critics of images are not built: set "
-                "algorithm.adv_estimator to one without a critic, such as grpo"
+                f"{spec.where}.model.path={model.path} and actor_rollout_ref.model.path={policy.path}: one reads "
+                "images and the other does not; use models of one kind for all roles"
             )
+    if seeing and config.use_critic:
+        raise ModelError(
+            f"actor_rollout_ref.model.path={policy.path} is a vision-language model, and critics of images are not "
+            "built: set algorithm.adv_estimator to one without a critic, such as grpo"
+        )
 
 
 def _check_engines(config: PPOTrainerConfig) -> None:
@@ -94,7 +102,7 @@ def _check_engines(config: PPOTrainerConfig) -> None:
         if hasattr(settings, "strategy") and isinstance(model, ModelConfig):
             pool = pool_of(spec, config)
             if pool is not None:  # without one, `resource_pools` refuses the role
-                ranks, optim = sum(config.placement.pools[pool]), getattr(settings, "optim", None)
+                ranks, optim = sum(pools_of(config)[pool]), getattr(settings, "optim", None)
                 saved = settings.checkpoint if spec.saved is not None else None
                 check_engine(spec.where, settings, model, ranks, optim, saved)
 
@@ -115,9 +123,10 @@ def _with_data(
     if data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files", processor)
     reward.check(train, val)
-    report_missing(train, "data.train_files")
-    if val is not None:
-        report_missing(val, "data.val_files")
+    if config.reward.runs_functions:
+        report_missing(train, "data.train_files")
+        if val is not None:
+            report_missing(val, "data.val_files")
     return RayPPOTrainer(
         config,
         tokenizer,

@@ -15,7 +15,7 @@ from hybridrl.workers.losses import LossCounts
 from hybridrl.workers.model_worker import COLLECTIVE_TIMEOUT_S, ModelWorker, as_output, micro_batching
 
 
-class SFTWorker(ModelWorker):
+class SupervisedWorker(ModelWorker):
     """One rank of the model that is fine-tuned.
 
     Args:

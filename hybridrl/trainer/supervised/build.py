@@ -4,11 +4,11 @@ from hybridrl.config import SFTTrainerConfig
 from hybridrl.data import create_sft_dataset
 from hybridrl.models.info import checked_identity, tokenizer_of
 from hybridrl.observe.tracking import check_loggers
-from hybridrl.trainer.sft.trainer import SFTTrainer
 from hybridrl.trainer.startup import check_engine
+from hybridrl.trainer.supervised.trainer import SupervisedTrainer
 
 
-def prepare(config: SFTTrainerConfig) -> SFTTrainer:
+def prepare(config: SFTTrainerConfig) -> SupervisedTrainer:
     """Build the trainer, with everything that lives on the controller.
 
     Raises:
@@ -24,6 +24,6 @@ def prepare(config: SFTTrainerConfig) -> SFTTrainer:
     val = None
     if data.val_files:
         val = create_sft_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
-    trainer = SFTTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
+    trainer = SupervisedTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
     trainer.run.look_for_checkpoint()
     return trainer

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning over a worker group: `SFTTrainer.fit` is the algorithm."""
+"""Supervised fine-tuning over a worker group: `SupervisedTrainer.fit` is the algorithm."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,10 +18,10 @@ from hybridrl.utils.metrics import merge_metrics, reduce_to_floats
 from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_FOLDER = "model"
-MESH = "model"  # the dispatch mesh of `SFTWorker`
+MESH = "model"  # the dispatch mesh of `SupervisedWorker`
 
 
-class SFTTrainer:
+class SupervisedTrainer:
     """Trains a language model on the assistant's turns of conversations.
 
     Args:
