@@ -250,7 +250,7 @@ def test_missing_prompt_column(write, rows, tokenizer):
 def test_media_are_refused(write, rows, tokenizer):
     for row in rows:
         row["images"] = ["x.png"]
-    with pytest.raises(DataError, match="'images' holds images"):
+    with pytest.raises(DataError, match="'images' holds media"):
         make(write("a.parquet", rows), tokenizer)
 
 
