@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.loader import PromptLoader, Rows, SFTLoader
-from hybridrl.data.rl_dataset import RLHFDataset, seed_of
+from hybridrl.data.loader import PaddedLoader, PairLoader, PromptLoader, Rows, SFTLoader
+from hybridrl.data.preference_dataset import PreferenceDataset
+from hybridrl.data.rl_dataset import RLHFDataset
+from hybridrl.data.rows import seed_of
 from hybridrl.data.sampler import EpochSampler
 from hybridrl.data.sft_dataset import SFTDataset
 from hybridrl.errors import DataError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
     from transformers import PreTrainedTokenizerBase
 
-    from hybridrl.config import DataConfig, PromptConfig, SFTDataConfig
+    from hybridrl.config import DataConfig, PairsDataConfig, PromptConfig, SFTDataConfig, SupervisedDataConfig
 
 Files = str | Path | Sequence[str | Path]
 
@@ -59,13 +61,27 @@ def create_sft_dataset(
     return _create(files, config, tokenizer, max_samples, key, SFTDataset)
 
 
+def create_preference_dataset(
+    files: Files,
+    config: PairsDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+    key: str = "data.train_files",
+) -> Rows:
+    """Create the pairs of `files`: a `PreferenceDataset`, or the class that `data.custom_cls.{path,name}` names.
+
+    Arguments and errors are those of `create_rl_dataset`.
+    """
+    return _create(files, config, tokenizer, max_samples, key, PreferenceDataset)
+
+
 def _create(
     files: Files,
     config: Any,
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int,
     key: str,
-    default: type[RLHFDataset] | type[SFTDataset],
+    default: type[RLHFDataset] | type[SFTDataset] | type[PreferenceDataset],
 ) -> Rows:
     custom = config.custom_cls
     cls: Any = default
@@ -94,7 +110,7 @@ def _create(
     return cls(**arguments)
 
 
-def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler:
+def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: Rows) -> Sampler:
     """Create the training order: `EpochSampler`, or the class that `data.sampler.{class_path,class_name}` names.
 
     A custom class is called as `cls(data_source=dataset, data_config=config)`. `StatefulLoader` describes its optional
@@ -156,8 +172,25 @@ def create_sft_loader(
     config: SFTDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
 ) -> SFTLoader:
     """Load conversations for training (in the sampler's order, full batches) or validation (each row once)."""
+    loader = _create_loader(SFTLoader, config, dataset, batch_size, train, key)
+    assert isinstance(loader, SFTLoader)
+    return loader
+
+
+def create_pair_loader(
+    config: PairsDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
+) -> PairLoader:
+    """Load pairs for training (in the sampler's order, full batches) or validation (each pair once)."""
+    loader = _create_loader(PairLoader, config, dataset, batch_size, train, key)
+    assert isinstance(loader, PairLoader)
+    return loader
+
+
+def _create_loader(
+    cls: type[PaddedLoader], config: SupervisedDataConfig, dataset: Rows, batch_size: int, train: bool, key: str
+) -> PaddedLoader:
     sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
-    return SFTLoader(
+    return cls(
         dataset,
         batch_size,
         sampler,

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from hybridrl.data.chat import check_chat_template, render, truncate
 from hybridrl.data.files import read_table
+from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table, table_of
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, as_messages, encode, fault_in_messages, fault_in_prompt
@@ -23,10 +24,9 @@ from hybridrl.notify import notify
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hybridrl.config import PromptConfig, SFTDataConfig
+    from hybridrl.config import PromptConfig
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-_MEDIA_COLUMNS = ("images", "videos", "audios")
 #: methods of verl's class that nothing here calls -> what to do instead
 _HOOKS_WITHOUT_EFFECT = {
     "_download": "Copy the files to a local disk first and name the copies, or read them in _read_files_and_tokenize.",
@@ -154,7 +154,7 @@ class RLHFDataset(Dataset):
             )
         if not self._builds_messages():
             self.table.require(settings.prompt_key, "data.prompt_key")
-        self._refuse_media()
+        refuse_media(self.table, key)
         self._check_extra_info()
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
@@ -313,19 +313,11 @@ class RLHFDataset(Dataset):
         self.shuffle, self.seed = settings.shuffle, seed_of(settings)
         self.num_workers = settings.filter_overlong_prompts_workers
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
-        self.image_key, self.video_key, self.audio_key = _MEDIA_COLUMNS
+        self.image_key, self.video_key, self.audio_key = MEDIA_COLUMNS
         self.tool_config_path = self.function_tool_path = self.tool_schemas = None
         self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
         self.serialize_dataset = self.return_multi_modal_inputs = self.use_shm = False
         self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
-
-    def _refuse_media(self) -> None:
-        for name in _MEDIA_COLUMNS:
-            if name in self.table.columns and any(self.table.column(name)):
-                raise DataError(
-                    f"{self.key}: column {name!r} holds media, which is not supported. Use a text-only data set and "
-                    "model."
-                )
 
     def _check_extra_info(self) -> None:
         for index, value in enumerate(self.table.column("extra_info") if "extra_info" in self.table.columns else ()):
@@ -461,38 +453,3 @@ class _WithDefaults:
 def with_defaults(config: Any) -> Any:
     """Return settings that are a mapping, as code written for verl has them, with the defaults of `data`."""
     return _WithDefaults(config) if isinstance(config, Mapping) else config
-
-
-def seed_of(config: PromptConfig | SFTDataConfig) -> int:
-    """Return `data.seed`. Null means 1, never a random seed, because a resumed run must see the same order."""
-    return 1 if config.seed is None else config.seed
-
-
-def choose_rows(total: int, max_samples: int, shuffle: bool, seed: int) -> np.ndarray:
-    """Return the numbers of the rows to use, ascending.
-
-    Raises:
-        DataError: no rows are requested.
-    """
-    if max_samples == 0:
-        raise DataError("data.train_max_samples or val_max_samples is 0, so no row is left. Set it to -1 for all.")
-    if max_samples < 0 or max_samples >= total:
-        return np.arange(total)
-    if shuffle:
-        return np.sort(np.random.default_rng(seed).choice(total, size=max_samples, replace=False))
-    return np.arange(max_samples)
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the pad id, or the EOS id if the tokenizer has no pad id.
-
-    Raises:
-        DataError: the tokenizer has neither.
-    """
-    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if value is not None:
-            return int(value)
-    raise DataError(
-        f"the tokenizer of {tokenizer.name_or_path or 'the model'} has neither a pad nor an EOS token; set one in its "
-        "tokenizer_config.json."
-    )

@@ -72,12 +72,12 @@ def write_config(config: PreTrainedConfig, model_type: str, files: ModelFiles, f
 
     Args:
         config: of the model that training started from.
-        model_type: `language_model` or `value_model`.
+        model_type: `language_model`, `value_model` or `reward_model`.
         files: the files, whose dtype is recorded.
         folder: where they are.
     """
-    if model_type == "value_model":
-        saved = value.value_config(config)
+    if model_type != "language_model":
+        saved = value.value_config(config, bias=model_type == "value_model")
     else:
         saved = type(config).from_dict(config.to_dict())
         if not saved.architectures:

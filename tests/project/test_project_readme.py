@@ -18,6 +18,8 @@ from hybridrl.config import load_config
 ROOTS = {
     "hybridrl.trainer.main_ppo": "ppo_trainer",
     "hybridrl.trainer.main_sft": "sft_trainer",
+    "hybridrl.trainer.main_dpo": "dpo_trainer",
+    "hybridrl.trainer.main_rm": "rm_trainer",
     "hybridrl.trainer.main_generation": "generation",
     "hybridrl.trainer.main_eval": "evaluation",
 }

@@ -53,8 +53,9 @@ from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
-from hybridrl.models import attention, loading, lora, stored, tree_attention, value
+from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
+from hybridrl.models.kinds import KINDS
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
 from hybridrl.protocol.names import ROUTED_EXPERTS
@@ -62,7 +63,11 @@ from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric
 
 
-@TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
+@TrainEngines.register(
+    "fsdp2",
+    model_types=("language_model", "value_model", "reward_model"),
+    settings="hybridrl.config.schema.engine:FSDPConfig",
+)
 class FSDPEngine(
     MicroBatchedEngine,
     CopiesState,
@@ -75,7 +80,7 @@ class FSDPEngine(
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
-        model_type: `language_model` or `value_model`.
+        model_type: `language_model`, `value_model` or `reward_model`.
         model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
             use_remove_padding, ...
         engine: An `FSDPConfig`: dtypes, sharding, offload.
@@ -251,11 +256,11 @@ class FSDPEngine(
             notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
 
     def _build(self) -> nn.Module:
-        build = loading.build_language_model if self.model_type == "language_model" else value.build_value_model
+        build = KINDS[self.model_type].build
         return self._adapted(build(self.config, self._base_dtype, self.model_config.trust_remote_code))
 
     def _load(self) -> nn.Module:
-        load: Any = loading.load_language_model if self.model_type == "language_model" else value.load_value_model
+        load = KINDS[self.model_type].load
         module = self._adapted(
             load(self.model_config.path, self.config, self._base_dtype, self.model_config.trust_remote_code)
         )
@@ -265,7 +270,7 @@ class FSDPEngine(
 
     def _open(self) -> Weights:
         """The weights to shard, in the dtype of the checkpoint."""
-        read = stored.open_language_model if self.model_type == "language_model" else value.open_value_model
+        read = KINDS[self.model_type].open
         weights = read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
         if self.adapter is None:
             return weights

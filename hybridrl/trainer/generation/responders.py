@@ -10,7 +10,7 @@ from hybridrl.config import GenerationConfig
 from hybridrl.data import DataError, RLHFDataset, create_rl_dataset
 from hybridrl.data.files import read_table
 from hybridrl.data.loader import PromptCollator
-from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
+from hybridrl.data.rows import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import UserError
 from hybridrl.models.chat import as_messages, fault_in_prompt
 from hybridrl.protocol import DataProto, object_array
