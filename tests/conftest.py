@@ -236,6 +236,22 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def vision_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny vision-language model of each family, with its tokenizer and image processor. Read only."""
+    from hybridrl.models.tiny_vision import build_tiny_vision_model
+    from hybridrl.models.vision import FAMILIES
+
+    root, sizes = tmp_path_factory.mktemp("vision"), {"hidden": 32, "heads": 2, "kv_heads": 1, "vision_hidden": 16}
+    return {family: build_tiny_vision_model(root / family, family=family, **sizes) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def vision_model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
+    """One of `vision_models`."""
+    return vision_models[request.param]
+
+
+@pytest.fixture(scope="session")
 def micro_reward_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Path:
     """A random classifier with one label on the backbone of ``micro_model``, with its tokenizer. Read only."""
     import torch

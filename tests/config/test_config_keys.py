@@ -188,7 +188,6 @@ def test_old_names_act_under_the_new_with_a_notice(key, value, new, expected):
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("actor_rollout_ref.rollout.enable_vision", True, "actor_rollout_ref.rollout.enable_vision=true"),
         ("trainer.async_weight_update", True, "trainer.v1.trainer_mode"),
         ("sandbox_fusion.url", "http://x", "reward.sandbox_fusion.url"),
         ("actor_rollout_ref.model.backend", "tpu", "actor_rollout_ref.model.backend='tpu'"),
@@ -202,7 +201,7 @@ def test_old_names_of_what_is_not_built_are_refused(key, value, named):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("actor_rollout_ref.rollout.enable_vision", False),
+        ("actor_rollout_ref.rollout.enable_vision", True),
         ("trainer.async_weight_update", False),
         ("actor_rollout_ref.actor.tensor_model_parallel_size", 4),
         ("actor_rollout_ref.actor.pipeline_model_parallel_size", 2),

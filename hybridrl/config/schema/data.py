@@ -34,7 +34,11 @@ class PromptConfig(ConfigNode):
     ground_truth_key: str | None = key(
         None, "column of the ground truth; null: reward_model holds it, as {style, ground_truth}"
     )
-    max_prompt_length: int = key(512, "maximum tokens per prompt", gt=0)
+    image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
+    mm_processor_kwargs: dict[str, Any] = key(
+        {}, "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}"
+    )
+    max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
     filter_overlong_prompts: bool = key(False, "drop prompts that are longer than max_prompt_length")
     filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
