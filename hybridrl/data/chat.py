@@ -33,6 +33,7 @@ def render(
     *,
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any],
+    tools: Sequence[Sequence[Mapping[str, Any]] | None] | None = None,
 ) -> list[str]:
     """Render every conversation to text.
 
@@ -42,6 +43,7 @@ def render(
         locate: returns the file and row of the i-th conversation, for messages.
         add_generation_prompt: whether to end with the opening of an assistant turn.
         template_kwargs: further variables of the template (`data.apply_chat_template_kwargs`).
+        tools: for each conversation, the descriptions of its tools.
 
     Raises:
         DataError: the template refuses a conversation; the error names its file and row.
@@ -50,7 +52,9 @@ def render(
     texts = []
     for index, conversation in enumerate(conversations):
         try:
-            texts.append(tokenizer.apply_chat_template(conversation, **arguments))
+            described = tools[index] if tools is not None else None
+            shown = {"tools": list(described)} if described else {}
+            texts.append(tokenizer.apply_chat_template(conversation, **arguments, **shown))
         except Exception as error:
             # A template is a program and may fail in any way. The row that it fails on is what helps the user.
             raise DataError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from hybridrl.agents.tools.load import selected_tools, tool_schemas
 from hybridrl.data.chat import check_chat_template, render, truncate
 from hybridrl.data.files import read_table
 from hybridrl.data.table import Table, table_of
@@ -256,8 +257,18 @@ class RLHFDataset(Dataset):
             lambda number: self.table.locate(indices[number]),
             add_generation_prompt=True,
             template_kwargs=self.apply_chat_template_kwargs,
+            tools=self._tools_of(indices),
         )
         return encode(tokenizer or self.tokenizer, texts)
+
+    def _tools_of(self, indices: Sequence[int]) -> list[list[dict[str, Any]]] | None:
+        """The descriptions of each row's tools: all, or those that `extra_info.tool_selection` names."""
+        if not self.tool_schemas:
+            return None
+        if "extra_info" not in self.table.columns:
+            return [self.tool_schemas] * len(indices)
+        infos, schemas = self.table.column("extra_info"), {one["function"]["name"]: one for one in self.tool_schemas}
+        return [[schemas[name] for name in selected_tools(infos[index], list(schemas))] for index in indices]
 
     # The dataset
 
@@ -307,14 +318,16 @@ class RLHFDataset(Dataset):
     # Construction
 
     def _set_what_hooks_of_verl_read(self, max_samples: int) -> None:
-        """Set the other attributes that verl's class has when its hooks run. Media and tools are not supported."""
+        """Set the other attributes that verl's class has when its hooks run. Media are not supported."""
         settings = self.config
         self.max_samples = max_samples
         self.shuffle, self.seed = settings.shuffle, seed_of(settings)
         self.num_workers = settings.filter_overlong_prompts_workers
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
         self.image_key, self.video_key, self.audio_key = _MEDIA_COLUMNS
-        self.tool_config_path = self.function_tool_path = self.tool_schemas = None
+        self.tool_config_path = settings.get("tool_config_path")
+        self.function_tool_path = settings.get("function_tool_path")
+        self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
         self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
         self.serialize_dataset = self.return_multi_modal_inputs = self.use_shm = False
         self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
