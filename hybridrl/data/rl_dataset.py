@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hybridrl.agents.tools.load import selected_tools, tool_schemas
 from hybridrl.data.chat import check_chat_template, render, truncate
 from hybridrl.data.files import read_table
 from hybridrl.data.table import Table, table_of
@@ -267,6 +266,8 @@ class RLHFDataset(Dataset):
             return None
         if "extra_info" not in self.table.columns:
             return [self.tool_schemas] * len(indices)
+        from hybridrl.agents.tools.load import selected_tools
+
         infos, schemas = self.table.column("extra_info"), {one["function"]["name"]: one for one in self.tool_schemas}
         return [[schemas[name] for name in selected_tools(infos[index], list(schemas))] for index in indices]
 
@@ -327,7 +328,11 @@ class RLHFDataset(Dataset):
         self.image_key, self.video_key, self.audio_key = _MEDIA_COLUMNS
         self.tool_config_path = settings.get("tool_config_path")
         self.function_tool_path = settings.get("function_tool_path")
-        self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
+        self.tool_schemas = None
+        if self.tool_config_path is not None or self.function_tool_path is not None:
+            from hybridrl.agents.tools.load import tool_schemas  # brings Ray, which other data sets do not need
+
+            self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
         self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
         self.serialize_dataset = self.return_multi_modal_inputs = self.use_shm = False
         self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters

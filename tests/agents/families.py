@@ -90,7 +90,8 @@ FAMILIES = {
     # a call ends with a mark of its own, and answers name the tool
     "gpt-oss": Family(
         _template(
-            "<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>",
+            "<|start|>functions.{{ m.name }} to=assistant<|channel|>commentary<|message|>"
+            "{{ m.content | tojson }}<|end|>",
             "{% if m.tool_calls %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}"
             "<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
             "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}",

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ class CutsContext(AgentLoopBase):
 class Flaky(AgentLoopBase):
     """Fails at rows whose `fails` says so: always, the first time, or by asking for too much."""
 
-    seen: set = set()
+    seen: ClassVar[set] = set()
 
     def __init__(self, *, greeting: str, **kwargs) -> None:
         super().__init__(**kwargs)

@@ -42,8 +42,6 @@ def close_tools(tool_config_path: str | None, function_tool_path: str | None) ->
 
 def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -> list[dict[str, Any]] | None:
     """The descriptions of the tools for the chat template; None without tools."""
-    if tool_config_path is None and function_tool_path is None:
-        return None
     return [tool.tool_schema for tool in load_tools(tool_config_path, function_tool_path)] or None
 
 

@@ -15,9 +15,10 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
     given = [f"multi_turn.{name}={path}" for name, path in tools.items() if path is not None]
     plain = agent.default_agent_loop in (None, "single_turn_agent") and agent.agent_loop_config_path is None
     if given and plain and not settings.enable:
+        only = given[0].partition(".")[2].partition("=")[0]
         yield (
-            f"{_ROLLOUT}.{given[0]} without a loop that calls tools; set {_ROLLOUT}.multi_turn.enable=true (or, to only "
-            f"describe tools in the prompts, data.{given[0].partition('.')[2].partition('=')[0]} instead)"
+            f"{_ROLLOUT}.{given[0]} without a loop that calls tools; set {_ROLLOUT}.multi_turn.enable=true (or, to "
+            f"describe tools in the prompts and no more, data.{only} instead)"
         )
     yield from check_source_file(f"{_ROLLOUT}.multi_turn.function_tool_path", settings.function_tool_path)
 
