@@ -86,11 +86,16 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     settings = rollout.multi_turn
+    datasets = [data for data in datasets if data is not None]
     default = rollout.agent.default_agent_loop or (TOOLS if settings.enable else SINGLE_TURN)
     listed = _listed_loops(rollout.agent.agent_loop_config_path)
     names = dict.fromkeys([default, *(name for data in datasets for name in _names_in(data))])
     if names.keys() == {SINGLE_TURN} and not listed:
         return None
+    if any(getattr(data, "return_multi_modal_inputs", False) for data in datasets):
+        raise RolloutError(
+            f"the data have images, which agent loops ({', '.join(names)}) do not pass on yet; use text, or no agents"
+        )
     loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
     tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
     template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
@@ -129,7 +134,7 @@ def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:
 
 def _names_in(dataset: Any) -> list[str]:
     """The loops that the rows of a dataset name."""
-    if dataset is None or "agent_name" not in getattr(dataset, "columns", ()):
+    if "agent_name" not in getattr(dataset, "columns", ()):
         return []
     return [str(name) for name in dict.fromkeys(dataset.column("agent_name")) if name is not None]
 

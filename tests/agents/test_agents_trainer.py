@@ -36,6 +36,7 @@ def settings(micro_model: Path, sort_data: Path, tmp_path_factory: pytest.TempPa
         f"data.train_files={folder / 'train.parquet'}",
         f"reward.custom_reward_function.path={folder / 'reward.py'}",
         "data.train_batch_size=4",
+        "data.shuffle=False",
         "data.max_prompt_length=600",
         "data.max_response_length=300",
         f"{ROLLOUT}.name=hf",

@@ -16,10 +16,10 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
-    spawn,
     value_loss,
     weights,
 )
+from ranks import spawn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -260,7 +260,7 @@ def test_ranks_that_share_sequences_train_as_one(tmp_path: Path) -> None:
     trained(longer)
     expected["resumed"] = trained(longer)
     torch.save(expected, tmp_path / "expected.pt")
-    spawn(body, 4, models, tmp_path, preload="engine_helpers")
+    spawn(body, 4, models, tmp_path)
 
 
 def check(model: Path, size: int, ranks: int = 4, **settings: Any) -> None:
