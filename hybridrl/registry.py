@@ -93,6 +93,7 @@ class InferenceFacts(Facts):
         install: how to install it, for messages.
         reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
+        sees_images: it generates from the images of prompts (`multi_modal_inputs`).
     """
 
     packages: tuple[str, ...] = ()
@@ -103,6 +104,7 @@ class InferenceFacts(Facts):
     install: str = ""
     reserves_of_total: bool = False
     records_routing: bool = False
+    sees_images: bool = False
 
     @property
     def has_replicas(self) -> bool:
@@ -362,6 +364,32 @@ MEGATRON_FAMILIES = Registry(
     "engine/megatron/families/*.py",
     Facts,
     ModelError,
+)
+
+
+AGENT_LOOPS = Registry(
+    "agent loop",
+    "actor_rollout_ref.rollout.agent.default_agent_loop",
+    ("register",),
+    "agents/loops/*.py",
+    Facts,
+    RolloutError,
+)
+TOOL_PARSERS = Registry(
+    "format of tool calls",
+    "actor_rollout_ref.rollout.multi_turn.format",
+    ("register_tool_parser",),
+    "agents/parsers/*.py",
+    Facts,
+    RolloutError,
+)
+TOOLS = Registry(
+    "tool",
+    "class_name of multi_turn.tool_config_path",
+    ("register_tool",),
+    "agents/tools/*.py",
+    Facts,
+    RolloutError,
 )
 
 

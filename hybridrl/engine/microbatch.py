@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from hybridrl.protocol.fields import Widths, narrow, padded
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device
 from hybridrl.utils.seqlen_balancing import karmarkar_karp
+
+if TYPE_CHECKING:
+    from hybridrl.engine.images import BatchImages, LayoutImages
 
 # Tokens of an aligned micro-batch, padding included, above which a larger one computes no faster.
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}
@@ -51,6 +54,7 @@ class Layout:
     origins: torch.Tensor | None = None
     # [b * W, L, K] or [L, L, K]: the experts that each token is to use; in main memory. None: as the routers choose.
     experts: torch.Tensor | None = None
+    images: LayoutImages | None = None  # of a vision-language model
 
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
@@ -64,6 +68,7 @@ class Layout:
             None if self.attention_mask is None else self.attention_mask.to(target, non_blocking=True),
             self.origins,
             self.experts,
+            None if self.images is None else self.images.to(target),
         )
 
 
@@ -79,6 +84,7 @@ class BatchPlan:
 
     Attributes:
         groups: The rows of each micro-batch.
+        images: Those of the rows, where the model reads images.
 
     Raises:
         ValueError: a field is missing, or a response token has no attention or no token before it.
@@ -89,6 +95,7 @@ class BatchPlan:
     ):
         self.tensors = {name: tensor for name, tensor in tensors.items() if name != ROUTED_EXPERTS}
         self._experts = tensors.get(ROUTED_EXPERTS)
+        self.images: BatchImages | None = None
         self.packed = packed
         self._micro = micro
         self.input_ids = _required(tensors, "input_ids")
@@ -153,7 +160,7 @@ class BatchPlan:
         if self._experts is not None:
             assert layout.origins is not None  # plans of other layouts are refused with replay
             layout.experts = self._experts.flatten(0, 1)[layout.origins.clamp(min=0)]
-        return layout
+        return layout if self.images is None else self.images.add_to(layout, rows, self)
 
     def _layout(self, rows: Sequence[int]) -> Layout:
         index = torch.tensor(rows)

@@ -43,21 +43,25 @@ from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule, Weights
+from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
+from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout, dummy_layout
+from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.engine.saved_parts import State
-from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
+from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
 from hybridrl.models.kinds import KINDS
+from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
+from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric
@@ -115,6 +119,7 @@ class FSDPEngine(
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
         check_activations(model, engine)
         check_router_loss(model, engine)
+        check_vision(model, engine)
         if model.adapted:
             adapted.check(model, engine, optim)
         if optim is not None:
@@ -146,6 +151,8 @@ class FSDPEngine(
         self._seed()
         self.config = config_of(model)
         loading.check_weights(loading.checked_source(model.path))
+        check_vision(model, engine)
+        self._sees_images = is_vision_model(self.config)
         self._sequences = of_settings(engine.ulysses_sequence_parallel_size, model, self.config)
         if self._sequences is not None:
             self.config._attn_implementation = attention.VARLEN
@@ -292,6 +299,8 @@ class FSDPEngine(
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
+        if self._sees_images:
+            prepare_vision(module, self.engine_config)
         if self.optim_config is None:
             module.requires_grad_(False)
         else:
@@ -362,12 +371,25 @@ class FSDPEngine(
     def update_metrics(self) -> dict[str, Metric]:
         return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)
 
+    def _plan(self, batch: DataProto, micro: MicroBatching) -> BatchPlan:
+        plan = super()._plan(batch, micro)
+        if self._sees_images:
+            plan.images = BatchImages(batch, self.config)
+        return plan
+
+    def _layouts(self, plan: BatchPlan) -> list[Layout]:
+        return [self._for_all_ranks(layout) for layout in super()._layouts(plan)]
+
+    def _for_all_ranks(self, layout: Layout) -> Layout:
+        """The micro-batch with what every rank has to compute where any does."""
+        return with_some_image(layout, self.config) if self._sees_images and self._sharded else layout
+
     def _settle_fusing(self) -> None:
         """Before the first pass, find out on two tokens whether the model leaves the output of its head as it is."""
         if not self._fuses or self._fusing_settled:
             return
         self._fusing_settled = True
-        layout, _ = self._own_part(dummy_layout())
+        layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         # Each rank has to see what happens to an output, also one whose tokens have none.
         layout = replace(layout, selected=torch.zeros(1, dtype=torch.int64), labels=torch.zeros(1, dtype=torch.int64))
         layout = layout.to(device.current_device())

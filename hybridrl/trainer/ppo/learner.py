@@ -16,7 +16,7 @@ from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import ROUTED_EXPERTS
+from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
@@ -300,7 +300,7 @@ class Learner:
                 seed=settings.data_loader_seed + self.step,
             )
         )
-        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
+        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=[])
         if TRAINED_MASK in batch.batch.keys():
             chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
         chosen.batch[ROW_IDS] = torch.arange(len(batch))
@@ -351,4 +351,9 @@ def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
     """Return the rows with `MODEL_INPUTS` and those of the further fields that the batch has."""
     fields = [*MODEL_INPUTS, *(name for name in dict.fromkeys(optional) if name in batch.batch.keys())]
     meta = [name for name in ("temperature", "ref_kl") if name in batch.meta_info]
-    return batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=meta)
+    return batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=meta)
+
+
+def _images(batch: DataProto) -> list[str]:
+    """The columns that the models of the run need of the rows' images, if they have any."""
+    return [name for name in (MULTI_MODAL_INPUTS, IMAGE_DIGEST) if name in batch.non_tensor_batch]
