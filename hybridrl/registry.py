@@ -92,6 +92,7 @@ class InferenceFacts(Facts):
         install: how to install it, for messages.
         reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
+        takes_adapters: it applies an adapter (LoRA) that it is sent next to weights that it has.
     """
 
     packages: tuple[str, ...] = ()
@@ -102,6 +103,7 @@ class InferenceFacts(Facts):
     install: str = ""
     reserves_of_total: bool = False
     records_routing: bool = False
+    takes_adapters: bool = False
 
     @property
     def has_replicas(self) -> bool:

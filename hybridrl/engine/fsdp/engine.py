@@ -528,6 +528,9 @@ class FSDPEngine(
     def without_adapter(self) -> contextlib.AbstractContextManager[None]:
         return adapted.adapter_of(self).off()
 
+    def adapter_config(self) -> str:
+        return adapted.config_text(self)
+
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         adapted.adapter_of(self)
         return self.exported.adapter_tensors(dtype)
