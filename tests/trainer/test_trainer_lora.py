@@ -205,6 +205,15 @@ def test_settings_that_exclude_each_other(grpo: list[str]) -> None:
         load_config("ppo_trainer", [*grpo, f"{MODEL}.lora.dropout=0.1"])
 
 
+def test_settings_of_verls_script_for_lora_pass(grpo: list[str]) -> None:
+    model = ["use_shm=True", "lora_rank=64", "lora_alpha=32", "target_modules=all-linear", "exclude_modules=null"]
+    more = ["rollout.load_format=safetensors", "rollout.layered_summon=True", "ref.fsdp_config.param_offload=True"]
+    words = [*(f"{MODEL}.{word}" for word in model), *(f"actor_rollout_ref.{word}" for word in more)]
+    config = load_config("ppo_trainer", [*grpo, *words])
+    check(config)
+    assert config.actor_rollout_ref.model.lora_rank == 64 and config.actor_rollout_ref.rollout.load_format == "auto"
+
+
 def test_an_adapter_alone_is_sent_to_engines_that_take_one(grpo: list[str]) -> None:
     rollout = "actor_rollout_ref.rollout"
 
