@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.saved_boxes import SavedBoxes, ScatteredBoxes
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.hybrid_engine.shards import whole
-from hybridrl.models import loading, lora, stored, value
+from hybridrl.models import loading, lora, value
+from hybridrl.models.kinds import KINDS
 
 _MODELS = ("actor", "model", "critic")
 #: Where the settings of a model are in a run's `config.yaml`, by its folder in a checkpoint.
@@ -77,16 +78,17 @@ def merge(
     wanted = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
     files = ModelFiles(out)
     with VerlShards(folder) if is_verl_checkpoint(folder) else SavedBoxes(folder / "model") as saved:
-        is_value = any(name.removeprefix(lora.PREFIX).startswith(f"{value.HEAD_NAME}.") for name in saved.names)
+        kind = _kind(frozenset(name.removeprefix(lora.PREFIX) for name in saved.names))
+        has_head = kind != "language_model"
         if is_adapter:
-            tensors = _with_adapter(saved, folder / "model", origin, config, is_value, out)
+            tensors = _with_adapter(saved, folder / "model", origin, config, kind, out)
         else:
-            tensors = _checkpoint_tensors(saved, config, origin.trust_remote_code, is_value)
+            tensors = _checkpoint_tensors(saved, config, origin.trust_remote_code, has_head)
         for name, tensor in tensors:
             keeps = wanted is None or _is_buffer(name) or not tensor.is_floating_point()
             files.add(name, tensor if keeps else tensor.to(wanted))
     files.finish()
-    write_config(config, "value_model" if is_value else "language_model", files, out)
+    write_config(config, kind, files, out)
     saved_parts.save_tokenizer(origin, out)
     return folder
 
@@ -153,14 +155,13 @@ def _base_of(folder: Path, model: str | None, trust_remote_code: bool) -> Origin
 
 
 def _with_adapter(
-    saved: ScatteredBoxes, part: Path, origin: Origin, config: PreTrainedConfig, is_value: bool, out: Path
+    saved: ScatteredBoxes, part: Path, origin: Origin, config: PreTrainedConfig, kind: str, out: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Write the adapter by itself into a folder of `out`, and yield the tensors of the base with it merged."""
     own = dict(saved.whole_tensors())
     settings = lora.read_config(part)
     lora.save(out / lora.FOLDER, settings, own)
-    build = value.build_value_model if is_value else loading.build_language_model
-    read = value.open_value_model if is_value else stored.open_language_model
+    build, read = KINDS[kind].build, KINDS[kind].open
     module = build(config, torch.float32, origin.trust_remote_code)
     adapter = lora.attach_saved(module, settings)
     values = {name: own[lora.file_name(name)] for name in adapter.names}
@@ -179,13 +180,13 @@ def _with_adapter(
 
 
 def _checkpoint_tensors(
-    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, is_value: bool
+    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, has_head: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole tensors under the names of Hugging Face checkpoints.
 
     Shards may have the names of a module that keeps several tensors of its checkpoints in one.
     """
-    if is_value:
+    if has_head:
         yield from saved.whole_tensors()
         return
     module = loading.build_language_model(config, torch.float32, trust_remote_code)
@@ -196,6 +197,13 @@ def _checkpoint_tensors(
         return
     in_order = ((name, saved.read(name, whole(saved.shape(name)))) for name in own)  # the tensors of a layer together
     yield from loading.to_checkpoint_names(module, in_order)
+
+
+def _kind(names: Collection[str]) -> str:
+    """The kind of model that has tensors of these names; the head of a reward model has no bias."""
+    if f"{value.HEAD_NAME}.weight" not in names:
+        return "language_model"
+    return "value_model" if f"{value.HEAD_NAME}.bias" in names else "reward_model"
 
 
 def _is_buffer(name: str) -> bool:

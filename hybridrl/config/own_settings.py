@@ -18,6 +18,7 @@ from hybridrl.errors import UserError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
     INFERENCE_ENGINES,
+    OBJECTIVES,
     POLICY_LOSSES,
     TRAIN_ENGINES,
     Registry,
@@ -50,6 +51,7 @@ OPEN_GROUPS = (
     OpenGroup(f"{_REWARD}.fsdp_config", f"{_REWARD}.strategy", TRAIN_ENGINES, f"{_REWARD}.model.external_lib"),
     OpenGroup(f"{_REWARD}.megatron", f"{_REWARD}.strategy", TRAIN_ENGINES, f"{_REWARD}.model.external_lib"),
     OpenGroup("engine", "engine.strategy", TRAIN_ENGINES, "model.external_lib"),
+    *(OpenGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "rm")),
 )
 
 

@@ -12,14 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.own_settings import read_own
+from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.errors import ConfigError
+from hybridrl.registry import ADV_ESTIMATORS
 
 POLICY = "actor_rollout"
 
 
 def _always(needs: Any) -> bool:
     return True
+
+
+def _never(config: PPOTrainerConfig) -> bool:
+    return False
 
 
 def _no_pool(config: PPOTrainerConfig) -> list[int]:
@@ -41,6 +47,7 @@ class Pass:
         advice: what to change if the phase runs out of memory.
         per_token: whether `timing_per_token_ms/<phase>` is reported.
         optional: further fields that it gets if the batch has them.
+        gives: columns that it returns, which an estimator may need.
     """
 
     phase: str
@@ -49,6 +56,7 @@ class Pass:
     advice: str = ""
     per_token: bool = True
     optional: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ class Update:
         fields: fields of the batch that it needs besides `MODEL_INPUTS`.
         optional: further fields that it gets if the batch has them.
         after: number of steps before the role starts to learn. Its schedule begins then.
+        first: whether it learns before the passes, which then use its new weights. Its fields are the sampler's.
         advice: what to change if the phase runs out of memory.
     """
 
@@ -95,6 +104,7 @@ class Update:
     fields: tuple[str, ...]
     optional: tuple[str, ...] = ()
     after: Callable[[PPOTrainerConfig], int] = _at_once
+    first: Callable[[PPOTrainerConfig], bool] = _never
     advice: str = ""
 
 
@@ -291,6 +301,35 @@ register_role(
             advice="lower reward.reward_model.micro_batch_size_per_gpu (or forward_max_token_len_per_gpu with "
             "use_dynamic_bsz) or max_length, or set reward.reward_model.enable_resource_pool",
         ),
+    )
+)
+
+
+register_role(
+    RoleSpec(
+        name="prime",
+        worker=_class("hybridrl.workers.prime", "PrimeWorker"),
+        settings=PrimeConfig,
+        needed=lambda config: "process_rewards" in ADV_ESTIMATORS.facts(config.algorithm.adv_estimator).needs,
+        placement=("prime", "actor_rollout_ref"),
+        mesh="prime",
+        passes=(
+            Pass(
+                "process_rewards",
+                "compute_process_rewards",
+                advice="lower roles.prime.ppo_micro_batch_size_per_gpu",
+                gives=("process_rewards",),
+            ),
+        ),
+        update=Update(
+            "update_prime",
+            "update_prime",
+            fields=("token_level_scores",),
+            optional=("prime_ref_log_prob",),
+            first=lambda config: ROLES["prime"].settings_of(config).update == "before",
+            advice=_TRAINING.format("roles.prime", "roles.prime.fsdp_config"),
+        ),
+        saved="prime",
     )
 )
 

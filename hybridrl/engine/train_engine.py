@@ -60,10 +60,13 @@ class MicroBatching:
             Tokens that are computed once for several sequences count once. A longer
             sequence gets its own micro-batch. Both limits may be given; with neither, the engine chooses sizes that
             compute fast.
+        rows_together: So many rows that follow each other, from the first, are in the same micro-batch and keep their
+            order: 2 for pairs that a loss compares. `size` counts rows.
     """
 
     size: int | None = None
     max_tokens: int | None = None
+    rows_together: int = 1
 
     def __post_init__(self) -> None:
         for name in ("size", "max_tokens"):
@@ -170,7 +173,7 @@ class Engine(ABC):
         """What a rank will take of its device's memory; None for an engine that cannot tell.
 
         Args:
-            model_type: `language_model` or `value_model`.
+            model_type: `language_model`, `value_model` or `reward_model`.
             model: a `ModelConfig`.
             engine: the settings that this engine reads.
             optim: an `OptimConfig`; None for an engine that only computes.

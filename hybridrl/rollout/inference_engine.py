@@ -197,6 +197,7 @@ class InferenceEngines:
         reserves_of_total: bool = False,
         records_routing: bool = False,
         takes_adapters: bool = False,
+        sees_images: bool = False,
         settings: type | str | None = None,
     ) -> Callable[[type[T]], type[T]]:
         """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
@@ -216,6 +217,7 @@ class InferenceEngines:
                 reserves_of_total=reserves_of_total,
                 records_routing=records_routing,
                 takes_adapters=takes_adapters,
+                sees_images=sees_images,
                 settings=settings,
             )
             INFERENCE_ENGINES.add(name, engine, facts)

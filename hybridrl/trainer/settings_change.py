@@ -8,7 +8,7 @@ import datetime
 import functools
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,10 @@ _PATHS = (
     "model.path",
     "data.train_files",
 )
-_EXPERIMENT = (*_PATHS, "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+_LOSSES = ("actor_rollout_ref.actor.policy_loss.loss_mode", "sft.loss_type", "dpo.loss_type", "rm.loss_type")
+_EXPERIMENT = (*_PATHS, "algorithm.adv_estimator", *_LOSSES)
+#: the program of a run, by a group of settings that only its tree has
+_PROGRAMS = {"actor_rollout_ref": "main_ppo", "dpo": "main_dpo", "rm": "main_rm"}
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,8 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
             "whether this run continues that one; remove both to continue with the settings of now"
         ) from error
     tree = yaml.safe_load(yaml.safe_dump(written(config)))
-    policy = "actor_rollout_ref"
-    if (policy in groups) != (policy in tree):
-        found, wanted = ("main_ppo", "main_sft") if policy in groups else ("main_sft", "main_ppo")
+    found, wanted = _program_of(groups), _program_of(tree)
+    if found != wanted:
         raise CheckpointError(
             f"{folder} holds a run of {found}, and this is {wanted}: set trainer.default_local_dir to another folder"
         )
@@ -97,6 +99,11 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
         if not key.startswith(tuple(idle))
     ]
     return [change for change in changes if not _only_follows(change, earlier, now, type(config))]
+
+
+def _program_of(groups: Collection[str]) -> str:
+    """The program whose configuration has these groups; those of the first versions had no group `sft`."""
+    return next((program for group, program in _PROGRAMS.items() if group in groups), "main_sft")
 
 
 def code_digests(config: ConfigNode) -> dict[str, str]:

@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
     "ppo grpo grpo_lora grpo_megatron dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg cispo "
-    "sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction"
+    "sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime"
 )
 #: a metric that the recipe alone, or few with it, reports
 SHOWS = {
@@ -30,6 +30,7 @@ SHOWS = {
     "grpo_lora": "actor/kl_loss",
     "grpo_megatron": "actor/kl_loss",
     "dapo": "filter_groups/generated",
+    "prime": "prime/loss",
     "remax": "critic/reward_baselines/mean",
     "pf_ppo": "critic/vf_loss",
     "rollout_correction": "rollout_corr/rollout_is_mean",

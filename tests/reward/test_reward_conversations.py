@@ -87,7 +87,7 @@ def scored(config: PPOTrainerConfig, batch: DataProto) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def other_tokenizer(micro_reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reward model with a vocabulary in another order and another chat template."""
+    """The reward model with a vocabulary in another order, and the same chat template."""
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(micro_reward_model, folder)
     first = build_tokenizer()
@@ -100,7 +100,7 @@ def other_tokenizer(micro_reward_model: Path, tmp_path_factory: pytest.TempPathF
         eos_token=first.eos_token,
         extra_special_tokens=["<|im_start|>"],
     )
-    other.chat_template = OTHER_TEMPLATE
+    other.chat_template = first.chat_template
     other.save_pretrained(folder)
     return folder
 

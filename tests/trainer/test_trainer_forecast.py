@@ -18,7 +18,7 @@ from hybridrl.programs import main
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
 from hybridrl.trainer.supervised import forecast as tuning
-from hybridrl.trainer.supervised.trainer import as_responses
+from hybridrl.trainer.supervised.rows import as_responses
 from hybridrl.workers.forecast import forecast_model, forecast_roles
 from hybridrl.workers.model_worker import micro_batching
 

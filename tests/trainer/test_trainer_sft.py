@@ -17,8 +17,8 @@ from hybridrl.config import SFTTrainerConfig, load_config
 from hybridrl.data import create_sft_dataset, create_sft_loader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerError
+from hybridrl.trainer.supervised.rows import as_responses
 from hybridrl.trainer.supervised.run_supervised import run_supervised
-from hybridrl.trainer.supervised.trainer import as_responses
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

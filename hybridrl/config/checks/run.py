@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.checks.agents import check_agents, check_no_agents
 from hybridrl.config.checks.algorithm import (
     check_correction,
     check_estimator,
@@ -19,11 +20,11 @@ from hybridrl.config.checks.algorithm import (
 from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
+from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
 from hybridrl.config.output import as_dict
 from hybridrl.config.own_settings import read_own
-from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.data import PromptConfig
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.rollout import RolloutConfig
@@ -32,17 +33,18 @@ from hybridrl.config.schema.root import (
     GenerationConfig,
     PPOTrainerConfig,
     RootConfig,
-    SFTTrainerConfig,
+    SupervisedConfig,
 )
 from hybridrl.config.schema.trainer import JobConfig, RunConfig, TrainerConfig
-from hybridrl.config.strategies import ranks_per_sequence
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
 from hybridrl.registry import (
     ADV_ESTIMATORS,
     INFERENCE_ENGINES,
+    OBJECTIVES,
     POLICY_LOSSES,
     REWARD_MANAGERS,
+    TOOL_PARSERS,
     TRAIN_ENGINES,
     Registry,
     has_replicas,
@@ -90,8 +92,8 @@ def check_values(config: RootConfig) -> list[str]:
 
 
 def _checks(config: RootConfig) -> Iterator[Iterable[str]]:
-    if isinstance(config, SFTTrainerConfig):
-        return _sft_checks(config)
+    if isinstance(config, SupervisedConfig):
+        return _supervised_checks(config)
     if isinstance(config, GenerationConfig):
         return _generation_checks(config)
     if isinstance(config, EvaluationConfig):
@@ -111,6 +113,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_full_kl(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_sampling(policy.rollout)
+    yield check_agents(policy.rollout)
     yield _check_trainable(policy.rollout)
     yield _check_replicas(policy.rollout)
     yield _check_transfer(policy.rollout, policy.model.adapted)
@@ -125,6 +128,7 @@ def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
     chosen: dict[str, tuple[Registry[Any], str]] = {
         "algorithm.adv_estimator": (ADV_ESTIMATORS, config.algorithm.adv_estimator),
         f"{_ACTOR}.policy_loss.loss_mode": (POLICY_LOSSES, policy.actor.policy_loss.loss_mode),
+        f"{_ROLLOUT}.multi_turn.format": (TOOL_PARSERS, policy.rollout.multi_turn.format),
     }
     if manager.source == "register":
         chosen["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
@@ -135,10 +139,14 @@ def _chosen_rollout(rollout: RolloutConfig) -> dict[str, tuple[Registry[Any], st
     return {} if rollout.name == "auto" else {f"{_ROLLOUT}.name": (INFERENCE_ENGINES, rollout.name)}
 
 
-def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
+def _supervised_checks(config: SupervisedConfig) -> Iterator[Iterable[str]]:
+    chosen: dict[str, tuple[Registry[Any], str]] = {
+        "engine.strategy": (TRAIN_ENGINES, config.engine.strategy),
+        f"{config.objective_group}.loss_type": (OBJECTIVES, config.objective.loss_type),
+    }
     yield check_model("model", config.model, config.trainer.device)
-    yield check_names("", config.model.external_lib, {"engine.strategy": (TRAIN_ENGINES, config.engine.strategy)})
-    yield _check_conversations(config)
+    yield check_names("", config.model.external_lib, chosen)
+    yield check_supervised(config)
     yield check_contents("checkpoint", config.checkpoint, config.trainer)
     yield check_optimizer("optim", config.optim)
     yield _check_run(config.trainer)
@@ -156,6 +164,7 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
     yield _check_answers(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_greedy(policy.rollout, config.data.n_samples)
+    yield check_no_agents(policy.rollout)
     if policy.rollout.nnodes:
         yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
     places = [("actor_rollout_ref",)]
@@ -226,38 +235,6 @@ def _check_endpoint(rollout: RolloutConfig) -> Iterator[str]:
         yield f"{where}.api_key_env={settings.api_key_env}: the environment variable is not set"
 
 
-def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
-    data = config.data
-    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
-    if data.custom_cls.path is None:
-        yield from check_files("data.train_files", data.train_files)
-        yield from check_files("data.val_files", data.val_files)
-    if not data.train_files:
-        yield f"data.train_files is not set; give files with conversations ({KINDS})"
-    if not data.val_files and config.trainer.test_freq not in (-1, 0):
-        yield f"trainer.test_freq={config.trainer.test_freq} without data.val_files; set them, or trainer.test_freq=-1"
-    if (data.prompt_key is None) != (data.response_key is None):
-        given = "prompt_key" if data.prompt_key else "response_key"
-        yield f"data.{given}={data[given]} alone: set data.prompt_key and data.response_key, or neither for messages"
-    if data.micro_batch_size_per_gpu > data.train_batch_size and data.micro_batch_size_per_gpu != MICRO_BATCH_SIZE:
-        yield (
-            f"data.micro_batch_size_per_gpu={data.micro_batch_size_per_gpu} is more than data.train_batch_size="
-            f"{data.train_batch_size}, the sequences of one step"
-        )
-    ranks = ranks_per_sequence(config.engine)
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu * ranks < data.max_length:
-        shared = f" on {ranks} ranks" if ranks > 1 else ""
-        yield (
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} is less than data.max_length="
-            f"{data.max_length}: the longest sequence does not fit into a micro-batch"
-        )
-    if 0 <= data.train_max_samples < data.train_batch_size:
-        yield (
-            f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size="
-            f"{data.train_batch_size}: there would be no batch"
-        )
-
-
 def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
     manager = config.reward.reward_manager
     yield from check_functions(config.reward, config)
@@ -283,6 +260,11 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
         for name in ("custom_reward_function.path", "functions"):
             if functools.reduce(getattr, name.split("."), config.reward):
                 yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
+    if part.model.adapted:
+        yield (
+            f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
+            "reward model is frozen and read without an adapter; merge the adapter into the model that path names"
+        )
     if part.enable_resource_pool and not part.nnodes:
         yield f"{where}.enable_resource_pool=True without {where}.nnodes; set it, and n_gpus_per_node"
     if part.own_pool and "reward_model" in placed:

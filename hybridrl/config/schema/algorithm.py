@@ -78,6 +78,14 @@ class AlgorithmConfig(ConfigNode):
     norm_adv_by_std_in_grpo: bool = key(True, "GRPO: divide by the group's standard deviation (false: Dr. GRPO)")
     gdpo_reward_keys: list[str] = key([], "gdpo: names of the reward components that the reward function returns")
     gdpo_reward_weights: list[float] | None = key(None, "gdpo: their weights; null: 1 each")
+    reward_dpo_coef: float = key(1.0, "prime: weight of the process rewards in the advantage", ge=0)
+    reward_gt_coef: float = key(1.0, "prime: weight of the outcome in the advantage", ge=0)
+    prime_norm: str = key(
+        "none",
+        "prime; batch_norm: divide process rewards by the batch's largest sum of remaining ones",
+        choices=("none", "batch_norm"),
+    )
+    prime_whiten: bool = key(False, "prime: whiten the advantages over all response tokens")
     normalize_rewards: str = key(
         "none",
         "batch, running: a sequence's score minus the mean and divided by the standard deviation of the batch, of the "

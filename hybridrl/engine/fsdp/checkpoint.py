@@ -242,7 +242,7 @@ def _held(tensors: Iterator[tuple[str, torch.Tensor]], copy: bool) -> dict[str, 
 
 def _write_hf(engine: FSDPEngine, folder: Path, state: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if engine.model_type == "value_model":
+    if engine.model_type != "language_model":
         value.save_value_model(state, engine.config, folder)
     else:
         loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)

@@ -42,27 +42,36 @@ from hybridrl.engine.fsdp.offload import Offload
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
-from hybridrl.engine.fsdp.sharding import ShardedModule, Weights
+from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.fsdp.source import Source
+from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
+from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout, dummy_layout
+from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.engine.saved_parts import State
-from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
+from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
-from hybridrl.models import attention, loading, lora, stored, tree_attention, value
+from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
+from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
+from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric
 
 
-@TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
+@TrainEngines.register(
+    "fsdp2",
+    model_types=("language_model", "value_model", "reward_model"),
+    settings="hybridrl.config.schema.engine:FSDPConfig",
+)
 class FSDPEngine(
     MicroBatchedEngine,
     CopiesState,
@@ -75,7 +84,7 @@ class FSDPEngine(
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
-        model_type: `language_model` or `value_model`.
+        model_type: `language_model`, `value_model` or `reward_model`.
         model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
             use_remove_padding, ...
         engine: An `FSDPConfig`: dtypes, sharding, offload.
@@ -110,6 +119,7 @@ class FSDPEngine(
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
         check_activations(model, engine)
         check_router_loss(model, engine)
+        check_vision(model, engine)
         if model.adapted:
             adapted.check(model, engine, optim)
         if optim is not None:
@@ -141,6 +151,8 @@ class FSDPEngine(
         self._seed()
         self.config = config_of(model)
         loading.check_weights(loading.checked_source(model.path))
+        check_vision(model, engine)
+        self._sees_images = is_vision_model(self.config)
         self._sequences = of_settings(engine.ulysses_sequence_parallel_size, model, self.config)
         if self._sequences is not None:
             self.config._attn_implementation = attention.VARLEN
@@ -153,12 +165,13 @@ class FSDPEngine(
         self.packed = bool(model.use_remove_padding) and not self.shares_prefixes and self._may_pack()
         if self.packed:
             self.work = work_of(self.config)
+        source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
         if self._is_sharded():
-            self._sharded = ShardedModule(self._prepare(self._build()), engine, self.compute_dtype)
-            self._sharded.fill(self._open)
+            self._sharded = ShardedModule(self._prepare(source.build()), engine, self.compute_dtype)
+            self._sharded.fill(source.open)
             self.module = self._sharded.module
         else:
-            self.module = self._prepare(self._load()).to(device.current_device())
+            self.module = self._prepare(source.load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
@@ -167,6 +180,7 @@ class FSDPEngine(
             check_router_loss(model, engine)
             top_k = int(self.config.get_text_config().num_experts_per_tok)
             self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k)
+        self.adapter = source.adapter
         self.exported = Exported(self.module, self._masters, self.compute_dtype, self.adapter)
         self._trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
         if self.optim_config is not None:
@@ -250,43 +264,10 @@ class FSDPEngine(
         if distributed.get_rank() == 0:
             notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
 
-    def _build(self) -> nn.Module:
-        build = loading.build_language_model if self.model_type == "language_model" else value.build_value_model
-        return self._adapted(build(self.config, self._base_dtype, self.model_config.trust_remote_code))
-
-    def _load(self) -> nn.Module:
-        load: Any = loading.load_language_model if self.model_type == "language_model" else value.load_value_model
-        module = self._adapted(
-            load(self.model_config.path, self.config, self._base_dtype, self.model_config.trust_remote_code)
-        )
-        if self.adapter is not None:
-            lora.fill(module, self._first_values())
-        return module
-
-    def _open(self) -> Weights:
-        """The weights to shard, in the dtype of the checkpoint."""
-        read = stored.open_language_model if self.model_type == "language_model" else value.open_value_model
-        weights = read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
-        if self.adapter is None:
-            return weights
-        assert self._sharded is not None
-        return adapted.AdaptedWeights(weights, self._first_values(), self._sharded.module)
-
-    @property
-    def _base_dtype(self) -> torch.dtype:
-        """Nothing accumulates in frozen weights, so they need no more precision than the computation."""
-        return self.compute_dtype if self.model_config.adapted else self.model_dtype
-
-    def _adapted(self, module: nn.Module) -> nn.Module:
-        if self.model_config.adapted:
-            self.adapter = adapted.attach(module, self.model_config, self.model_dtype)
-        return module
-
-    def _first_values(self) -> dict[str, torch.Tensor]:
-        return adapted.adapter_of(self).first_values(self.engine_config.seed, self.model_config.lora_adapter_path)
-
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
+        if self._sees_images:
+            prepare_vision(module, self.engine_config)
         if self.optim_config is None:
             module.requires_grad_(False)
         else:
@@ -357,12 +338,25 @@ class FSDPEngine(
     def update_metrics(self) -> dict[str, Metric]:
         return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)
 
+    def _plan(self, batch: DataProto, micro: MicroBatching) -> BatchPlan:
+        plan = super()._plan(batch, micro)
+        if self._sees_images:
+            plan.images = BatchImages(batch, self.config)
+        return plan
+
+    def _layouts(self, plan: BatchPlan) -> list[Layout]:
+        return [self._for_all_ranks(layout) for layout in super()._layouts(plan)]
+
+    def _for_all_ranks(self, layout: Layout) -> Layout:
+        """The micro-batch with what every rank has to compute where any does."""
+        return with_some_image(layout, self.config) if self._sees_images and self._sharded else layout
+
     def _settle_fusing(self) -> None:
         """Before the first pass, find out on two tokens whether the model leaves the output of its head as it is."""
         if not self._fuses or self._fusing_settled:
             return
         self._fusing_settled = True
-        layout, _ = self._own_part(dummy_layout())
+        layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         # Each rank has to see what happens to an output, also one whose tokens have none.
         layout = replace(layout, selected=torch.zeros(1, dtype=torch.int64), labels=torch.zeros(1, dtype=torch.int64))
         layout = layout.to(device.current_device())

@@ -17,7 +17,8 @@ from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models import attention, loading, lora, value
+from hybridrl.models import attention, loading, lora
+from hybridrl.models.kinds import KINDS
 from hybridrl.utils import device
 
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
@@ -45,8 +46,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     packed = bool(model.use_remove_padding) and attention.why_not_packed(config) is None
     packed = packed and attention.takes_boundaries(str(config._attn_implementation))
     config._attn_implementation = _ATTENTION
-    build = loading.build_language_model if model_type == "language_model" else value.build_value_model
-    module = build(config, compute, model.trust_remote_code)
+    module = KINDS[model_type].build(config, compute, model.trust_remote_code)
     if model.adapted:
         lora.attach(module, model, compute)
     loading.disable_dropout(module)

@@ -1,6 +1,6 @@
-"""The supervised fine-tuning program, from the configuration to the last step."""
+"""The programs of supervised training (`sft`, `dpo`, `rm`), from the configuration to the last step."""
 
-from hybridrl.config import SFTTrainerConfig, validate
+from hybridrl.config import SupervisedConfig, validate
 from hybridrl.notify import notify
 from hybridrl.programs import Outcome
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
@@ -9,7 +9,7 @@ from hybridrl.trainer.startup import USES_GPU, workers_starting
 ROLE = "model"
 
 
-def run_supervised(config: SFTTrainerConfig) -> Outcome:
+def run_supervised(config: SupervisedConfig) -> Outcome:
     """Train as `config` says.
 
     Raises:
