@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridrl.config.own_settings import read_own
 from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.config.teachers import TEACHER_FIELDS, TEACHER_INDEX, teachers_of
 from hybridrl.errors import ConfigError
 
 POLICY = "actor_rollout"
@@ -20,6 +21,10 @@ POLICY = "actor_rollout"
 
 def _always(needs: Any) -> bool:
     return True
+
+
+def _no_pool(config: PPOTrainerConfig) -> list[int]:
+    return []
 
 
 def _at_once(config: PPOTrainerConfig) -> int:
@@ -82,10 +87,12 @@ class RoleSpec:
             `timeout_s`, and the class has `init_model(steps, updates_per_step)`.
         needed: whether the role takes part in a run.
         placement: keys of `placement.roles`. The first one that is set counts.
+        own_pool: returns the processes on each machine of a pool of its own, `<name>_pool`; empty if it has none.
         mesh: the dispatch mesh of the worker's methods.
         settings: dataclass of its settings, which are `roles.<name>`; None if they are at `path`, or if it has none.
         path: where the settings of a built-in role are.
-        config: path of what the worker's constructor gets as `config`; by default the settings.
+        config: path of what the worker's constructor gets as `config`, or a function of the whole configuration that
+            returns it; by default the settings.
         arguments: further arguments of the worker's constructor.
         passes: forward passes before the update.
         scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
@@ -101,7 +108,8 @@ class RoleSpec:
     mesh: str
     settings: type | None = None
     path: str = ""
-    config: str = ""
+    config: str | Callable[[PPOTrainerConfig], Any] = ""
+    own_pool: Callable[[PPOTrainerConfig], list[int]] = _no_pool
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     passes: tuple[Pass, ...] = ()
     scores: Callable[[Any], Any] | None = None
@@ -128,6 +136,8 @@ class RoleSpec:
 
     def config_of(self, config: PPOTrainerConfig) -> Any:
         """Return what the worker's constructor gets as `config`; raises like `settings_of`."""
+        if callable(self.config):
+            return self.config(config)
         return part_of(config, self.config) if self.config else self.settings_of(config)
 
 
@@ -192,7 +202,14 @@ register_role(
             "update_actor",
             "update_actor",
             fields=("advantages",),
-            optional=("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights", "routed_experts"),
+            optional=(
+                "old_log_probs",
+                "rollout_log_probs",
+                "ref_log_prob",
+                "rollout_is_weights",
+                "routed_experts",
+                *TEACHER_FIELDS,
+            ),
             after=lambda config: config.trainer.critic_warmup,
             advice=_TRAINING.format(_ACTOR, f"{_ACTOR}.fsdp_config"),
         ),
@@ -221,6 +238,28 @@ register_role(
 )
 register_role(
     RoleSpec(
+        name="teacher",
+        worker=_class("hybridrl.workers.teacher", "TeacherWorker"),
+        path="distillation",
+        config=teachers_of,
+        needed=lambda config: config.distillation.enabled,
+        placement=("teacher", "actor_rollout_ref"),  # with the actor unless it is placed elsewhere
+        own_pool=lambda config: [config.distillation.n_gpus_per_node] * config.distillation.nnodes,
+        mesh="teacher",
+        passes=(
+            Pass(
+                "teacher",
+                "compute_teacher",
+                needed=lambda needs: needs.teacher,
+                advice="lower distillation.teacher_models.NAME.inference.max_num_batched_tokens, or set "
+                "distillation.fsdp_config.param_offload=True",
+                optional=(TEACHER_INDEX,),
+            ),
+        ),
+    )
+)
+register_role(
+    RoleSpec(
         name="critic",
         worker=_class("hybridrl.workers.critic", "CriticWorker"),
         path="critic",
@@ -241,8 +280,16 @@ register_role(
 
 def pool_of(spec: RoleSpec, config: PPOTrainerConfig) -> str | None:
     """Return the name of the pool that a role runs in; None if `placement.roles` names none."""
+    if spec.own_pool(config):
+        return f"{spec.name}_pool"
     roles = config.placement.roles
     return next((roles[key] for key in spec.placement if key in roles), None)
+
+
+def pools_of(config: PPOTrainerConfig) -> dict[str, list[int]]:
+    """Return the processes on each machine of every pool by name: of `placement.pools`, and of roles with their own."""
+    own = {f"{spec.name}_pool": spec.own_pool(config) for spec in ROLES.values() if spec.needed(config)}
+    return config.placement.pools | {name: processes for name, processes in own.items() if processes}
 
 
 def active_roles(config: PPOTrainerConfig) -> list[RoleSpec]:

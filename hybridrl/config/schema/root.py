@@ -7,6 +7,7 @@ from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
 from hybridrl.config.schema.critic import CriticConfig
 from hybridrl.config.schema.data import DataConfig, EvaluationDataConfig, GenerationDataConfig, SFTDataConfig
+from hybridrl.config.schema.distillation import DistillationConfig
 from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -43,6 +44,7 @@ class PPOTrainerConfig(ConfigNode):
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
     reward: RewardConfig = group(RewardConfig)
+    distillation: DistillationConfig = group(DistillationConfig)
     trainer: TrainerConfig = group(TrainerConfig)
     placement: PlacementConfig = group(PlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.capabilities import (
     ComparesVocabulary,
+    ComputesFromLogits,
     CopiesState,
     ExportsShards,
     GeneratesInPlace,
@@ -27,6 +28,7 @@ from hybridrl.engine.capabilities import (
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
+from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
 from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import (
     ChangedOutputError,
@@ -41,6 +43,7 @@ from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
@@ -62,7 +65,15 @@ from hybridrl.utils.metrics import Metric
 
 
 @TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
-class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesInPlace, ExportsShards, ReplaysRouting):
+class FSDPEngine(
+    MicroBatchedEngine,
+    CopiesState,
+    ComparesVocabulary,
+    ComputesFromLogits,
+    GeneratesInPlace,
+    ExportsShards,
+    ReplaysRouting,
+):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
@@ -360,7 +371,8 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
 
     def _compute(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of this rank's tokens."""
-        if self._fuses and "ref_kl" not in wanted.outputs:
+        function = wanted.function
+        if self._fuses and "ref_kl" not in wanted.outputs and function is None:
             return response_statistics(
                 self.module,
                 self._head,
@@ -374,7 +386,13 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
         if "ref_kl" in wanted.outputs:
             assert self.reference is not None
             reference = self.reference.response_logits(layout)
-        return compute_outputs(self._logits(layout), layout, wanted.temperature, wanted.outputs, reference)
+        logits = self._logits(layout)
+        kept = reference is not None or function is not None
+        found = compute_outputs(logits, layout, wanted.temperature, wanted.outputs, reference, keeps_logits=kept)
+        if function is not None:
+            other = None if function.other is None else function.other.response_logits(layout)
+            found |= function(logits, layout.inputs or {}, wanted.temperature, other)
+        return found
 
     def _logits(self, layout: Layout) -> torch.Tensor:
         return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
@@ -383,19 +401,18 @@ class FSDPEngine(MicroBatchedEngine, CopiesState, ComparesVocabulary, GeneratesI
     def _sequence_group(self) -> ProcessGroup | None:
         return None if self._sequences is None else self._sequences.group
 
+    @contextlib.contextmanager
+    def computing(self, function: LogitsFunction) -> Iterator[None]:
+        check_function(self, function)
+        self._function = function
+        try:
+            yield
+        finally:
+            self._function = None
+
     def compare_with(self, reference: Engine) -> None:
-        kinds = [(one.packed, one.shares_prefixes) for one in (self, reference) if isinstance(one, FSDPEngine)]
-        if not isinstance(reference, FSDPEngine) or kinds[0] != kinds[1]:
-            raise ModelError(
-                "KL form full compares both policies on the same micro-batches, so both need the same strategy and "
-                "attention: give actor_rollout_ref.ref.fsdp_config the dtype of actor_rollout_ref.actor.fsdp_config"
-            )
-        if reference.geometry.cp_size != self.geometry.cp_size:
-            raise ModelError(
-                "KL form full compares both policies token by token, so both need the same "
-                f"ulysses_sequence_parallel_size: actor_rollout_ref.ref.fsdp_config has {reference.geometry.cp_size} "
-                f"and actor_rollout_ref.actor.fsdp_config {self.geometry.cp_size}"
-            )
+        check_same_batches(self, reference, "KL form full", "actor_rollout_ref.ref.fsdp_config")
+        assert isinstance(reference, FSDPEngine)
         self.reference = reference
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
-from hybridrl.config.roles import active_roles, pool_of
+from hybridrl.config.roles import active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.models.info import check_same_tokenizer, checked_identity, tokenizer_of
@@ -19,6 +19,7 @@ from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
+from hybridrl.trainer.ppo.teachers import check_rows, check_teachers
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import check_engine
 from hybridrl.workers.losses import check_kl_form, check_router_replay
@@ -45,6 +46,7 @@ def prepare(
     _check_engines(config)
     check_kl_form(config)
     check_router_replay(config)
+    check_teachers(config, tokenizer)
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
@@ -81,7 +83,7 @@ def _check_engines(config: PPOTrainerConfig) -> None:
         if hasattr(settings, "strategy") and isinstance(model, ModelConfig):
             pool = pool_of(spec, config)
             if pool is not None:  # without one, `resource_pools` refuses the role
-                ranks, optim = sum(config.placement.pools[pool]), getattr(settings, "optim", None)
+                ranks, optim = sum(pools_of(config)[pool]), getattr(settings, "optim", None)
                 saved = settings.checkpoint if spec.saved is not None else None
                 check_engine(spec.where, settings, model, ranks, optim, saved)
 
@@ -100,6 +102,7 @@ def _with_data(
     val = None
     if data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
+    check_rows(train, config)
     reward.check(train, val)
     report_missing(train, "data.train_files")
     if val is not None:

@@ -11,7 +11,7 @@ from hybridrl.config.roles import Pass as Pass
 from hybridrl.config.roles import RoleSpec as RoleSpec
 from hybridrl.config.roles import Update as Update
 from hybridrl.config.roles import active_roles as active_roles
-from hybridrl.config.roles import pool_of
+from hybridrl.config.roles import pool_of, pools_of
 from hybridrl.config.roles import register_role as register_role
 from hybridrl.errors import ConfigError
 from hybridrl.registry import has_replicas
@@ -59,7 +59,8 @@ def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
                 f"placement.roles.{spec.placement[0]} is missing; name the pool in which {spec.name} runs"
             )
         mapping[spec.name] = pool
-    used = {name: list(config.placement.pools[name]) for name in dict.fromkeys(mapping.values())}
+    pools = pools_of(config)
+    used = {name: list(pools[name]) for name in dict.fromkeys(mapping.values())}
     rollout = config.actor_rollout_ref.rollout
     if rollout.nnodes and has_replicas(rollout.name):
         mapping[ROLLOUT] = ROLLOUT_POOL
