@@ -62,6 +62,8 @@ class Outcome:
 
 
 _RUN_PPO = "hybridrl.trainer.ppo.run_ppo:run_ppo"
+_RUN_SUPERVISED = "hybridrl.trainer.supervised.run_supervised:run_supervised"
+_FORECAST_SUPERVISED = "hybridrl.trainer.supervised.forecast:print_forecast"
 PROGRAMS = {
     "grpo": Program(
         "GRPO and other methods without a critic; samples 8 responses per prompt unless rollout.n says otherwise",
@@ -70,17 +72,17 @@ PROGRAMS = {
         {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8},
     ),
     "ppo": Program("PPO with a critic, and every other estimator by algorithm.adv_estimator", "ppo_trainer", _RUN_PPO),
-    "sft": Program("supervised fine-tuning", "sft_trainer", "hybridrl.trainer.sft.run_sft:run_sft"),
+    "sft": Program("supervised fine-tuning", "sft_trainer", _RUN_SUPERVISED),
+    "dpo": Program("DPO and other preference optimisation on pairs of answers", "dpo_trainer", _RUN_SUPERVISED),
+    "rm": Program("train a reward model on pairs of answers", "rm_trainer", _RUN_SUPERVISED),
     "forecast": Program(
         "print the memory that grpo or ppo would take with the same settings, and start nothing",
         "ppo_trainer",
         "hybridrl.trainer.ppo.forecast:print_forecast",
     ),
-    "forecast sft": Program(
-        "the same for sft",
-        "sft_trainer",
-        "hybridrl.trainer.sft.forecast:print_forecast",
-    ),
+    "forecast sft": Program("the same for sft", "sft_trainer", _FORECAST_SUPERVISED),
+    "forecast dpo": Program("the same for dpo", "dpo_trainer", _FORECAST_SUPERVISED),
+    "forecast rm": Program("the same for rm", "rm_trainer", _FORECAST_SUPERVISED),
     "generate": Program(
         "write responses to the prompts of a file",
         "generation",

@@ -1,4 +1,4 @@
-"""Registries of everything chosen by name: advantage estimators, policy losses, reward managers and engines.
+"""Registries of everything chosen by name: advantage estimators, losses, reward managers and engines.
 
 The facts about a built-in entry are written once, as literal arguments of the decorator that registers it. They are
 read from its source, so the configuration knows every name and fact without importing torch. The entry itself is
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hybridrl.errors import AlgorithmError, ModelError, RewardError, RolloutError, UserError
+from hybridrl.utils.source import parsed
 from hybridrl.utils.user_code import load_module, load_object
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -109,6 +110,7 @@ class InferenceFacts(Facts):
         install: how to install it, for messages.
         reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
+        sees_images: it generates from the images of prompts (`multi_modal_inputs`).
     """
 
     packages: tuple[str, ...] = ()
@@ -119,6 +121,7 @@ class InferenceFacts(Facts):
     install: str = ""
     reserves_of_total: bool = False
     records_routing: bool = False
+    sees_images: bool = False
 
     @property
     def has_replicas(self) -> bool:
@@ -131,10 +134,38 @@ class TrainFacts(Facts):
     """A training engine.
 
     Attributes:
-        model_types: what it can train: `language_model`, `value_model`.
+        model_types: what it can train: `language_model`, `value_model`, `reward_model`.
     """
 
     model_types: tuple[str, ...] = ("language_model", "value_model")
+
+
+#: what an objective of supervised training computes with, and the tree whose runs choose it
+OBJECTIVE_KINDS = {"tokens": "sft_trainer", "pairs": "dpo_trainer", "scores": "rm_trainer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveFacts(Facts):
+    """An objective of supervised training.
+
+    Attributes:
+        kind: `tokens`: of the tokens of conversations; `pairs`: of the log-probabilities of pairs of answers; `scores`:
+            of the rewards of pairs of answers.
+        reference: it compares the log-probabilities with those of the model before training.
+        reads: the settings of its group that it reads; to set another one is a fault.
+        margins: it reads the margins of pairs (`data.margin_key`).
+        likelihood: the likelihood of chosen answers is added to it with a coefficient of 1 unless one is set.
+    """
+
+    kind: str = "tokens"
+    reference: bool = False
+    reads: tuple[str, ...] = ()
+    margins: bool = False
+    likelihood: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in OBJECTIVE_KINDS:
+            raise AlgorithmError(f"kind={self.kind!r}: an objective is of one of {', '.join(OBJECTIVE_KINDS)}")
 
 
 F = TypeVar("F", bound=Facts)
@@ -252,7 +283,7 @@ class Registry(Generic[F]):
             if not any(f"{name}(" in text for name in self.decorators):
                 continue
             module = ".".join(file.relative_to(_PACKAGE.parent).with_suffix("").parts)
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(parsed(text)):
                 if not isinstance(node, ast.Call) or _dotted(node.func) not in self.decorators or not node.args:
                     continue
                 name = node.args[0]
@@ -340,6 +371,15 @@ TRAIN_ENGINES = Registry(
     "engine/*/*.py",
     TrainFacts,
     ModelError,
+)
+
+OBJECTIVES = Registry(
+    "training objective",
+    "loss_type",
+    ("register_objective",),
+    "workers/objectives.py",
+    ObjectiveFacts,
+    AlgorithmError,
 )
 
 MEGATRON_FAMILIES = Registry(

@@ -72,6 +72,7 @@ else
         trainer.experiment_name="$name"
         trainer.default_local_dir="$out/$name"
     )
+    [ "$name" != grpo_lora ] || size+=(actor_rollout_ref.actor.optim.lr=1e-5)
     [ ! -f "recipes/$name/reward.py" ] || size+=(reward.custom_reward_function.path="$root/recipes/$name/reward.py")
 fi
 [ "$name" != distillation ] || size+=(distillation.teacher_models.teacher.model_path="$teacher")

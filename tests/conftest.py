@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ os.environ.update(
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
+    OMP_WAIT_POLICY="passive",  # idle threads of a worker with all cores would spin on those that others use
     WANDB_MODE="offline",
 )
 # All other tests state what holds on a CPU, on a machine with a GPU too.
@@ -110,13 +112,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Say when no test is left that starts an inference engine, and no engine runs any more."""
+    """After the tests of a file, nothing of theirs may hold slots of the Ray that all files share. After the last one
+    that starts an inference engine, say so: no engine runs any more.
+    """
     try:
         yield
     finally:
         ours = [one is not None and group(one.nodeid) == "engines" for one in (item, nextitem)]
         if ours == [True, False] and ENGINES_DONE in os.environ:
             Path(os.environ[ENGINES_DONE]).touch()
+    if nextitem is None or nextitem.path != item.path:
+        left = free_slots()
+        if left:
+            raise AssertionError(
+                f"{item.path.name}: {len(left)} placement groups were not removed: {left}. A test created a pool, or a "
+                "program that was stopped halfway did, and nobody called `release`"
+            )
+
+
+def free_slots() -> list[str]:
+    """Remove the placement groups that are left on this process's Ray, and return their bundles."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return []
+    from ray.util.placement_group import PlacementGroup, PlacementGroupID, placement_group_table
+
+    def left() -> dict[str, Any]:
+        return {key: entry for key, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+    deadline = time.monotonic() + 5
+    while left() and time.monotonic() < deadline:  # Ray removes them in the background
+        time.sleep(0.05)
+    found = left()
+    for key in found:
+        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(key)))
+    return [str(list(entry["bundles"].values())) for entry in found.values()]
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -176,6 +206,37 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hybridrl.models.tiny import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("micro_model"), hidden=32, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="session")
+def vision_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny vision-language model of each family, with its tokenizer and image processor. Read only."""
+    from hybridrl.models.tiny_vision import build_tiny_vision_model
+    from hybridrl.models.vision import FAMILIES
+
+    root, sizes = tmp_path_factory.mktemp("vision"), {"hidden": 32, "heads": 2, "kv_heads": 1, "vision_hidden": 16}
+    return {family: build_tiny_vision_model(root / family, family=family, **sizes) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def vision_model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
+    """One of `vision_models`."""
+    return vision_models[request.param]
+
+
+@pytest.fixture(scope="session")
+def micro_reward_model(tmp_path_factory: pytest.TempPathFactory, micro_model: Path) -> Path:
+    """A random classifier with one label on the backbone of ``micro_model``, with its tokenizer. Read only."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("micro_reward_model")
+    model = AutoModelForSequenceClassification.from_pretrained(micro_model, num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(micro_model).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

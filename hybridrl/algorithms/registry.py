@@ -220,6 +220,7 @@ _PROVIDERS = {
     "reward_baselines": "the greedy baseline pass, which the trainer runs for an estimator that names reward_baselines",
     "old_log_probs": "the old-log-prob pass of the actor, actor_rollout_ref.actor.recompute_old_log_prob=always",
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
+    "process_rewards": "the role prime, which takes part for algorithm.adv_estimator=prime",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
 }

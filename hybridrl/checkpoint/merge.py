@@ -3,15 +3,17 @@
     python -m hybridrl.checkpoint.merge CHECKPOINT --out DIR
 
 CHECKPOINT is `global_step_N`, or a model's folder in it: `actor`, `critic`, `model` (fine-tuning). It may come from any
-training engine on any number of ranks, also from verl's FSDP workers. Not much more than the file that is being written
+training engine on any number of ranks, also from verl's FSDP workers. An adapter (LoRA) is merged into its base, and is
+written by itself into `lora_adapter`. Not much more than the file that is being written
 is in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from transformers import PreTrainedConfig
 
 from hybridrl.checkpoint.verl_shards import VerlShards, is_verl_checkpoint
 from hybridrl.engine import saved_parts
+from hybridrl.engine.fsdp import adapted
 from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.saved_boxes import SavedBoxes, ScatteredBoxes
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.hybrid_engine.shards import whole
-from hybridrl.models import loading, value
+from hybridrl.models import loading, lora, value
+from hybridrl.models.kinds import KINDS
 
 _MODELS = ("actor", "model", "critic")
 #: Where the settings of a model are in a run's `config.yaml`, by its folder in a checkpoint.
@@ -64,21 +68,27 @@ def merge(
         UserError: the checkpoint or the model cannot be read, or `out` holds weights already.
     """
     folder = _model_folder(Path(checkpoint))
+    is_adapter = (folder / "model" / lora.CONFIG_FILE).is_file()
     if any(match for pattern in loading.WEIGHT_PATTERNS for match in out.glob(pattern)):
         raise CheckpointError(f"{out} holds weights already; name another folder with --out")
-    origin = _origin(folder, model, trust_remote_code)
+    origin = _base_of(folder, model, trust_remote_code) if is_adapter else _origin(folder, model, trust_remote_code)
     config = loading.load_model_config(
         origin.hf_config_path or origin.path, origin.trust_remote_code, override=origin.override_config
     )
     wanted = stored_dtype(config) if dtype is None else loading.resolve_dtype(dtype, "--dtype")
     files = ModelFiles(out)
     with VerlShards(folder) if is_verl_checkpoint(folder) else SavedBoxes(folder / "model") as saved:
-        is_value = any(name.startswith(f"{value.HEAD_NAME}.") for name in saved.names)
-        for name, tensor in _checkpoint_tensors(saved, config, origin.trust_remote_code, is_value):
+        kind = _kind(frozenset(name.removeprefix(lora.PREFIX) for name in saved.names))
+        has_head = kind != "language_model"
+        if is_adapter:
+            tensors = _with_adapter(saved, folder / "model", origin, config, kind, out)
+        else:
+            tensors = _checkpoint_tensors(saved, config, origin.trust_remote_code, has_head)
+        for name, tensor in tensors:
             keeps = wanted is None or _is_buffer(name) or not tensor.is_floating_point()
             files.add(name, tensor if keeps else tensor.to(wanted))
     files.finish()
-    write_config(config, "value_model" if is_value else "language_model", files, out)
+    write_config(config, kind, files, out)
     saved_parts.save_tokenizer(origin, out)
     return folder
 
@@ -106,13 +116,19 @@ def _model_folder(checkpoint: Path) -> Path:
     raise CheckpointError(f"{checkpoint} has no weights that can be merged (no model/*.safetensors): {hint}")
 
 
-def _origin(folder: Path, model: str | None, trust_remote_code: bool) -> Origin:
-    """Find the model that a checkpoint's configuration and tokenizer are taken from."""
+def _origin(
+    folder: Path, model: str | None, trust_remote_code: bool, near: Sequence[str] = ("huggingface", "hf_model")
+) -> Origin:
+    """Find the model that a checkpoint's configuration and tokenizer are taken from.
+
+    Args:
+        near: folders in `folder` that may hold it.
+    """
     if model is not None:
         return Origin(model, trust_remote_code=trust_remote_code)
-    for near in (folder / "huggingface", folder / "hf_model"):
-        if (near / "config.json").is_file():
-            return Origin(str(near), trust_remote_code=trust_remote_code)
+    for name in near:
+        if (folder / name / "config.json").is_file():
+            return Origin(str(folder / name), trust_remote_code=trust_remote_code)
     settings: Any = None
     run = folder.resolve().parent.parent / "config.yaml"
     if run.is_file() and folder.resolve().name in _SETTINGS:
@@ -127,14 +143,50 @@ def _origin(folder: Path, model: str | None, trust_remote_code: bool) -> Origin:
     return Origin(**{**known, "trust_remote_code": trust_remote_code or bool(known.get("trust_remote_code"))})
 
 
+def _base_of(folder: Path, model: str | None, trust_remote_code: bool) -> Origin:
+    """Find the base that a checkpoint's adapter belongs to."""
+    told = json.loads((folder / "model" / lora.CONFIG_FILE).read_text(encoding="utf-8"))
+    try:
+        found = _origin(folder, model, trust_remote_code, near=())
+    except CheckpointError:
+        found = Origin(str(told["base_model_name_or_path"]), trust_remote_code=trust_remote_code)
+    adapted.check_base(found.path, folder / "model")
+    return found
+
+
+def _with_adapter(
+    saved: ScatteredBoxes, part: Path, origin: Origin, config: PreTrainedConfig, kind: str, out: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Write the adapter by itself into a folder of `out`, and yield the tensors of the base with it merged."""
+    own = dict(saved.whole_tensors())
+    settings = lora.read_config(part)
+    lora.save(out / lora.FOLDER, settings, own)
+    build, read = KINDS[kind].build, KINDS[kind].open
+    module = build(config, torch.float32, origin.trust_remote_code)
+    adapter = lora.attach_saved(module, settings)
+    values = {name: own[lora.file_name(name)] for name in adapter.names}
+    weights = adapted.AdaptedWeights(read(origin.path, config, "auto", origin.trust_remote_code), values, module)
+
+    def merged() -> Iterator[tuple[str, torch.Tensor]]:
+        saved_names = frozenset(build(config, torch.float32, origin.trust_remote_code).state_dict())
+        for name, tensor in weights.tensors():
+            parts = adapter.parts_of(name)
+            if parts is not None:
+                tensor = adapter.merged(name, tensor, *(values[one] for one in parts))
+            if lora.base_name(name) in saved_names:
+                yield lora.base_name(name), tensor
+
+    yield from loading.to_checkpoint_names(module, merged())
+
+
 def _checkpoint_tensors(
-    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, is_value: bool
+    saved: ScatteredBoxes, config: PreTrainedConfig, trust_remote_code: bool, has_head: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole tensors under the names of Hugging Face checkpoints.
 
     Shards may have the names of a module that keeps several tensors of its checkpoints in one.
     """
-    if is_value:
+    if has_head:
         yield from saved.whole_tensors()
         return
     module = loading.build_language_model(config, torch.float32, trust_remote_code)
@@ -145,6 +197,13 @@ def _checkpoint_tensors(
         return
     in_order = ((name, saved.read(name, whole(saved.shape(name)))) for name in own)  # the tensors of a layer together
     yield from loading.to_checkpoint_names(module, in_order)
+
+
+def _kind(names: Collection[str]) -> str:
+    """The kind of model that has tensors of these names; the head of a reward model has no bias."""
+    if f"{value.HEAD_NAME}.weight" not in names:
+        return "language_model"
+    return "value_model" if f"{value.HEAD_NAME}.bias" in names else "reward_model"
 
 
 def _is_buffer(name: str) -> bool:

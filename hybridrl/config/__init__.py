@@ -26,13 +26,16 @@ from hybridrl.config.schema.data import (
     DataConfig,
     EvaluationDataConfig,
     GenerationDataConfig,
+    PairsDataConfig,
     PromptConfig,
     SamplerConfig,
     SFTDataConfig,
+    SupervisedDataConfig,
 )
 from hybridrl.config.schema.engine import CheckpointConfig, EngineConfig, FSDPConfig, OptimConfig, WrapPolicyConfig
 from hybridrl.config.schema.megatron import MegatronConfig, SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.reward import (
     CustomRewardConfig,
     RewardConfig,
@@ -43,11 +46,14 @@ from hybridrl.config.schema.reward import (
 from hybridrl.config.schema.rollout import OpenAIConfig, PrometheusConfig, RolloutConfig, SamplingConfig, ServerConfig
 from hybridrl.config.schema.root import (
     ActorRolloutRefConfig,
+    DPOTrainerConfig,
     EvaluationConfig,
     GenerationConfig,
     PPOTrainerConfig,
+    RMTrainerConfig,
     RootConfig,
     SFTTrainerConfig,
+    SupervisedConfig,
 )
 from hybridrl.config.schema.trainer import (
     HealthCheckConfig,
@@ -96,6 +102,8 @@ __all__ = [
     "CriticConfig",
     "CustomClassConfig",
     "CustomRewardConfig",
+    "DPOConfig",
+    "DPOTrainerConfig",
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
@@ -111,14 +119,18 @@ __all__ = [
     "KLControlConfig",
     "MegatronConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "OpenAIConfig",
     "OptimConfig",
     "PFPPOConfig",
     "PPOTrainerConfig",
+    "PairsDataConfig",
     "PlacementConfig",
     "PolicyLossConfig",
     "PrometheusConfig",
     "PromptConfig",
+    "RMConfig",
+    "RMTrainerConfig",
     "RayConfig",
     "RefConfig",
     "RewardConfig",
@@ -130,12 +142,15 @@ __all__ = [
     "RunConfig",
     "SFTDataConfig",
     "SFTEngineConfig",
+    "SFTObjectiveConfig",
     "SFTRunConfig",
     "SFTTrainerConfig",
     "SamplerConfig",
     "SamplingConfig",
     "ScoringConfig",
     "ServerConfig",
+    "SupervisedConfig",
+    "SupervisedDataConfig",
     "TrainerConfig",
     "WrapPolicyConfig",
     "as_dict",

@@ -28,6 +28,8 @@ _EXAMPLES = {
         "      actor_rollout_ref.model.path=MODEL algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8",
     ),
     "sft_trainer": ("main_sft", "data.train_files=train.parquet model.path=MODEL optim.lr=1e-5"),
+    "dpo_trainer": ("main_dpo", "data.train_files=pairs.parquet model.path=MODEL optim.lr=1e-6 dpo.beta=0.1"),
+    "rm_trainer": ("main_rm", "data.train_files=pairs.parquet model.path=MODEL optim.lr=1e-5"),
     "generation": (
         "main_generation",
         "data.path=test.parquet data.output_path=answers.parquet data.n_samples=8 \\\n"
@@ -53,7 +55,7 @@ def cli(
     """Run the command line of a program: compose, check, print notices, call `run(config)`.
 
     Args:
-        name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
+        name: a name from `ROOTS`, such as `ppo_trainer` or `sft_trainer`.
         run: the program; called with the typed configuration. A number other than 0 that it returns is the exit status.
         argv: words after the program's name; those of the process by default.
         command: how the user called the program, for `--help`.

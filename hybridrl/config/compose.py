@@ -19,7 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridrl.config.convert import build, nearest, put
 from hybridrl.config.own_settings import add_own_settings
 from hybridrl.config.schema.node import ConfigNode, default_tree
-from hybridrl.config.schema.root import ROOTS, EvaluationConfig, GenerationConfig, PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config.schema.root import (
+    ROOTS,
+    SHARED_GROUPS,
+    DPOTrainerConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    PPOTrainerConfig,
+    RMTrainerConfig,
+    SFTTrainerConfig,
+)
 from hybridrl.config.strategies import not_read_by, unread_by
 from hybridrl.config.userfile import UserFile, base_choices, read_user_file
 from hybridrl.config.verl.keys import Assignment, KeyBook, Outcome, key_book
@@ -144,7 +153,9 @@ def parse_overrides(words: Sequence[str], book: KeyBook, folders: Sequence[Path]
 
 def _choice(root: str, group: str) -> Choice | None:
     """verl's config group of this name in a tree."""
-    return next((entry for entry in choices() if root in entry.roots and group in entry.groups), None)
+    other, shared = SHARED_GROUPS.get(root, ("", ()))
+    roots = {root, other} if group in shared else {root}
+    return next((entry for entry in choices() if roots & set(entry.roots) and group in entry.groups), None)
 
 
 def _quoted(word: str) -> str:
@@ -197,7 +208,7 @@ def _hydra_compose(root: str, given: Overrides, folders: Sequence[Path], user: U
         return copy.deepcopy(_compose_base(root, tuple(given.choices), folders[0]))
     from hydra.core.config_store import ConfigStore
 
-    _store_schema(root, default_tree(ROOTS[root]), f"schema/{root}")
+    _store_schemas(root)
     ConfigStore.instance().store(name=_USER_CONFIG, node={"defaults": user.defaults, **user.tree})
     searched = [f"file://{folder}" for folder in folders[1:]] + user.searchpath
     words = list(given.choices)
@@ -212,7 +223,7 @@ def _hydra_compose(root: str, given: Overrides, folders: Sequence[Path], user: U
 @functools.lru_cache(maxsize=16)
 def _compose_base(root: str, choices: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """The shipped tree with some group choices; cached, because it depends only on shipped files."""
-    _store_schema(root, default_tree(ROOTS[root]), f"schema/{root}")
+    _store_schemas(root)
     return _run_hydra(root, choices, folder)
 
 
@@ -228,6 +239,12 @@ def _run_hydra(name: str, words: Sequence[str], folder: Path) -> dict[str, Any]:
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+def _store_schemas(root: str) -> None:
+    """Offer the schema of a tree, and of the tree that it shares groups with."""
+    for name in dict.fromkeys((SHARED_GROUPS.get(root, (root, ()))[0], root)):
+        _store_schema(name, default_tree(ROOTS[name]), f"schema/{name}")
 
 
 def _store_schema(root: str, tree: dict[str, Any], group: str) -> None:
@@ -408,6 +425,20 @@ def load_config(
 ) -> SFTTrainerConfig: ...
 @overload
 def load_config(
+    name: Literal["dpo_trainer"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> DPOTrainerConfig: ...
+@overload
+def load_config(
+    name: Literal["rm_trainer"],
+    overrides: Sequence[str] = ...,
+    config_dir: str | os.PathLike[str] | None = ...,
+    config_name: str | None = ...,
+) -> RMTrainerConfig: ...
+@overload
+def load_config(
     name: Literal["generation"],
     overrides: Sequence[str] = ...,
     config_dir: str | os.PathLike[str] | None = ...,
@@ -429,7 +460,7 @@ def load_config(
     """Compose a configuration and return it typed, with interpolations resolved.
 
     Args:
-        name: `ppo_trainer`, `sft_trainer`, `generation` or `evaluation`.
+        name: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `rm_trainer`, `generation` or `evaluation`.
         overrides: words as on the command line, e.g. `["data.train_batch_size=64", "+trainer.report=false"]`.
         config_dir: folder with the user's YAML file, relative to the working directory.
         config_name: that file's name without `.yaml`; by default `name`. The file may be partial and needs no defaults

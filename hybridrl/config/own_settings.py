@@ -18,6 +18,7 @@ from hybridrl.errors import UserError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
     INFERENCE_ENGINES,
+    OBJECTIVES,
     POLICY_LOSSES,
     TRAIN_ENGINES,
     Registry,
@@ -35,7 +36,7 @@ class OpenGroup:
     external_lib: str
 
 
-_POLICY = "actor_rollout_ref"
+_POLICY, _REWARD = "actor_rollout_ref", "reward.reward_model"
 _POLICY_LIB, _CRITIC_LIB = f"{_POLICY}.model.external_lib", "critic.model.external_lib"
 OPEN_GROUPS = (
     OpenGroup(f"{_POLICY}.actor.policy_loss", f"{_POLICY}.actor.policy_loss.loss_mode", POLICY_LOSSES, _POLICY_LIB),
@@ -49,7 +50,10 @@ OPEN_GROUPS = (
     OpenGroup("distillation.megatron", "distillation.strategy", TRAIN_ENGINES, _POLICY_LIB),
     OpenGroup("critic.fsdp", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
     OpenGroup("critic.megatron", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
+    OpenGroup(f"{_REWARD}.fsdp_config", f"{_REWARD}.strategy", TRAIN_ENGINES, f"{_REWARD}.model.external_lib"),
+    OpenGroup(f"{_REWARD}.megatron", f"{_REWARD}.strategy", TRAIN_ENGINES, f"{_REWARD}.model.external_lib"),
     OpenGroup("engine", "engine.strategy", TRAIN_ENGINES, "model.external_lib"),
+    *(OpenGroup(name, f"{name}.loss_type", OBJECTIVES, "model.external_lib") for name in ("sft", "dpo", "rm")),
 )
 
 

@@ -12,15 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.own_settings import read_own
+from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.config.teachers import TEACHER_FIELDS, TEACHER_INDEX, teachers_of
 from hybridrl.errors import ConfigError
+from hybridrl.registry import ADV_ESTIMATORS
 
 POLICY = "actor_rollout"
 
 
 def _always(needs: Any) -> bool:
     return True
+
+
+def _never(config: PPOTrainerConfig) -> bool:
+    return False
 
 
 def _no_pool(config: PPOTrainerConfig) -> list[int]:
@@ -42,6 +48,7 @@ class Pass:
         advice: what to change if the phase runs out of memory.
         per_token: whether `timing_per_token_ms/<phase>` is reported.
         optional: further fields that it gets if the batch has them.
+        gives: columns that it returns, which an estimator may need.
     """
 
     phase: str
@@ -50,6 +57,32 @@ class Pass:
     advice: str = ""
     per_token: bool = True
     optional: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a role scores finished responses before groups are chosen: a call of the worker group for each batch.
+
+    With a weight w, w times the score is added to the reward at the last generated token of each response.
+
+    Attributes:
+        phase: its name in `timing_s/<phase>`.
+        method: the method of the worker group. It gets what the reader makes of a batch, and returns scores [B, 1] as
+            `column`.
+        column: the scores' name in the batch, in dumps and in `reward/<column>/mean`.
+        reader: returns a class, imported only then. It is called with the configuration and the policy's tokenizer
+            before a model is loaded, when it may raise a `UserError`, and its result with each batch.
+        weight: w.
+        advice: what to change if the phase runs out of memory.
+    """
+
+    phase: str
+    method: str
+    column: str
+    reader: Callable[[], Any]
+    weight: Callable[[PPOTrainerConfig], float]
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +96,7 @@ class Update:
         fields: fields of the batch that it needs besides `MODEL_INPUTS`.
         optional: further fields that it gets if the batch has them.
         after: number of steps before the role starts to learn. Its schedule begins then.
+        first: whether it learns before the passes, which then use its new weights. Its fields are the sampler's.
         advice: what to change if the phase runs out of memory.
     """
 
@@ -71,6 +105,7 @@ class Update:
     fields: tuple[str, ...]
     optional: tuple[str, ...] = ()
     after: Callable[[PPOTrainerConfig], int] = _at_once
+    first: Callable[[PPOTrainerConfig], bool] = _never
     advice: str = ""
 
 
@@ -87,7 +122,7 @@ class RoleSpec:
             `timeout_s`, and the class has `init_model(steps, updates_per_step)`.
         needed: whether the role takes part in a run.
         placement: keys of `placement.roles`. The first one that is set counts.
-        own_pool: returns the processes on each machine of a pool of its own, `<name>_pool`; empty if it has none.
+        own_pool: the processes of a pool of its own, by node; empty if `placement` decides.
         mesh: the dispatch mesh of the worker's methods.
         settings: dataclass of its settings, which are `roles.<name>`; None if they are at `path`, or if it has none.
         path: where the settings of a built-in role are.
@@ -95,6 +130,7 @@ class RoleSpec:
             returns it; by default the settings.
         arguments: further arguments of the worker's constructor.
         passes: forward passes before the update.
+        scoring: how it scores responses before groups are chosen; None if it does not.
         scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
         update: how the role learns; None for a frozen model.
         saved: the role's folder in a checkpoint, whose contents are those of `checkpoint` in its settings; None if
@@ -109,9 +145,10 @@ class RoleSpec:
     settings: type | None = None
     path: str = ""
     config: str | Callable[[PPOTrainerConfig], Any] = ""
-    own_pool: Callable[[PPOTrainerConfig], list[int]] = _no_pool
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    own_pool: Callable[[PPOTrainerConfig], list[int]] = _no_pool
     passes: tuple[Pass, ...] = ()
+    scoring: Scoring | None = None
     scores: Callable[[Any], Any] | None = None
     update: Update | None = None
     saved: str | None = None
@@ -161,6 +198,13 @@ _TRAINING = (
     "rollout engine keeps its memory while actor_rollout_ref.rollout.free_cache_engine=False"
 )
 
+_REFERENCE_PASS = Pass(
+    "ref",
+    "compute_ref_log_prob",
+    needed=lambda needs: needs.ref_log_prob,
+    advice=f"lower actor_rollout_ref.ref.{_LOG_PROBS}",
+)
+
 #: In the order of evaluation. Loading and updating use the reverse order: a critic or reference in the same pool loads
 #: before the policy, which generates and must see the memory that is left, and the critic learns before the policy.
 ROLES: dict[str, RoleSpec] = {}
@@ -197,6 +241,7 @@ register_role(
                 per_token=False,  # verl has no such metric
                 optional=("routed_experts",),
             ),
+            dataclasses.replace(_REFERENCE_PASS, needed=lambda needs: needs.ref_log_prob and needs.reference_in_policy),
         ),
         update=Update(
             "update_actor",
@@ -222,18 +267,11 @@ register_role(
         worker=_policy_worker,
         path="actor_rollout_ref.ref",
         config="actor_rollout_ref",
-        needed=lambda config: config.use_reference,
+        needed=lambda config: config.has_reference_model,
         placement=("ref", "actor_rollout_ref"),  # with the actor unless it is placed elsewhere
         mesh="ref",
         arguments={"role": "ref"},
-        passes=(
-            Pass(
-                "ref",
-                "compute_ref_log_prob",
-                needed=lambda needs: needs.ref_log_prob,
-                advice=f"lower actor_rollout_ref.ref.{_LOG_PROBS}",
-            ),
-        ),
+        passes=(_REFERENCE_PASS,),
     )
 )
 register_role(
@@ -278,6 +316,57 @@ register_role(
 )
 
 
+register_role(
+    RoleSpec(
+        name="reward_model",
+        worker=_class("hybridrl.workers.reward_model", "RewardModelWorker"),
+        path="reward.reward_model",
+        needed=lambda config: config.reward.reward_model.enable,
+        placement=("reward_model", "actor_rollout_ref"),
+        own_pool=lambda config: config.reward.reward_model.own_pool,
+        mesh="reward_model",
+        scoring=Scoring(
+            "reward_model",
+            "compute_rm_score",
+            column="rm_scores",
+            reader=_class("hybridrl.reward.conversations", "Conversations"),
+            weight=lambda config: config.reward.reward_model.weight,
+            advice="lower reward.reward_model.micro_batch_size_per_gpu (or forward_max_token_len_per_gpu with "
+            "use_dynamic_bsz) or max_length, or set reward.reward_model.enable_resource_pool",
+        ),
+    )
+)
+
+
+register_role(
+    RoleSpec(
+        name="prime",
+        worker=_class("hybridrl.workers.prime", "PrimeWorker"),
+        settings=PrimeConfig,
+        needed=lambda config: "process_rewards" in ADV_ESTIMATORS.facts(config.algorithm.adv_estimator).needs,
+        placement=("prime", "actor_rollout_ref"),
+        mesh="prime",
+        passes=(
+            Pass(
+                "process_rewards",
+                "compute_process_rewards",
+                advice="lower roles.prime.ppo_micro_batch_size_per_gpu",
+                gives=("process_rewards",),
+            ),
+        ),
+        update=Update(
+            "update_prime",
+            "update_prime",
+            fields=("token_level_scores",),
+            optional=("prime_ref_log_prob",),
+            first=lambda config: ROLES["prime"].settings_of(config).update == "before",
+            advice=_TRAINING.format("roles.prime", "roles.prime.fsdp_config"),
+        ),
+        saved="prime",
+    )
+)
+
+
 def pool_of(spec: RoleSpec, config: PPOTrainerConfig) -> str | None:
     """Return the name of the pool that a role runs in; None if `placement.roles` names none."""
     if spec.own_pool(config):
@@ -287,9 +376,9 @@ def pool_of(spec: RoleSpec, config: PPOTrainerConfig) -> str | None:
 
 
 def pools_of(config: PPOTrainerConfig) -> dict[str, list[int]]:
-    """Return the processes on each machine of every pool by name: of `placement.pools`, and of roles with their own."""
-    own = {f"{spec.name}_pool": spec.own_pool(config) for spec in ROLES.values() if spec.needed(config)}
-    return config.placement.pools | {name: processes for name, processes in own.items() if processes}
+    """Return the pools of a run by name, with their processes by node: those of `placement.pools` and of roles."""
+    own = {f"{spec.name}_pool": spec.own_pool(config) for spec in active_roles(config)}
+    return {**config.placement.pools, **{name: nodes for name, nodes in own.items() if nodes}}
 
 
 def active_roles(config: PPOTrainerConfig) -> list[RoleSpec]:

@@ -12,6 +12,8 @@ from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
     from hybridrl.data.factory import (
+        create_pair_loader,
+        create_preference_dataset,
         create_rl_dataset,
         create_sampler,
         create_sft_dataset,
@@ -19,19 +21,24 @@ if TYPE_CHECKING:
         create_train_loader,
         create_val_loader,
     )
-    from hybridrl.data.loader import PromptLoader, SFTLoader, StatefulLoader
+    from hybridrl.data.loader import PairLoader, PromptLoader, SFTLoader, StatefulLoader
     from hybridrl.data.memory import save_rows
+    from hybridrl.data.preference_dataset import PreferenceDataset
     from hybridrl.data.rl_dataset import RLHFDataset
     from hybridrl.data.sampler import EpochSampler
     from hybridrl.data.sft_dataset import SFTDataset
 
 _HOMES = {
     "EpochSampler": "sampler",
+    "PairLoader": "loader",
+    "PreferenceDataset": "preference_dataset",
     "PromptLoader": "loader",
     "RLHFDataset": "rl_dataset",
     "SFTDataset": "sft_dataset",
     "SFTLoader": "loader",
     "StatefulLoader": "loader",
+    "create_pair_loader": "factory",
+    "create_preference_dataset": "factory",
     "create_rl_dataset": "factory",
     "create_sampler": "factory",
     "create_sft_dataset": "factory",
@@ -44,11 +51,15 @@ _HOMES = {
 __all__ = [
     "DataError",
     "EpochSampler",
+    "PairLoader",
+    "PreferenceDataset",
     "PromptLoader",
     "RLHFDataset",
     "SFTDataset",
     "SFTLoader",
     "StatefulLoader",
+    "create_pair_loader",
+    "create_preference_dataset",
     "create_rl_dataset",
     "create_sampler",
     "create_sft_dataset",

@@ -22,7 +22,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, so messages cannot be "
             "turned into a prompt. Use an instruction-tuned model, or give a Jinja template with "
-            "actor_rollout_ref.model.custom_chat_template='...' (for main_sft: model.custom_chat_template)."
+            "actor_rollout_ref.model.custom_chat_template='...' (for main_sft, main_dpo and main_rm: "
+            "model.custom_chat_template)."
         )
 
 
@@ -32,7 +33,7 @@ def render(
     locate: Callable[[int], str],
     *,
     add_generation_prompt: bool,
-    template_kwargs: Mapping[str, Any],
+    template_kwargs: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],
 ) -> list[str]:
     """Render every conversation to text.
 
@@ -41,14 +42,16 @@ def render(
         conversations: lists of messages.
         locate: returns the file and row of the i-th conversation, for messages.
         add_generation_prompt: whether to end with the opening of an assistant turn.
-        template_kwargs: further variables of the template (`data.apply_chat_template_kwargs`).
+        template_kwargs: further variables of the template (`data.apply_chat_template_kwargs`), or a function that
+            returns those of the i-th conversation.
 
     Raises:
         DataError: the template refuses a conversation; the error names its file and row.
     """
-    arguments = {**template_kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": False}
     texts = []
     for index, conversation in enumerate(conversations):
+        own = template_kwargs(index) if callable(template_kwargs) else template_kwargs
+        arguments = {**own, "add_generation_prompt": add_generation_prompt, "tokenize": False}
         try:
             texts.append(tokenizer.apply_chat_template(conversation, **arguments))
         except Exception as error:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.data.loader import PromptLoader, Rows, SFTLoader
-from hybridrl.data.rl_dataset import RLHFDataset, seed_of
+from hybridrl.data.loader import PaddedLoader, PairLoader, PromptLoader, Rows, SFTLoader
+from hybridrl.data.preference_dataset import PreferenceDataset
+from hybridrl.data.rl_dataset import RLHFDataset
+from hybridrl.data.rows import seed_of
 from hybridrl.data.sampler import EpochSampler
 from hybridrl.data.sft_dataset import SFTDataset
 from hybridrl.errors import DataError
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
     from transformers import PreTrainedTokenizerBase
 
-    from hybridrl.config import DataConfig, PromptConfig, SFTDataConfig
+    from hybridrl.config import DataConfig, PairsDataConfig, PromptConfig, SFTDataConfig, SupervisedDataConfig
+    from hybridrl.models.vision import ImageProcessor
 
 Files = str | Path | Sequence[str | Path]
 
@@ -29,6 +32,7 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     key: str = "data.train_files",
+    processor: ImageProcessor | None = None,
 ) -> Rows:
     """Create the prompts of `files`: an `RLHFDataset`, or the class that `data.custom_cls.{path,name}` names.
 
@@ -38,11 +42,12 @@ def create_rl_dataset(
         tokenizer: a tokenizer with a chat template.
         max_samples: number of rows to use; -1 uses all.
         key: the configuration key that named the files, for messages.
+        processor: prepares images, for a vision-language model.
 
     Raises:
         DataError: the files or rows cannot be used, or the class cannot be loaded.
     """
-    return _create(files, config, tokenizer, max_samples, key, RLHFDataset)
+    return _create(files, config, tokenizer, max_samples, key, RLHFDataset, processor)
 
 
 def create_sft_dataset(
@@ -59,13 +64,28 @@ def create_sft_dataset(
     return _create(files, config, tokenizer, max_samples, key, SFTDataset)
 
 
+def create_preference_dataset(
+    files: Files,
+    config: PairsDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int = -1,
+    key: str = "data.train_files",
+) -> Rows:
+    """Create the pairs of `files`: a `PreferenceDataset`, or the class that `data.custom_cls.{path,name}` names.
+
+    Arguments and errors are those of `create_rl_dataset`.
+    """
+    return _create(files, config, tokenizer, max_samples, key, PreferenceDataset)
+
+
 def _create(
     files: Files,
     config: Any,
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int,
     key: str,
-    default: type[RLHFDataset] | type[SFTDataset],
+    default: type[RLHFDataset] | type[SFTDataset] | type[PreferenceDataset],
+    processor: ImageProcessor | None = None,
 ) -> Rows:
     custom = config.custom_cls
     cls: Any = default
@@ -82,7 +102,14 @@ def _create(
     if issubclass(cls, default) and (takes_all or "key" in signature.parameters):
         arguments["key"] = key
     if "processor" in signature.parameters:
-        arguments["processor"] = None  # a class written for verl may require it
+        arguments["processor"] = processor
+    elif processor is not None and not takes_all:
+        raise DataError(
+            f"data.custom_cls: {cls.__name__} has no parameter processor, so it cannot prepare images for a "
+            "vision-language model. Add processor=None to its parameters, and pass it on to RLHFDataset."
+        )
+    elif processor is not None:
+        arguments["processor"] = processor
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -94,7 +121,7 @@ def _create(
     return cls(**arguments)
 
 
-def create_sampler(config: DataConfig | SFTDataConfig, dataset: Rows) -> Sampler:
+def create_sampler(config: DataConfig | SupervisedDataConfig, dataset: Rows) -> Sampler:
     """Create the training order: `EpochSampler`, or the class that `data.sampler.{class_path,class_name}` names.
 
     A custom class is called as `cls(data_source=dataset, data_config=config)`. `StatefulLoader` describes its optional
@@ -156,8 +183,25 @@ def create_sft_loader(
     config: SFTDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
 ) -> SFTLoader:
     """Load conversations for training (in the sampler's order, full batches) or validation (each row once)."""
+    loader = _create_loader(SFTLoader, config, dataset, batch_size, train, key)
+    assert isinstance(loader, SFTLoader)
+    return loader
+
+
+def create_pair_loader(
+    config: PairsDataConfig, dataset: Rows, batch_size: int, *, train: bool = True, key: str = "data.train_batch_size"
+) -> PairLoader:
+    """Load pairs for training (in the sampler's order, full batches) or validation (each pair once)."""
+    loader = _create_loader(PairLoader, config, dataset, batch_size, train, key)
+    assert isinstance(loader, PairLoader)
+    return loader
+
+
+def _create_loader(
+    cls: type[PaddedLoader], config: SupervisedDataConfig, dataset: Rows, batch_size: int, train: bool, key: str
+) -> PaddedLoader:
     sampler = create_sampler(config, dataset) if train else EpochSampler(len(dataset), shuffle=False, seed=0)
-    return SFTLoader(
+    return cls(
         dataset,
         batch_size,
         sampler,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -241,8 +241,9 @@ class StatefulLoader:
 class PromptLoader(StatefulLoader):
     """Batches of prompts for reinforcement learning.
 
-    A batch holds `input_ids, attention_mask, position_ids` `[B, P]` (int64), left-padded to the longest prompt of
-    the batch, and as non-tensors `uid, raw_prompt, index` and the other columns of the rows. `uid` is
+    A batch holds `input_ids, attention_mask, position_ids` `[B, P]` (int64), left-padded to the longest prompt of the
+    batch (`position_ids` are `[B, 4, P]` for a vision-language model), and as non-tensors `uid, raw_prompt, index`, the
+    other columns of the rows, and for a vision-language model `multi_modal_inputs`. `uid` is
     `"{epoch}-{index}"`: the same in every run of the same data, different for every prompt of a run.
 
     Args:
@@ -274,13 +275,15 @@ class PromptLoader(StatefulLoader):
         return super().finish((tensors, {**objects, "uid": uids}), epoch)
 
 
-class SFTLoader(StatefulLoader):
-    """Batches of whole conversations for supervised training.
+class PaddedLoader(StatefulLoader):
+    """Batches of whole conversations, right-padded to the longest of the batch.
 
-    A batch holds `input_ids, attention_mask, position_ids, loss_mask` `[B, S]` (int64), right-padded to the longest
-    of the batch, and the non-tensor `index`. `loss_mask[b, t]` is 1 if token t is trained on (predicted from the tokens
-    before it).
+    Args:
+        dataset, batch_size, sampler, drop_last, settings: see `StatefulLoader`.
+        pad_token_id: default: `dataset.pad_token_id`.
     """
+
+    collator: ClassVar[type[PaddedCollator]]
 
     def __init__(
         self,
@@ -292,7 +295,7 @@ class SFTLoader(StatefulLoader):
         pad_token_id: int | None = None,
         **settings: Any,
     ) -> None:
-        collate = SFTCollator(_pad_id(dataset, pad_token_id))
+        collate = self.collator(_pad_id(dataset, pad_token_id))
         super().__init__(dataset, batch_size, sampler, drop_last, collate=collate, **settings)
 
 
@@ -312,40 +315,104 @@ class PromptCollator:
                     "Derive it from hybridrl.data.RLHFDataset, or add them in its __getitem__."
                 )
         ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=True)
-        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask)}
-        names = dict.fromkeys(name for row in rows for name in row if name != "input_ids")
+        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": _positions(rows, mask)}
+        names = dict.fromkeys(name for row in rows for name in row if name not in ("input_ids", "position_ids"))
         return tensors, {name: [row.get(name) for row in rows] for name in names}
 
 
-class SFTCollator:
-    """Turns rows with `input_ids` and `loss_mask` into right-padded tensors."""
+class PaddedCollator:
+    """Turns conversations with `input_ids` and `loss_mask` into right-padded tensors."""
+
+    needs: ClassVar[str]
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
+        """The tensors and objects of a batch."""
+        raise NotImplementedError
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
+    def refuse(self, row: Any, base: str) -> None:
+        """Refuse a row of a user's data set class.
+
+        Raises:
+            DataError: says what rows have to hold.
+        """
+        found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise DataError(
+            f"the data set class must return dicts with {self.needs}; found: {found}. Derive it from "
+            f"hybridrl.data.{base}, or add them in its __getitem__."
+        )
+
+    def padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """The tensors of conversations."""
+        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=False)
+        loss_mask, _ = pad([row["loss_mask"] for row in rows], 0, left=False)
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask), "loss_mask": loss_mask}
+
+
+class SFTCollator(PaddedCollator):
+    """Turns conversations into right-padded tensors."""
+
+    needs = "'input_ids', 'loss_mask' (as long as input_ids) and 'index' (row number)"
+
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
         for row in rows:
             if not isinstance(row, dict) or not {"input_ids", "loss_mask", "index"} <= row.keys():
-                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise DataError(
-                    "the data set class must return dicts with 'input_ids', 'loss_mask' (as long as input_ids) and "
-                    "'index' (row number); "
-                    f"found: {found}. Derive it from hybridrl.data.SFTDataset, or add them in its __getitem__."
-                )
-        ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=False)
-        loss_mask, _ = pad([row["loss_mask"] for row in rows], 0, left=False)
-        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask), "loss_mask": loss_mask}
+                self.refuse(row, "SFTDataset")
+        tensors = self.padded(rows)
+        if any("loss_weight" in row for row in rows):
+            weights = [row.get("loss_weight", row["loss_mask"]) for row in rows]
+            tensors["loss_weight"] = pad(weights, 0, left=False, dtype=np.float32)[0]
         return tensors, {"index": [row["index"] for row in rows]}
 
 
-def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad ragged ids to an int64 matrix as wide as the longest, and return it with the mask of the real tokens."""
+class PairCollator(PaddedCollator):
+    """Turns pairs of conversations into right-padded tensors, two rows for each pair, the chosen one first."""
+
+    needs = "'chosen' and 'rejected' (each a dict with 'input_ids' and 'loss_mask') and 'index' (row number)"
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
+        for row in rows:
+            if not isinstance(row, dict) or not {"chosen", "rejected", "index"} <= row.keys():
+                self.refuse(row, "PreferenceDataset")
+        tensors = self.padded([row[side] for row in rows for side in ("chosen", "rejected")])
+        if any("margin" in row for row in rows):
+            tensors["margins"] = torch.tensor([row.get("margin", 0.0) for row in rows for _ in range(2)])
+        return tensors, {"index": [row["index"] for row in rows for _ in range(2)]}
+
+
+class SFTLoader(PaddedLoader):
+    """Batches of whole conversations for supervised training.
+
+    A batch holds `input_ids, attention_mask, position_ids, loss_mask` `[B, S]` (int64) and the non-tensor `index`.
+    `loss_mask[b, t]` is 1 if token t is trained on (predicted from the tokens before it). If rows have weights,
+    there is also `loss_weight` `[B, S]`.
+    """
+
+    collator = SFTCollator
+
+
+class PairLoader(PaddedLoader):
+    """Batches of pairs of conversations: the fields of `SFTLoader` with 2B rows for B pairs.
+
+    The rows 2i and 2i + 1 are the chosen and the rejected conversation of a pair. `loss_mask` covers the answers. If
+    there are margins, the field `margins` `[2B]` holds that of the pair in both rows.
+    """
+
+    collator = PairCollator
+
+
+def pad(
+    sequences: Sequence[Sequence[float]], value: int, left: bool, dtype: type[np.generic] = np.int64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad ragged ids to a matrix as wide as the longest, and return it with the mask of the real tokens."""
     width = max(len(ids) for ids in sequences)
-    ids = np.full((len(sequences), width), value, dtype=np.int64)
+    ids = np.full((len(sequences), width), value, dtype=dtype)
     mask = np.zeros((len(sequences), width), dtype=np.int64)
     for row, sequence in enumerate(sequences):
         place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
-        ids[row, place] = np.asarray(sequence, dtype=np.int64)
+        ids[row, place] = np.asarray(sequence, dtype=dtype)
         mask[row, place] = 1
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
@@ -353,6 +420,19 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool) -> tuple[tor
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
     """Return 0, 1, 2, ... over the tokens that the mask keeps, 0 on the padding before them. `[B, S]` -> `[B, S]`."""
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def _positions(rows: Sequence[dict[str, Any]], mask: torch.Tensor) -> torch.Tensor:
+    """The positions of left-padded prompts: `[B, S]`, or `[B, k, S]` of rows that have k of their own per token."""
+    own = [row.get("position_ids") for row in rows]
+    if all(one is None for one in own):
+        return position_ids(mask)
+    if any(one is None or one.shape[-1] != len(row["input_ids"]) for one, row in zip(own, rows, strict=True)):
+        raise DataError(
+            "the data set class must return 'position_ids' [k, number of input_ids] for every row, or for none of them."
+        )
+    width = mask.shape[1]
+    return torch.stack([torch.nn.functional.pad(one, (width - one.shape[-1], 0)) for one in own if one is not None])
 
 
 def _is_stateful(thing: Any) -> bool:

@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
-from hybridrl.data.chat import check_chat_template, render
-from hybridrl.data.files import read_table
-from hybridrl.data.rl_dataset import choose_rows, pad_token_id, seed_of
-from hybridrl.data.table import Table
+from hybridrl.data.conversations import ConversationDataset
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
 from hybridrl.notify import notify
@@ -22,13 +18,11 @@ if TYPE_CHECKING:
 
     from hybridrl.config import SFTDataConfig
 
-TRUNCATIONS = ("error", "left", "right", "middle")
 _CHUNK = 1024
+_WEIGHT, _TRAIN = "weight", "train"  # fields of a message
 
-Span = tuple[int, int]
 
-
-class SFTDataset(Dataset):
+class SFTDataset(ConversationDataset):
     """Whole conversations as token ids, with a mask of the tokens that the loss covers.
 
     A row holds `config.messages_key`, a list of messages with at least one from the assistant. If `config.prompt_key`
@@ -36,19 +30,15 @@ class SFTDataset(Dataset):
     covers the assistant's turns: the text from the end of the turn's opening, as the generation prompt writes it, to
     the end of the turn, including the template's end-of-turn token but not the whitespace after it.
 
-    An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`. Both lists have the same length.
+    A message of the assistant may have `train` (false: its turn is read and not learned) or `weight`, a number that the
+    loss of its tokens is multiplied by. The template does not see these fields.
+
+    An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`. Both lists have the same length. If
+    any turn of the data has a weight other than 0 and 1, it also has `loss_weight: list[float]`.
 
     Args:
-        data_files: one or several paths.
-        tokenizer: a tokenizer with a chat template and offsets (a "fast" tokenizer).
+        data_files, tokenizer, max_samples, key: see `ConversationDataset`, as for the errors.
         config: `SFTDataConfig`.
-        max_samples: number of rows to use; -1 uses all.
-        key: the configuration key that named the files, for messages.
-
-    Raises:
-        DataError: a file is unreadable, a column is missing, a row is bad or overlong (each is named), or the chat
-            template renders earlier turns differently once later ones follow, so that the model would be prompted with
-            text that it was never trained on.
     """
 
     def __init__(
@@ -59,45 +49,23 @@ class SFTDataset(Dataset):
         max_samples: int = -1,
         key: str = "data.train_files",
     ) -> None:
-        if config.truncation not in TRUNCATIONS:
-            raise DataError(f"data.truncation={config.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
-        if not getattr(tokenizer, "is_fast", False):
-            raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path or 'the model'} ({type(tokenizer).__name__}) gives no "
-                "character offsets, which are "
-                "needed to find the assistant's tokens. Use a fast tokenizer (a model directory with tokenizer.json)."
-            )
-        check_chat_template(tokenizer)
-        self.tokenizer = tokenizer
-        self.config = config
-        self.key = key
-        self.table: Table = read_table(data_files, key)
-        self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
+        super().__init__(data_files, tokenizer, config, max_samples, key)
         self._ids: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
+        self._weights: list[np.ndarray] = []
         conversations = self._conversations()
         for start in range(0, len(conversations), _CHUNK):
             self._tokenize(conversations[start : start + _CHUNK], start)
+        self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
         self._check_end_of_turn()
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, item: int) -> dict[str, Any]:
-        return {
+        weights = self._weights[item]
+        row = {
             "input_ids": self._ids[item].tolist(),
-            "loss_mask": self._masks[item].astype(np.int64).tolist(),
+            "loss_mask": (weights > 0).astype(np.int64).tolist(),
             "index": int(self._rows[item]),
         }
-
-    @property
-    def pad_token_id(self) -> int:
-        """The id that shorter sequences are padded with. The mask, not this id, marks padding."""
-        return pad_token_id(self.tokenizer)
-
-    def locate(self, item: int) -> str:
-        """Return the file and row of an item, for messages."""
-        return self.table.locate(int(self._rows[item]))
+        return {**row, "loss_weight": weights.tolist()} if self._is_weighted else row
 
     def _conversations(self) -> list[list[Message]]:
         prompt_key, response_key = self.config.prompt_key, self.config.response_key
@@ -166,19 +134,46 @@ class SFTDataset(Dataset):
         return value
 
     def _tokenize(self, conversations: list[list[Message]], start: int) -> None:
-        texts, spans = self._render_with_spans(conversations, start)
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
-        for number, (ids, offsets) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)):
-            mask = token_mask(np.asarray(offsets).reshape(-1, 2), spans[number])
-            self._append(np.asarray(ids, dtype=np.int32), mask, start + number)
+        turns: list[list[int]] = []
+        weights: list[list[float]] = []
+        shown: list[list[Message]] = []
+        for number, messages in enumerate(conversations):
+            weighted = [(turn, self._weight(message, turn, start + number)) for turn, message in enumerate(messages)]
+            turns.append([turn for turn, _ in weighted if messages[turn]["role"] == "assistant"])
+            weights.append([0.0, *(weight for turn, weight in weighted if messages[turn]["role"] == "assistant")])
+            if not any(weights[-1]):
+                raise DataError(
+                    f"{self.locate(start + number)}: no turn of the assistant is trained on ({_TRAIN} is false or "
+                    f"{_WEIGHT} is 0 in all of them), so there is nothing to learn. Leave the row out."
+                )
+            shown.append([{n: v for n, v in message.items() if n not in (_WEIGHT, _TRAIN)} for message in messages])
+        items = range(start, start + len(shown))
+        for number, (ids, turn_of) in enumerate(self.tokenize(shown, items, turns.__getitem__)):
+            self._append(ids, np.asarray(weights[number], dtype=np.float32)[turn_of], start + number)
 
-    def _append(self, ids: np.ndarray, mask: np.ndarray, item: int) -> None:
+    def _weight(self, message: Message, turn: int, item: int) -> float:
+        """What the loss of a message's tokens is multiplied by.
+
+        Raises:
+            DataError: the message says something else than a weight.
+        """
+        weight, train = message.get(_WEIGHT), message.get(_TRAIN)
+        fault = None
+        if weight is None and train is None:
+            return 1.0
+        if weight is not None and train is not None:
+            fault = f"has both {_TRAIN!r} and {_WEIGHT!r}; give one of them"
+        elif train is not None and not isinstance(train, bool | np.bool_):
+            fault = f"has {_TRAIN}={train!r}; it must be true or false"
+        elif weight is not None and (isinstance(weight, bool | str) or not np.isfinite(weight) or weight < 0):
+            fault = f"has {_WEIGHT}={weight!r}; it must be a number that is not negative"
+        elif message["role"] != "assistant" and (weight or train):
+            fault = f"is to be trained on ({_TRAIN} or {_WEIGHT}); only turns of the assistant are"
+        if fault:
+            raise DataError(f"{self.locate(item)}: message {turn} ({message['role']}) {fault}.")
+        return float(weight if weight is not None else bool(train))
+
+    def _append(self, ids: np.ndarray, weights: np.ndarray, item: int) -> None:
         limit = self.config.max_length
         if len(ids) > limit:
             if self.config.truncation == "error":
@@ -187,83 +182,21 @@ class SFTDataset(Dataset):
                     "Raise data.max_length, or set data.truncation to left or right."
                 )
             keep = kept_positions(len(ids), limit, self.config.truncation)
-            ids, mask = ids[keep], mask[keep]
+            ids, weights = ids[keep], weights[keep]
         self._ids.append(ids)
-        self._masks.append(mask)
-
-    def _render_with_spans(self, conversations: list[list[Message]], start: int) -> tuple[list[str], list[list[Span]]]:
-        """Return the text of every conversation, and the spans of the assistant's turns in it."""
-        prefixes: list[list[Message]] = []
-        openings: list[list[Message]] = []
-        owners: list[int] = []
-        for number, messages in enumerate(conversations):
-            for turn, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    openings.append(messages[:turn])
-                    prefixes.append(messages[: turn + 1])
-                    owners.append(number)
-
-        def render_all(items: list[list[Message]], generation: bool, rows: Sequence[int]) -> list[str]:
-            return render(
-                self.tokenizer,
-                items,
-                lambda i: self.locate(start + rows[i]),
-                add_generation_prompt=generation,
-                template_kwargs=self.config.apply_chat_template_kwargs or {},
-            )
-
-        texts = render_all(conversations, False, range(len(conversations)))
-        opened, closed = render_all(openings, True, owners), render_all(prefixes, False, owners)
-        spans: list[list[Span]] = [[] for _ in conversations]
-        for owner, before, after in zip(owners, opened, closed, strict=True):
-            self._check_append_only(texts[owner], before, after, start + owner)
-            spans[owner].append((len(before), len(after.rstrip())))
-        return texts, spans
-
-    def _check_append_only(self, text: str, before: str, after: str, item: int) -> None:
-        for part, what in (
-            (before, "the prompt of an assistant turn"),
-            (after, "the conversation up to an assistant turn"),
-        ):
-            if not text.startswith(part):
-                at = next(
-                    (i for i, (a, b) in enumerate(zip(text, part, strict=False)) if a != b), min(len(text), len(part))
-                )
-                raise DataError(
-                    f"{self.locate(item)}: the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is "
-                    f"not append-only: {what} is rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
-                    f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. Which tokens to learn cannot be "
-                    "told. Make one row of each assistant turn (it last, the turns before it as its prompt), set "
-                    "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
-                    "model.custom_chat_template."
-                )
+        self._weights.append(weights)
 
     def _check_end_of_turn(self) -> None:
         """Warn once if no assistant turn ends in the EOS token, because a model trained this way may never stop."""
         eos = self.tokenizer.eos_token_id
         if eos is not None and not any(
-            (ids[mask.astype(bool)] == eos).any() for ids, mask in zip(self._ids, self._masks, strict=True)
+            (ids[weights > 0] == eos).any() for ids, weights in zip(self._ids, self._weights, strict=True)
         ):
             notify(
                 f"{self.key}: no learnt turn contains the EOS token {self.tokenizer.eos_token!r}; the chat template "
                 "ends turns in another way, so generation must stop at that token",
                 "warning",
             )
-
-
-def token_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Return 1 for each token whose characters lie inside one of the spans, and 0 for the others.
-
-    A token that begins before a span belongs to the prompt. A token without characters belongs to no span.
-
-    Args:
-        offsets: `[T, 2]` first and past-the-last character of each token.
-        spans: first and past-the-last character of each piece of text that the loss covers.
-    """
-    mask = np.zeros(len(offsets), dtype=np.int8)
-    for first, last in spans:
-        mask |= ((offsets[:, 0] >= first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])).astype(np.int8)
-    return mask
 
 
 def kept_positions(length: int, limit: int, side: str) -> np.ndarray:

@@ -28,6 +28,7 @@ from hybridrl.utils.metrics import Metric, as_metrics, merge_metrics
 OUTPUTS = {
     "language_model": ("log_probs", "entropy", "sum_pi_squared", "ref_kl"),
     "value_model": ("values",),
+    "reward_model": ("values",),
 }
 BUDGET_KEYS = (
     "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu or data.max_token_len_per_gpu (or the micro-batch size)"
@@ -64,7 +65,7 @@ class MicroBatchedEngine(Engine):
     step, by `gradient_norm`, `apply_gradients` and `discard_gradients`.
 
     Attributes:
-        model_type: `language_model` or `value_model`.
+        model_type: `language_model`, `value_model` or `reward_model`.
         packed: whether micro-batches are packed into one row instead of padded.
         work: what a sequence costs this model, for micro-batches that take about the same time.
         shares_prefixes: whether tokens that rows of a micro-batch share are computed once; each of its micro-batches
@@ -158,7 +159,7 @@ class MicroBatchedEngine(Engine):
             raise RuntimeError(
                 "this engine was made without an optimizer (optim=None or forward_only), so it cannot train"
             )
-        outputs: tuple[str, ...] = OUTPUTS["value_model"]
+        outputs: tuple[str, ...] = OUTPUTS[self.model_type]
         if self.model_type == "language_model":
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
             outputs += self._function.outputs if self._function is not None else ()
@@ -204,7 +205,7 @@ class MicroBatchedEngine(Engine):
         limit = self._budgets.get(call)
         while True:
             if limit is not None:
-                micro = MicroBatching(micro.size, min(limit, micro.max_tokens or limit))
+                micro = replace(micro, max_tokens=min(limit, micro.max_tokens or limit))
             plan = self._plan(batch, micro)
             try:
                 return plan, compute(plan)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from hybridrl.protocol.fields import Widths, narrow, padded
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device
 from hybridrl.utils.seqlen_balancing import karmarkar_karp
+
+if TYPE_CHECKING:
+    from hybridrl.engine.images import BatchImages, LayoutImages
 
 # Tokens of an aligned micro-batch, padding included, above which a larger one computes no faster.
 PREFERRED_CELLS = {"cpu": 1536, "cuda": 1 << 20}
@@ -53,6 +56,7 @@ class Layout:
     experts: torch.Tensor | None = None
     # fields of the batch at the N response tokens, `[N, ...]` each, that a `LogitsFunction` reads
     inputs: dict[str, torch.Tensor] | None = None
+    images: LayoutImages | None = None  # of a vision-language model
 
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
@@ -67,6 +71,7 @@ class Layout:
             self.origins,
             self.experts,
             None if self.inputs is None else {n: x.to(target, non_blocking=True) for n, x in self.inputs.items()},
+            None if self.images is None else self.images.to(target),
         )
 
 
@@ -82,6 +87,7 @@ class BatchPlan:
 
     Attributes:
         groups: The rows of each micro-batch.
+        images: Those of the rows, where the model reads images.
 
     Raises:
         ValueError: a field is missing, or a response token has no attention or no token before it.
@@ -92,6 +98,7 @@ class BatchPlan:
     ):
         self.tensors = {name: tensor for name, tensor in tensors.items() if name != ROUTED_EXPERTS}
         self._experts = tensors.get(ROUTED_EXPERTS)
+        self.images: BatchImages | None = None
         self.packed = packed
         self._micro = micro
         self.input_ids = _required(tensors, "input_ids")
@@ -111,11 +118,10 @@ class BatchPlan:
         self.positions = self._find_positions()
         self.lengths: list[int] = self.attention.sum(1).tolist()
         self.token_counts: list[int] = self.response_mask.sum(1).tolist()
-        rows = [row for row, count in enumerate(self.token_counts) if count]
-        rows.sort(key=lambda row: -self.lengths[row])
         work = work or Work()
-        self._work = [work.of(length) for length in self.lengths]
-        self.groups = _group(rows, self.lengths, micro, packed)
+        self._units = _Units.of(self.token_counts, self.lengths, micro, packed, work)
+        self._groups = _group(self._units, packed)
+        self.groups = self._units.rows_of(self._groups)
         if packed:
             self.balance(len(self.groups))
 
@@ -128,20 +134,22 @@ class BatchPlan:
         Args:
             count: At least the number of micro-batches that there are.
         """
-        count = min(count, sum(map(len, self.groups)))
+        units = self._units
+        count = min(count, sum(map(len, self._groups)))
         if self.packed and count:
-            rows = [row for group in self.groups for row in group]
-            size, budget = self._micro.size or len(rows), self._micro.max_tokens or sum(self.lengths)
-            cut = _balanced(rows, self._work, count)
-            if not _within(cut, self.lengths, size, budget):
-                cut = _filled(rows, self.lengths, self._work, count, size, budget) or self.groups
+            chosen = [unit for group in self._groups for unit in group]
+            size, budget = units.size or len(chosen), units.max_tokens or sum(units.lengths)
+            cut = _balanced(chosen, units.work, count)
+            if not _within(cut, units.lengths, size, budget):
+                cut = _filled(chosen, units.lengths, units.work, count, size, budget) or self._groups
             for group in cut:
-                group.sort(key=lambda row: (-self.lengths[row], row))
-            self.groups = sorted(cut, key=lambda group: -sum(self._work[row] for row in group))
+                group.sort(key=lambda unit: (-units.lengths[unit], unit))
+            self._groups = sorted(cut, key=lambda group: -sum(units.work[unit] for unit in group))
+            self.groups = units.rows_of(self._groups)
 
     def halved_budget(self) -> int | None:
         """A token budget that cuts the largest micro-batch of several sequences in two; None if each has only one."""
-        several = [group for group in self.groups if len(group) > 1]
+        several = [group for group in self.groups if len(group) > self._micro.rows_together]
         return max(map(self.tokens, several)) // 2 if several else None
 
     def tokens(self, rows: Sequence[int]) -> int:
@@ -155,7 +163,7 @@ class BatchPlan:
         if self._experts is not None:
             assert layout.origins is not None  # plans of other layouts are refused with replay
             layout.experts = self._experts.flatten(0, 1)[layout.origins.clamp(min=0)]
-        return layout
+        return layout if self.images is None else self.images.add_to(layout, rows, self)
 
     def _layout(self, rows: Sequence[int]) -> Layout:
         index = torch.tensor(rows)
@@ -303,14 +311,70 @@ def _required(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensors[name]
 
 
-def _group(rows: Sequence[int], lengths: Sequence[int], micro: MicroBatching, packed: bool) -> list[list[int]]:
-    """Cut rows, sorted from longest to shortest, into micro-batches within both limits."""
-    if not rows:
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """What is put into micro-batches as a whole: single rows, or rows that have to stay together.
+
+    Attributes:
+        rows: the rows of each unit.
+        lengths: tokens of each unit: where rows are padded, those of its longest row, for each row.
+        work: of each unit.
+        size, max_tokens: the limits of a micro-batch; `size` counts units. None: no limit.
+    """
+
+    rows: list[list[int]]
+    lengths: list[int]
+    work: list[int]
+    size: int | None
+    max_tokens: int | None
+
+    @classmethod
+    def of(
+        cls, tokens: Sequence[int], lengths: Sequence[int], micro: MicroBatching, packed: bool, work: Work
+    ) -> _Units:
+        """The units of a batch; those without response tokens are left out.
+
+        Args:
+            tokens: response tokens of each row.
+            lengths: all tokens of each row.
+
+        Raises:
+            ValueError: rows that have to stay together are incomplete.
+        """
+        together = micro.rows_together
+        if len(tokens) % together:
+            raise ValueError(f"{len(tokens)} rows cannot be {together} at a time in a micro-batch")
+        rows = []
+        for start in range(0, len(tokens), together):
+            unit = list(range(start, start + together))
+            trained = sum(tokens[row] > 0 for row in unit)
+            if trained not in (0, together):
+                raise ValueError(f"of the rows {unit}, which stay together, only {trained} have response tokens")
+            if trained:
+                rows.append(unit)
+        joined = [[lengths[row] for row in unit] for unit in rows]
+        return cls(
+            rows,
+            [sum(unit) if packed else max(unit) * together for unit in joined],
+            [sum(map(work.of, unit)) for unit in joined],
+            None if micro.size is None else max(1, micro.size // together),
+            micro.max_tokens,
+        )
+
+    def rows_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The rows of groups of units."""
+        return [[row for unit in group for row in self.rows[unit]] for group in groups]
+
+
+def _group(units: _Units, packed: bool) -> list[list[int]]:
+    """Cut units, from longest to shortest, into micro-batches within both limits."""
+    chosen = sorted(range(len(units.rows)), key=lambda unit: -units.lengths[unit])
+    if not chosen:
         return []
-    size = micro.size or len(rows)
+    size = units.size or len(chosen)
     if packed:
-        return _first_fit(rows, lengths, size, micro.max_tokens or sum(lengths[row] for row in rows))
-    return _cut_runs(rows, lengths, size, micro.max_tokens)
+        return _first_fit(chosen, units.lengths, size, units.max_tokens or sum(units.lengths))
+    return _cut_runs(chosen, units.lengths, size, units.max_tokens)
 
 
 def _first_fit(rows: Sequence[int], lengths: Sequence[int], size: int, budget: int) -> list[list[int]]:

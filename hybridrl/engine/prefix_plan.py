@@ -64,6 +64,8 @@ class PrefixPlan(BatchPlan):
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching):
+        if micro.rows_together > 1:
+            raise ValueError("rows that stay together cannot share prefixes (model.share_prefixes)")
         super().__init__(tensors, micro, packed=False)
         # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
         width = max(1, *self.lengths) if self.lengths else 1

@@ -26,7 +26,9 @@ from hybridrl.engine.optim.optimizer import set_rate
 from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, copied, write_boxes
 from hybridrl.engine.train_engine import SAVE_CONTENTS
 from hybridrl.errors import ModelError
+from hybridrl.models.info import config_of
 from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.models.vision import copy_processor, is_vision_model
 from hybridrl.notify import notify
 from hybridrl.utils import distributed
 from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
@@ -64,12 +66,14 @@ class State:
     Attributes:
         boxes: of the parts `model` and `optimizer`; iterated once.
         texts: content of the files of `extra`, by name.
+        notes: content of files of the part `model` that say what it is, by name.
         write_hf: writes the part `hf_model` into a folder; None on ranks that write none of it.
         rank: whose state it is.
     """
 
     boxes: dict[str, Iterable[SavedBox]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
     write_hf: Callable[[Path], None] | None = None
     rank: int = field(default_factory=distributed.get_rank)
 
@@ -78,9 +82,10 @@ class State:
         folder.mkdir(parents=True, exist_ok=True)
         for part_name, boxes in self.boxes.items():
             write_boxes(folder / part_name, self.rank, boxes)
-        for name, text in self.texts.items():
-            (folder / "extra").mkdir(exist_ok=True)
-            (folder / "extra" / name).write_text(text, encoding="utf-8")
+        for part_name, texts in (("extra", self.texts), ("model", self.notes)):
+            for name, text in texts.items():
+                (folder / part_name).mkdir(exist_ok=True)
+                (folder / part_name / name).write_text(text, encoding="utf-8")
         if self.write_hf is not None:
             self.write_hf(folder / "hf_model")
 
@@ -98,6 +103,8 @@ class Parts:
         seed: that new random states are made from.
         hf_writer: called with whether the state is copied; returns what writes the part `hf_model` into a folder, None
             on ranks that write none of it. All ranks call it together.
+        notes: files of the part `model` that say what it is, by name.
+        check_notes: refuses the part `model` in a folder by what its notes say.
     """
 
     weights: Callable[[], Iterator[SavedBox]]
@@ -107,6 +114,8 @@ class Parts:
     schedule: LambdaLR | None
     seed: int
     hf_writer: Callable[[bool], Callable[[Path], None] | None]
+    notes: Mapping[str, str] = field(default_factory=dict)
+    check_notes: Callable[[Path], None] | None = None
 
     def state(self, contents: Sequence[str], copy: bool) -> State:
         """Return what this rank writes of the parts in `contents`. All ranks call it with the same arguments.
@@ -120,6 +129,8 @@ class Parts:
         for name, boxes in (("model", self.weights), ("optimizer", self.optimizer)):
             if name in contents and boxes is not None:
                 made.boxes[name] = copied(boxes()) if copy else boxes()
+        if "model" in contents and distributed.get_rank() == 0:
+            made.notes = self.notes
         if "extra" in contents:
             made.texts = _extra(self.schedule)
         if "hf_model" in contents:
@@ -134,6 +145,8 @@ class Parts:
         """
         _check_contents(contents)
         if "model" in contents:
+            if self.check_notes is not None:
+                self.check_notes(_part(folder, "model"))
             with SavedBoxes(_part(folder, "model")) as saved:
                 self.load_weights(saved)
         if "optimizer" in contents and self.optimizer is not None:
@@ -225,9 +238,11 @@ def _seed_of(*numbers: int) -> int:
 
 
 def save_tokenizer(model: Any, folder: Path) -> None:
-    """Write the tokenizer and the generation settings of a `ModelConfig` next to saved weights."""
+    """Write the tokenizer, the image processor and the generation settings of a `ModelConfig` next to saved weights."""
     generation = Path(model.path).expanduser() / "generation_config.json"
     if generation.is_file():  # it lists all EOS ids, which config.json may not
         shutil.copyfile(generation, folder / generation.name)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
     tokenizer.save_pretrained(folder)
+    if is_vision_model(config_of(model)):
+        copy_processor(model.path, folder)

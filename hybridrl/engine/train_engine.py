@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed import ProcessGroup
 
-from hybridrl.engine.capabilities import CopiesState, require
+from hybridrl.engine.capabilities import CopiesState, HasAdapters, require
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.loading import check_weights
 from hybridrl.protocol import DataProto
@@ -60,10 +60,13 @@ class MicroBatching:
             Tokens that are computed once for several sequences count once. A longer
             sequence gets its own micro-batch. Both limits may be given; with neither, the engine chooses sizes that
             compute fast.
+        rows_together: So many rows that follow each other, from the first, are in the same micro-batch and keep their
+            order: 2 for pairs that a loss compares. `size` counts rows.
     """
 
     size: int | None = None
     max_tokens: int | None = None
+    rows_together: int = 1
 
     def __post_init__(self) -> None:
         for name in ("size", "max_tokens"):
@@ -152,13 +155,25 @@ class Engine(ABC):
         require(cls, CopiesState, key, "set it to False")
 
     @classmethod
+    def check_adapter(cls, key: str) -> None:
+        """Refuse to train an adapter, unless this engine has the capability `HasAdapters`.
+
+        Args:
+            key: the settings that ask for it.
+
+        Raises:
+            ModelError: it lacks the capability.
+        """
+        require(cls, HasAdapters, key, "set the strategy to fsdp2, or train all weights")
+
+    @classmethod
     def forecast(
         cls, model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload
     ) -> Forecast | None:
         """What a rank will take of its device's memory; None for an engine that cannot tell.
 
         Args:
-            model_type: `language_model` or `value_model`.
+            model_type: `language_model`, `value_model` or `reward_model`.
             model: a `ModelConfig`.
             engine: the settings that this engine reads.
             optim: an `OptimConfig`; None for an engine that only computes.

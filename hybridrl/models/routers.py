@@ -126,11 +126,16 @@ def routers_of(module: nn.Module) -> list[nn.Module]:
     Raises:
         ModelError: it has none.
     """
-    recorder = _recorder(module)
-    found = list(_routers(module, recorder)) if isinstance(recorder, OutputRecorder) else []
+    found = router_layers(module)
     if not found:
         raise ModelError(f"{type(module).__name__} has no routers of experts whose logits transformers records")
     return found
+
+
+def router_layers(module: nn.Module) -> list[nn.Module]:
+    """The routers of a model of transformers; none for a model without experts."""
+    recorder = _recorder(module)
+    return list(_routers(module, recorder)) if isinstance(recorder, OutputRecorder) else []
 
 
 def experts_of(config: PreTrainedConfig) -> tuple[int, int]:

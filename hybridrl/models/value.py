@@ -1,12 +1,17 @@
-"""A value model: any Hugging Face backbone with a scalar head.
+"""Models with a scalar head on any Hugging Face backbone: value models and reward models.
 
-Its parameters have the names of the architecture's own `...ForTokenClassification` with one label
-(`model.layers...`, `score.weight`). A saved critic can therefore be loaded with `AutoModelForTokenClassification`, and
-a saved reward model of that kind can be loaded here.
+Their parameters have the names of the architecture's own `...ForTokenClassification` and
+`...ForSequenceClassification` with one label (`model.layers...`, `score.weight`). A saved critic can therefore be
+loaded with `AutoModelForTokenClassification`, a saved reward model with `AutoModelForSequenceClassification`, and
+either of them here.
+
+The head of a reward model has no bias, as in transformers: only differences of rewards are learned, so that a bias
+would be left to rounding errors.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +19,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
+from transformers.utils import cached_file
 
+from hybridrl.errors import ModelError
 from hybridrl.models.loading import call_from_pretrained
 from hybridrl.models.stored import StoredWeights, open_pretrained
 from hybridrl.utils.files import use_umask
@@ -34,13 +46,13 @@ class ValueHead(nn.Linear):
 class ValueModel(nn.Module):
     """Backbone and head. `model(...)` returns an object whose `logits [..., 1]` are the values in float32."""
 
-    def __init__(self, backbone: nn.Module, config: PreTrainedConfig):
+    def __init__(self, backbone: nn.Module, config: PreTrainedConfig, bias: bool = True):
         super().__init__()
         self.config = config
         self.base_model_prefix: str = getattr(backbone, "base_model_prefix", None) or "model"
         setattr(self, self.base_model_prefix, backbone)
         width, where = config.get_text_config().hidden_size, next(backbone.parameters()).device
-        self.score = ValueHead(width, 1, bias=True, device=where, dtype=torch.float32)
+        self.score = ValueHead(width, 1, bias=bias, device=where, dtype=torch.float32)
 
     @property
     def backbone(self) -> nn.Module:
@@ -70,17 +82,19 @@ class ValueModel(nn.Module):
         return SimpleNamespace(logits=self.score(hidden))
 
 
-def build_value_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> ValueModel:
-    """Build a value model without weights, on the meta device."""
+def build_value_model(
+    config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False, bias: bool = True
+) -> ValueModel:
+    """Build a value model without weights, on the meta device; `bias` is that of the head."""
     with torch.device("meta"):
         backbone = AutoModel.from_config(
             config, dtype=dtype, **({"trust_remote_code": True} if trust_remote_code else {})
         )
-    return ValueModel(backbone, config)
+    return ValueModel(backbone, config, bias)
 
 
 def load_value_model(
-    path: str | Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+    path: str | Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False, bias: bool = True
 ) -> ValueModel:
     """Load a value model from the weights at `path`.
 
@@ -90,11 +104,15 @@ def load_value_model(
         ModelError: there are no weights, or they do not fit the configuration.
     """
     backbone = call_from_pretrained(AutoModel, path, config, dtype, trust_remote_code)
-    return _with_head(ValueModel(backbone, config), path)
+    return _with_head(ValueModel(backbone, config, bias), path)
 
 
 def open_value_model(
-    path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool = False
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool = False,
+    bias: bool = True,
 ) -> StoredWeights:
     """Open what `load_value_model` loads, without reading the weights of the backbone.
 
@@ -102,37 +120,74 @@ def open_value_model(
         ModelError: there are no weights, or they do not fit the configuration.
     """
     stored = open_pretrained(AutoModel, path, config, dtype, trust_remote_code)
-    model = _with_head(ValueModel(stored.module, config), path)
+    model = _with_head(ValueModel(stored.module, config, bias), path)
     return stored.within(model, f"{model.base_model_prefix}.")
 
 
 def _with_head(model: ValueModel, path: str | Path) -> ValueModel:
     """Give the model the head of the weights at `path`, or one of zeros."""
     # Values start at exactly 0, so that the first advantages contain no arbitrary noise.
-    head = {"weight": torch.zeros(model.score.weight.shape), "bias": torch.zeros(1)}
-    head |= _read_head(Path(path).expanduser())
+    head = {name: torch.zeros(parameter.shape) for name, parameter in model.score.named_parameters()}
+    head |= _read_head(path)
+    if "bias" in head and model.score.bias is None and head.pop("bias").any():
+        raise ModelError(
+            f"{path} is a value model whose head has a bias, and a reward model's head has none; begin with a language "
+            "model or a reward model"
+        )
     for name, tensor in head.items():
         value = tensor.float().reshape(getattr(model.score, name).shape)
         setattr(model.score, name, nn.Parameter(value))
     return model
 
 
-def value_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration to save with a value model's weights: that of a token classifier with one label."""
+def value_config(config: PreTrainedConfig, bias: bool = True) -> PreTrainedConfig:
+    """Return the configuration to save with a model's weights: that of a classifier with one label.
+
+    Args:
+        bias: whether the head has one: a classifier of tokens has, one of sequences has not.
+    """
     saved = type(config).from_dict(config.to_dict())
     saved.num_labels = 1
     name = type(config)
-    classes: Any = AutoModelForTokenClassification._model_mapping
+    auto = AutoModelForTokenClassification if bias else AutoModelForSequenceClassification
+    classes: Any = auto._model_mapping
     saved.architectures = [classes[name].__name__] if name in classes else None
     return saved
 
 
-def _read_head(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the head's tensors from a directory's safetensors files, by `weight` and `bias`; empty if there are none."""
+def check_reward_model(config: PreTrainedConfig) -> None:
+    """Refuse an architecture that transformers has no sequence classifier for: nothing could load what is trained.
+
+    Raises:
+        ModelError: there is none.
+    """
+    classes: Any = AutoModelForSequenceClassification._model_mapping
+    if type(config) not in classes:
+        raise ModelError(
+            f"transformers has no AutoModelForSequenceClassification for model_type={config.model_type}, so a reward "
+            "model of it could not be loaded; choose another model.path"
+        )
+
+
+def head_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors `score.*` in the safetensors files of a model; empty if there are none."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in _head_files(path):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():
+                if name.startswith(f"{HEAD_NAME}."):
+                    found[name] = tuple(tensors.get_slice(name).get_shape())
+    return found
+
+
+def _read_head(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a head of one number, by `weight` and `bias`; empty if there are none."""
     from safetensors import safe_open
 
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+    for file in _head_files(path):
         with safe_open(str(file), framework="pt") as tensors:
             for name in set(tensors.keys()) & {f"{HEAD_NAME}.weight", f"{HEAD_NAME}.bias"}:
                 tensor = tensors.get_tensor(name)
@@ -141,11 +196,32 @@ def _read_head(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def _head_files(path: str | Path) -> list[Path]:
+    """The safetensors files that may hold a head: of a folder, or of a model on the hub, which are downloaded."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return sorted(folder.glob("*.safetensors"))
+    index = _of_hub(path, "model.safetensors.index.json")
+    if index is None:
+        whole = _of_hub(path, "model.safetensors")
+        return [] if whole is None else [whole]
+    files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    named = sorted({file for name, file in files.items() if name.startswith(f"{HEAD_NAME}.")})
+    return [found for name in named if (found := _of_hub(path, name)) is not None]
+
+
+def _of_hub(path: str | Path, name: str) -> Path | None:
+    """A file of a model on the hub, in the cache; None if the model has none of this name."""
+    options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(str(path), name, **options)
+    return None if found is None else Path(found)
+
+
 def save_value_model(state: Mapping[str, torch.Tensor], config: PreTrainedConfig, folder: Path) -> None:
-    """Write whole weights and configuration for `AutoModelForTokenClassification` and `load_value_model`."""
+    """Write whole weights and configuration for transformers' classifiers and `load_value_model`."""
     from safetensors.torch import save_file
 
-    saved = value_config(config)
+    saved = value_config(config, bias=f"{HEAD_NAME}.bias" in state)
     dtypes = {
         tensor.dtype for name, tensor in state.items() if tensor.is_floating_point() and not name.startswith(HEAD_NAME)
     }

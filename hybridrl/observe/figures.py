@@ -45,7 +45,10 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hybridrl",  # the same bytes in every run
 }
-_PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
+_PHASES = (
+    *("gen", "reward", "reward_model", "old_log_prob", "ref", "values", "adv"),
+    *("update_critic", "update_actor", "update_weights"),
+)
 _MARKED_UP_TO, _SMOOTH_FROM = 12, 25
 _POINTS = 2000  # of a line, whose values the page can show
 

@@ -63,8 +63,11 @@ class Widths:
 _RESPONSE_FIELDS = (
     "advantages",
     "entropys",
+    "loss_weights",
     "old_log_probs",
     "prepared",
+    "prime_ref_log_prob",
+    "process_rewards",
     "ref_kl",
     "ref_log_prob",
     "response_mask",
@@ -88,6 +91,7 @@ _FIELDS: dict[str, Field] = {
     "input_ids": Field("sequence", PAD_TOKEN),
     "attention_mask": Field("sequence"),
     "loss_mask": Field("sequence"),
+    "loss_weight": Field("sequence"),
     "routed_experts": Field("sequence"),  # [B, S, L, K]: the K experts of each token in L layers
     "position_ids": Field("sequence", dim=-1),  # [B, S], or [B, k, S] with k positions per token
     **{name: Field("response") for name in _RESPONSE_FIELDS},

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.config.own_settings import read_own
-from hybridrl.config.schema.reward import RewardPartConfig, ScoringConfig
+from hybridrl.config.schema.reward import RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
 from hybridrl.reward.function import KEY, RewardFunction
+from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Form, ground_truth_of, missing_column
 from hybridrl.reward.weighted import Pool, WeightedPools
@@ -31,6 +32,8 @@ _METHODS_OF_VERL = ("run_single", "init_class")
 def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int | None = None) -> Pool:
     """Return the pool, or the pools, for the functions that the configuration names; not started yet.
 
+    With a reward model that scores alone, it is `NoFunction`.
+
     Args:
         reward: the settings.
         form: how to call a function whose parameter names do not show it.
@@ -39,6 +42,8 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     Raises:
         RewardError: the settings contradict each other.
     """
+    if isinstance(reward, RewardConfig) and not reward.runs_functions:
+        return NoFunction()
     custom, parts = reward.custom_reward_function, dict(reward.functions)
     count = num_workers or reward.num_workers
     tolerant = getattr(reward, "on_error", "stop") != "stop"  # evaluation has no such setting: it stops

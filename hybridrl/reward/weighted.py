@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.outcome import Outcome, ScoreError
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Call, Sample
@@ -133,4 +134,4 @@ def _in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 #: what a reward manager scores with
-Pool = RewardPool | WeightedPools
+Pool = RewardPool | WeightedPools | NoFunction

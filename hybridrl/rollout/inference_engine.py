@@ -180,6 +180,7 @@ class InferenceEngines:
         install: str = "",
         reserves_of_total: bool = False,
         records_routing: bool = False,
+        sees_images: bool = False,
         settings: type | str | None = None,
     ) -> Callable[[type[T]], type[T]]:
         """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
@@ -198,6 +199,7 @@ class InferenceEngines:
                 install=install,
                 reserves_of_total=reserves_of_total,
                 records_routing=records_routing,
+                sees_images=sees_images,
                 settings=settings,
             )
             INFERENCE_ENGINES.add(name, engine, facts)

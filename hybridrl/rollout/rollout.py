@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 from hybridrl.rollout.batch import batch_of, names_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
@@ -74,6 +75,9 @@ class Rollout(ABC):
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:  # noqa: B027
         """Take that memory back."""
 
+    def lend_cache(self) -> None:  # noqa: B027
+        """Return the memory of the KV cache, with unchanged weights, until there is something to generate."""
+
     @abstractmethod
     def pause(self) -> None:
         """Stop generating; requests in flight keep their tokens."""
@@ -122,7 +126,7 @@ class InPlaceRollout(Rollout):
         self._trains = self._paused = False
 
     def generate(self, prompts: DataProto) -> DataProto:
-        known = [name for name in ("uid", "sample") if name in prompts.non_tensor_batch]
+        known = [name for name in ("uid", "sample", MULTI_MODAL_INPUTS) if name in prompts.non_tensor_batch]
         inputs = prompts.select(_MODEL_INPUTS, known)  # all that travels to the workers
         inputs.meta_info["weights_version"] = self.version
         batch: DataProto = self._policy.generate_sequences(inputs)
@@ -241,6 +245,10 @@ class ReplicatedRollout(Rollout):
 
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         self.pool.resume(tags)
+
+    def lend_cache(self) -> None:
+        if self._config.free_cache_engine:
+            self.pool.lend(["kv_cache"])
 
     def pause(self) -> None:
         self.pool.pause()

@@ -6,6 +6,7 @@ from hybridrl.engine.capabilities import GeneratesInPlace, require
 from hybridrl.engine.train_engine import Engine, TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
+from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import InferenceEngines
@@ -50,10 +51,12 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     name = rollout.name
     if name == "auto":
         in_place = issubclass(_training_engine(config), GeneratesInPlace)
-        name = InferenceEngines.in_place(name) if in_place and not on_gpu else _fastest(config, on_gpu)
+        seeing = is_vision_model(config_of(config.model))  # which no engine of its own generates from yet
+        name = InferenceEngines.in_place(name) if in_place and (seeing or not on_gpu) else _fastest(config, on_gpu)
     _check_lengths(config)
     facts = InferenceEngines.facts(name)
     _check_routing(config, name)
+    _check_images(config, name)
     if facts.in_place:
         _check_engine(config)
         _check_dtype(config)
@@ -128,6 +131,19 @@ def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
         f"actor_rollout_ref.actor.router_replay.mode={config.actor.router_replay.mode} replays the experts that tokens "
         f"chose in generation, and what {name} (actor_rollout_ref.rollout.name={config.rollout.name}) records of them "
         f"is not read yet; set rollout.name to {' or '.join(known)}, or router_replay.mode to R2 or disabled"
+    )
+
+
+def _check_images(config: ActorRolloutRefConfig, name: str) -> None:
+    """A vision-language model needs an engine that gets the very images that the trainer sees."""
+    model = config_of(config.model)
+    if not is_vision_model(model) or InferenceEngines.facts(name).sees_images:
+        return
+    known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).sees_images]
+    raise RolloutError(
+        f"actor_rollout_ref.rollout.name={config.rollout.name}: {config.model.path} is a vision-language model "
+        f"({model.model_type}), and generating from images with {name} is not built; set rollout.name to "
+        f"{' or '.join(known)}"
     )
 
 

@@ -8,7 +8,7 @@ import datetime
 import functools
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,17 @@ from hybridrl.utils.files import write_text
 
 _CODE = (".py", ".pkl")
 _HOW_TO_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
-_PATHS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "data.train_files")
-_EXPERIMENT = (*_PATHS, "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+_PATHS = (
+    "actor_rollout_ref.model.path",
+    "critic.model.path",
+    "reward.reward_model.model.path",
+    "model.path",
+    "data.train_files",
+)
+_LOSSES = ("actor_rollout_ref.actor.policy_loss.loss_mode", "sft.loss_type", "dpo.loss_type", "rm.loss_type")
+_EXPERIMENT = (*_PATHS, "algorithm.adv_estimator", *_LOSSES)
+#: the program of a run, by a group of settings that only its tree has
+_PROGRAMS = {"actor_rollout_ref": "main_ppo", "dpo": "main_dpo", "rm": "main_rm"}
 
 
 @dataclass(frozen=True)
@@ -74,21 +83,27 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
             "whether this run continues that one; remove both to continue with the settings of now"
         ) from error
     tree = yaml.safe_load(yaml.safe_dump(written(config)))
-    policy = "actor_rollout_ref"
-    if (policy in groups) != (policy in tree):
-        found, wanted = ("main_ppo", "main_sft") if policy in groups else ("main_sft", "main_ppo")
+    found, wanted = _program_of(groups), _program_of(tree)
+    if found != wanted:
         raise CheckpointError(
             f"{folder} holds a run of {found}, and this is {wanted}: set trainer.default_local_dir to another folder"
         )
     now = dict(leaves(tree, set(declared(type(config)))))
-    has_critic = isinstance(config, PPOTrainerConfig) and config.use_critic
+    idle = [] if not isinstance(config, PPOTrainerConfig) else ["critic."] * (not config.use_critic)
+    if isinstance(config, PPOTrainerConfig) and not config.reward.reward_model.enable:
+        idle.append("reward.reward_model.")
     changes = [
         Change(key, earlier[key], value)
         for key, value in now.items()
         if key in earlier and earlier[key] != value and key not in _HOW_TO_RESUME
-        if has_critic or not key.startswith("critic.")
+        if not key.startswith(tuple(idle))
     ]
     return [change for change in changes if not _only_follows(change, earlier, now, type(config))]
+
+
+def _program_of(groups: Collection[str]) -> str:
+    """The program whose configuration has these groups; those of the first versions had no group `sft`."""
+    return next((program for group, program in _PROGRAMS.items() if group in groups), "main_sft")
 
 
 def code_digests(config: ConfigNode) -> dict[str, str]:

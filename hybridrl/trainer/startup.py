@@ -50,6 +50,9 @@ def check_engine(
     if checkpoint is not None and checkpoint.async_save:
         key = "checkpoint.async_save=True" if where == "engine" else f"{where}.checkpoint.async_save=True"
         engine.check_async_save(key)
+    if model.adapted:
+        key = f"{where}.strategy={part.strategy} with model.lora_rank or model.lora_adapter_path"
+        engine.check_adapter(key)
     engine.check_first_weights(model, settings)
     if getattr(part, "use_torch_compile", False) and not hasattr(settings, "use_torch_compile"):
         notify(f"{where}.use_torch_compile=True has no effect with strategy={part.strategy}")

@@ -44,10 +44,10 @@ ABSENT = {
     "verl.workers.critic": "workers are hybridrl.workers, on an engine of hybridrl.engine",
     "verl.workers.engine": "engines are hybridrl.engine (docs/extending.md)",
     "verl.workers.megatron_workers": "Megatron is not supported yet; use verl.workers.fsdp_workers",
-    "verl.workers.fsdp_workers.RewardModelWorker": "reward models are not supported yet; use a reward function",
+    "verl.workers.fsdp_workers.RewardModelWorker": "reward.reward_model starts hybridrl.workers.reward_model",
     "verl.workers.reward_manager.AbstractRewardManager": "managers derive from hybridrl.reward.RewardManager",
     "verl.workers.reward_manager.PrimeRewardManager": "scores are computed in parallel by every manager",
-    "verl.workers.reward_model": "reward models are not supported yet; use a reward function",
+    "verl.workers.reward_model": "reward.reward_model starts hybridrl.workers.reward_model",
     "verl.workers.rollout": "generation engines are hybridrl.rollout (docs/extending.md)",
     "verl.workers.sharding_manager": "weights go to the rollout through hybridrl.weight_sync",
 }

@@ -136,8 +136,9 @@ class Placeholders:
     @staticmethod
     def _put_models(config: Any, function: Path) -> None:
         models = [getattr(config, "model", None)]
-        for owner in ("actor_rollout_ref", "critic"):
-            models.append(getattr(getattr(config, owner, None), "model", None))
+        scoring = getattr(getattr(config, "reward", None), "reward_model", None)
+        for owner in (getattr(config, "actor_rollout_ref", None), getattr(config, "critic", None), scoring):
+            models.append(getattr(owner, "model", None))
         for model in models:
             for name in ("path", "tokenizer_path", "hf_config_path"):
                 if model is not None and getattr(model, name):

@@ -2,14 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import ray
 import torch
 
 from hybridrl.config import ActorRolloutRefConfig, PPOTrainerConfig
 from hybridrl.config.strategies import engine_settings
-from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace
+from hybridrl.engine.capabilities import ComparesVocabulary, ExportsShards, GeneratesInPlace, HasAdapters
 from hybridrl.engine.train_engine import Engine
 from hybridrl.errors import RolloutError
 from hybridrl.hybrid_engine.topology import Layout
@@ -65,12 +65,21 @@ class ActorRolloutRefWorker(ModelWorker):
         settings = engine_settings(part, config.model.external_lib)
         self.build_engine("language_model", part.strategy, config.model, settings, optim, steps, updates_per_step)
         self.place_in_mesh("ref" if self.role == "ref" else "actor")
+        if self._is_own_reference:
+            self.place_in_mesh("ref")
         if self.role != "ref":
             self.place_in_generation_mesh("rollout")  # each rank generates with whole weights, rows of its own
 
     @property
+    def _is_own_reference(self) -> bool:
+        """Whether the policy without its adapter is the reference policy."""
+        return self.role != "ref" and self.config.model.adapted
+
+    @property
     def reference(self) -> Engine | None:
         """The engine of the reference policy, if it is in the same process."""
+        if self._is_own_reference:
+            return self.engine
         worker = self.fused_worker_dict.get("ref")
         return None if worker is None else worker.engine
 
@@ -84,7 +93,17 @@ class ActorRolloutRefWorker(ModelWorker):
             raise RuntimeError("KL form full needs a reference policy in the actor's own process; there is none")
         assert isinstance(self.engine, ComparesVocabulary)  # checked at start-up, by check_kl_form
         self.engine.compare_with(self.reference)
-        with self.reference.loaded(optimizer=False):
+        with nullcontext() if self.reference is self.engine else self.reference.loaded(optimizer=False):
+            yield
+
+    @contextmanager
+    def _base_alone(self) -> Iterator[None]:
+        """Within the context, a policy with an adapter computes without it."""
+        if not self._is_own_reference:
+            yield
+            return
+        assert isinstance(self.engine, HasAdapters)  # checked at start-up, by check_engine
+        with self.engine.without_adapter():
             yield
 
     @contextmanager
@@ -159,6 +178,8 @@ class ActorRolloutRefWorker(ModelWorker):
             return False
         if not isinstance(self.engine, ExportsShards):
             reason: str | None = f"{type(self.engine).__name__} exports whole tensors only"
+        elif self.config.model.adapted:
+            reason = "the adapter is merged into whole tensors (model.lora_rank)"
         else:
             if self._shard_sender is None:
                 how = self.config.rollout.checkpoint_engine
@@ -219,12 +240,15 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"), blocking=False)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_prob` [B, T] under the reference weights, at the temperature in `meta_info`."""
+        """`ref_log_prob` [B, T] under the reference weights, at the temperature in `meta_info`.
+
+        The reference of a policy with an adapter is the policy without it.
+        """
         ref = self.config.ref
         micro = micro_batching(
             ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
         )
-        with self.loaded("compute_ref_log_prob"):
+        with self.loaded("compute_ref_log_prob"), self._base_alone():
             outputs = self.engine.infer(batch, micro, self._temperature(batch), outputs=("log_probs",))
         return as_output(outputs, log_probs="ref_log_prob")
 

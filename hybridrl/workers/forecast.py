@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config import PPOTrainerConfig, SupervisedConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.config.teachers import teachers_of
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.train_engine import MicroBatching, TrainEngines
 from hybridrl.workers.model_worker import micro_batching
+from hybridrl.workers.objectives import Objective
 
 
 def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[str, Forecast | None]:
@@ -23,18 +25,35 @@ def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[s
     Returns:
         None for a role whose strategy or kind of model has no forecast.
     """
-    makers = {"actor_rollout": _policy, "ref": _reference, "teacher": _teachers, "critic": _critic}
+    makers = {
+        "actor_rollout": _policy,
+        "ref": _reference,
+        "teacher": _teachers,
+        "critic": _critic,
+        "reward_model": _reward_model,
+    }
     return {name: makers[name](config, count) if name in makers else None for name, count in ranks.items()}
 
 
-def forecast_model(config: SFTTrainerConfig, ranks: int) -> Forecast | None:
-    """Forecast the model of supervised fine-tuning on so many ranks; None if its strategy has no forecast."""
-    data = config.data
-    micro = micro_batching(data.micro_batch_size_per_gpu, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    # Every token but the first may have a loss (`hybridrl.trainer.sft.trainer.as_responses`).
-    rows = -(-data.train_batch_size // ranks)
+def forecast_model(config: SupervisedConfig, ranks: int, role: str = "model") -> Forecast | None:
+    """Forecast a model of supervised training on so many ranks; None if its strategy has no forecast.
+
+    Args:
+        role: `model`, or `reference` for the second copy that answers are compared with.
+    """
+    data, objective = config.data, Objective(config.objective.loss_type, config.objective)
+    together = objective.rows_together
+    size = data.micro_batch_size_per_gpu * together
+    micro = replace(micro_batching(size, data.use_dynamic_bsz, data.max_token_len_per_gpu), rows_together=together)
+    # Every token but the first may have a loss (`hybridrl.trainer.supervised.rows.as_responses`).
+    rows = -(-data.train_batch_size // ranks) * together
+    if role == "reference":
+        settings = replace(engine_settings(config.engine, config.model.external_lib), forward_only=True)
+        work = Workload(1, data.max_length - 1, rows, None, micro, entropy=False)
+        engine = TrainEngines.get(objective.model_type, config.engine.strategy)
+        return engine.forecast(objective.model_type, config.model, settings, None, ranks, work)
     work = Workload(1, data.max_length - 1, rows, micro, micro if data.val_files else None, entropy=False)
-    return _forecast("language_model", config.engine, config.model, config.optim, ranks, work)
+    return _forecast(objective.model_type, config.engine, config.model, config.optim, ranks, work)
 
 
 def _policy(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
@@ -90,6 +109,13 @@ def _critic(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     )
     work = _workload(config, critic.ppo_mini_batch_size, ranks, update, infer)
     return _forecast("value_model", critic, critic.model, critic.optim, ranks, work)
+
+
+def _reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    part = config.reward.reward_model
+    infer = micro_batching(part.micro_batch_size_per_gpu, part.use_dynamic_bsz, part.forward_max_token_len_per_gpu)
+    work = _workload(config, config.data.train_batch_size, ranks, None, infer)
+    return _forecast("value_model", part, part.model, None, ranks, work)
 
 
 def _workload(

@@ -105,6 +105,19 @@ def rloo(r, mask, index, alone_is_zero=False):
     return on_tokens(rows, mask)
 
 
+def prime(r, process, mask, index, gamma, of_process=1.0, of_outcome=1.0):
+    result = [[0.0] * len(row) for row in mask]
+    means = [score(process, mask, i) / max(len(tokens_of(mask, i)), 1) for i in range(len(mask))]
+    for i in range(len(mask)):
+        others, ts = [j for j in members(index, i) if j != i], tokens_of(mask, i)
+        base = mean([means[j] for j in others]) if others else 0.0
+        outcome = score(r, mask, i) - (mean([score(r, mask, j) for j in others]) if others else 0.0)
+        for a, t in enumerate(ts):
+            ahead = math.fsum(gamma**step * (process[i][s] - base) for step, s in enumerate(ts[a:]))
+            result[i][t] = of_process * ahead + of_outcome * outcome
+    return result
+
+
 def opo(r, mask, index):
     rows = []
     for i in range(len(mask)):

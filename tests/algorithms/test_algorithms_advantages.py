@@ -52,6 +52,7 @@ def make(seed: int, rows: int, width: int, holes: bool, sparse: bool, least: int
     tensors = {
         "token_level_rewards": rewards,
         "values": rng.normal(size=(rows, width)),
+        "process_rewards": rng.normal(size=(rows, width)),
         "old_log_probs": -rng.exponential(size=(rows, width)),
         "sum_pi_squared": rng.random((rows, width)),
         "rollout_is_weights": rng.random((rows, width)) * 2,
@@ -78,6 +79,9 @@ def expected(name: str, b: Batch) -> tuple[list, list]:
     if name == "reinforce_plus_plus":
         ret = paper.to_go(r, mask, 0.9)
         return paper.whiten(ret, mask), ret
+    if name == "prime":
+        advantages = paper.prime(r, b.lists("process_rewards"), mask, index, 0.9)
+        return advantages, advantages
     if name == "flash_reinforce":
         return paper.flash_reinforce(r, mask)
     if name == "remax":
@@ -151,6 +155,21 @@ def test_otb_without_weights_and_without_the_zero_tail(batch: Batch) -> None:
     for tir in (False, True):
         fn = get_adv_estimator_fn("tir_optimal_token_baseline" if tir else "optimal_token_baseline")
         same(fn(*args, handle_zero_tail=False)[0], paper.otb(*lists, zero_tail=False, by_token=tir)[0])
+
+
+@many
+@given(batch=shapes)
+def test_prime_with_weights_and_the_scales_of_its_authors(batch: Batch) -> None:
+    r, mask, index = batch.lists("token_level_rewards"), batch.lists("response_mask"), list(batch.others["uid"])
+    process = batch.lists("process_rewards")
+    scales = SimpleNamespace(gamma=1.0, reward_dpo_coef=0.5, reward_gt_coef=3.0, prime_norm="batch_norm")
+    largest = max(abs(x) for row in paper.to_go(process, mask, 1.0) for x in row) + 1e-6
+    wanted = paper.prime(r, [[x / largest for x in row] for row in process], mask, index, 1.0, 0.5, 3.0)
+    same(batch.run("prime", scales)[0], wanted)
+    scales.prime_whiten = True
+    advantages, returns = batch.run("prime", scales)
+    same(advantages, paper.whiten(wanted, mask))
+    same(returns, wanted)
 
 
 def padded(batch: Batch, extra: int) -> Batch:

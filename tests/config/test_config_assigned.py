@@ -62,7 +62,11 @@ def test_settings_from_a_program_count_as_words(here):
     ("program", "root", "words"),
     [
         ("hybridrl.trainer.ppo.run_ppo:run_ppo", "ppo_trainer", [*GRPO, "actor_rollout_ref.rollout.temperature=0"]),
-        ("hybridrl.trainer.sft.run_sft:run_sft", "sft_trainer", ["data.train_files=train.parquet"]),
+        (
+            "hybridrl.trainer.supervised.run_supervised:run_supervised",
+            "sft_trainer",
+            ["data.train_files=train.parquet"],
+        ),
         ("hybridrl.trainer.generation.run_generation:run_generation", "generation", ["data.path=train.parquet"]),
         ("hybridrl.trainer.evaluation:run_evaluation", "evaluation", ["data.path=nowhere.parquet"]),
     ],

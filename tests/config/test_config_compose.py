@@ -223,7 +223,7 @@ def test_all_faults_come_at_once():
     faults = faults_of(
         "data.train_batch_size=abc",
         "data.no_such_key=1",
-        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.mtp.enable=True",
         "algorithm.kl_penalty=kl9",
         "data.seed=1,2",
         "just_a_word",
@@ -359,7 +359,7 @@ def test_an_empty_file_or_group_changes_nothing(tmp_path, text):
 # ---------------------------------------------------------------- what comes out
 
 
-@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer"])
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer"])
 def test_the_saved_yaml_reads_back_to_the_same_values(root, tmp_path):
     words = ["trainer.n_gpus_per_node=2", "data.train_files=[a,b]", "trainer.resume_mode=disable"]
     config = load_config(root, words)
@@ -367,7 +367,7 @@ def test_the_saved_yaml_reads_back_to_the_same_values(root, tmp_path):
     assert load_config(root, [], tmp_path, "config") == config
 
 
-@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer"])
+@pytest.mark.parametrize("root", ["ppo_trainer", "sft_trainer", "dpo_trainer", "rm_trainer"])
 def test_a_configuration_travels_and_is_plain(root):
     config = load_config(root, [])
     assert pickle.loads(pickle.dumps(config)) == config

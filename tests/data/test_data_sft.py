@@ -9,7 +9,7 @@ import pytest
 
 from hybridrl.config import SFTDataConfig
 from hybridrl.data import DataError, create_sft_dataset, create_sft_loader
-from hybridrl.data.sft_dataset import token_mask
+from hybridrl.data.conversations import turn_of_token
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -166,7 +166,8 @@ def test_bad_prompt_and_response_are_named(write, tokenizer):
 
 def test_a_token_across_the_border_belongs_to_the_prompt():
     offsets = np.array([[0, 3], [3, 6], [6, 6], [6, 9], [9, 12]])
-    assert token_mask(offsets, [(5, 11)]).tolist() == [0, 0, 0, 1, 1]
+    assert turn_of_token(offsets, [(5, 11)]).tolist() == [0, 0, 0, 1, 1]
+    assert turn_of_token(offsets, [(0, 3), (5, 11)]).tolist() == [1, 0, 0, 2, 2]
 
 
 def test_a_run_without_eos_in_its_turns_is_warned(write, tokenizer, capsys):

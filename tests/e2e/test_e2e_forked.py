@@ -48,6 +48,31 @@ try:
 except KeyboardInterrupt:
     sys.exit(5)
 """
+ENDS = """
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+
+
+def late():
+    time.sleep(0.2)
+    print("thread", end=" ")
+
+
+print("begun", end=" ")  # not flushed
+atexit.register(print, "handler", end="")
+threading.Thread(target=late).start()
+if sys.argv[1] == "message":
+    sys.exit("what is wrong")
+if sys.argv[1] == "error":
+    raise ValueError("what is wrong")
+if sys.argv[1] == "interrupt":
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
 
 
 def test_words_environment_folder_streams_and_status(forked: str, tmp_path: Path) -> None:
@@ -88,6 +113,19 @@ def test_signals_reach_the_program(forked: str, tmp_path: Path) -> None:
             process.send_signal(number)
             assert process.wait(60) == status
             assert process.stdout.read() == ""  # nobody has it open any more: the program has ended
+
+
+def test_a_program_ends_as_pythons_own_does(forked: str, tmp_path: Path) -> None:
+    """Status, message, threads that are waited for, exit handlers, and output that was not flushed."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    for way in ("end", "message", "error", "interrupt"):
+        given, expected = (
+            subprocess.run([python, "ends.py", way], cwd=tmp_path, capture_output=True, text=True)
+            for python in (forked, sys.executable)
+        )
+        assert (given.returncode, given.stdout) == (expected.returncode, expected.stdout), way
+        assert expected.stdout == "begun thread handler"
+        assert given.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:], way
 
 
 def test_open_files_that_are_passed_on_arrive_under_their_numbers(forked: str, tmp_path: Path) -> None:

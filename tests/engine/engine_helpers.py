@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import os
-import socket
-import tempfile
-import traceback
-from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -138,57 +129,3 @@ def plain_outputs(module: torch.nn.Module, fields: dict[str, torch.Tensor]) -> t
         grid_e.append(torch.stack(line_e))
     log_probs, entropies = torch.stack(grid_l), torch.stack(grid_e)
     return log_probs, entropies
-
-
-def spawn(body: Callable[..., None], world: int, *arguments: Any, preload: str = "") -> None:
-    """Run ``body(rank, *arguments)`` in `world` processes of one gloo group; a failure in one fails the test.
-
-    Args:
-        preload: a module next to this one that takes long to import; it is imported once, and the processes are forks.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    if preload:
-        _start_server(preload)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.start_processes(
-                _enter,
-                args=(body, world, port, Path(folder), arguments),
-                nprocs=world,
-                start_method="forkserver" if preload else "spawn",
-            )
-        except Exception as error:
-            # gloo aborts a rank whose peer is gone, and that rank may be the one reported: show what each one raised.
-            raised = [f"{file.name}:\n{file.read_text(encoding='utf-8')}" for file in sorted(Path(folder).iterdir())]
-            raise AssertionError("\n".join([str(error), *raised])) from error
-
-
-def _start_server(preload: str) -> None:
-    """Start the process whose forks run the tests; it does not get `sys.path`."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
-    multiprocessing.set_forkserver_preload([preload])
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-
-
-def _enter(
-    rank: int, body: Callable[..., None], world: int, port: int, folder: Path, arguments: tuple[Any, ...]
-) -> None:
-    from hybridrl.utils import distributed
-
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    distributed.init_process_group(rank, world, "127.0.0.1", port, timeout_seconds=120)
-    try:
-        body(rank, *arguments)
-    except BaseException:
-        (folder / f"rank_{rank}").write_text(traceback.format_exc(), encoding="utf-8")
-        raise
-    distributed.destroy_process_group()

@@ -21,10 +21,10 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
-    spawn,
     value_loss,
     weights,
 )
+from ranks import spawn
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

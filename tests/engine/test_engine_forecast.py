@@ -65,6 +65,8 @@ def state_of(engine: Any) -> list[torch.Tensor]:
         ("language_model", {"enable_gradient_checkpointing": False}, {"dtype": "bfloat16"}),
         ("language_model", {"enable_gradient_checkpointing": True, "use_fused_kernels": True}, {"dtype": "bfloat16"}),
         ("value_model", {"enable_gradient_checkpointing": True}, {}),
+        ("language_model", {"lora_rank": 4}, {}),
+        ("value_model", {"lora_rank": 4, "enable_gradient_checkpointing": False}, {"dtype": "bfloat16"}),
     ],
 )
 def test_a_step_takes_what_was_forecast(

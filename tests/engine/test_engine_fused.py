@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, spawn, value_loss, weights
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, value_loss, weights
+from ranks import spawn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig
 

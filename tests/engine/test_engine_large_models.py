@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from engine_helpers import make_batch, make_engine, make_fields, spawn
+from engine_helpers import make_batch, make_engine, make_fields
+from ranks import spawn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig

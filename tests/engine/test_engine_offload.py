@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, spawn, weights
+from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, policy_loss, weights
+from ranks import spawn
 
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp import checkpoint
@@ -225,7 +226,7 @@ def test_an_error_in_the_middle_of_an_update(
     trained: Any = engine
     with pytest.raises(ZeroDivisionError, match="in the loss"), engine.loaded(optimizer=True):
         engine.train_batch(make_batch(FIELDS), MicroBatching(size=4), failing, TEMPERATURE)
-    parameters = [*trained._parameters.values(), *trained.module.parameters()]
+    parameters = [*trained.exported.parameters.values(), *trained.module.parameters()]
     assert all(parameter.grad is None for parameter in parameters)
     for _ in range(2):
         assert step(engine) == step(plain)

@@ -18,12 +18,12 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
-    spawn,
     value_loss,
     weights,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import spawn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hybridrl.config import load_config

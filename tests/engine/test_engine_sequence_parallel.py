@@ -17,10 +17,10 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
-    spawn,
     value_loss,
     weights,
 )
+from ranks import spawn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -287,7 +287,7 @@ def test_ranks_that_share_sequences_train_as_one(tmp_path: Path) -> None:
         for name in ("forward_kl_topk", "reverse_kl")
     }
     torch.save({"fields": fields, "norms": norms}, tmp_path / "distillation.pt")
-    spawn(body, 4, models, tmp_path, preload="engine_helpers")
+    spawn(body, 4, models, tmp_path)
 
 
 def check(model: Path, size: int, ranks: int = 4, **settings: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,22 @@ def config_of(loss_mode: str) -> ActorRolloutRefConfig:
     return replace(config, actor=actor, rollout=replace(config.rollout, log_prob_micro_batch_size_per_gpu=2))
 
 
-def started(world: int, tp: int, pp: int) -> RayWorkerGroup:
-    worker = RayClassWithInitArgs(TensorParallelActor, config_of("clip_cov"), tp=tp, pp=pp)
-    group = RayWorkerGroup(RayResourcePool([world], use_gpu=False), worker, timeout_s=300, threads=1)
-    group.init_model()
-    assert group.dp_size("actor") == world // (tp * pp)
-    return group
+@pytest.fixture
+def start(ray_session: None) -> Iterator[Callable[[int, int, int], RayWorkerGroup]]:
+    """Starts a group of `world` ranks with tensor and pipeline parallelism."""
+    pools = []
+
+    def start(world: int, tp: int, pp: int) -> RayWorkerGroup:
+        pools.append(RayResourcePool([world], use_gpu=False))
+        worker = RayClassWithInitArgs(TensorParallelActor, config_of("clip_cov"), tp=tp, pp=pp)
+        group = RayWorkerGroup(pools[-1], worker, timeout_s=300, threads=1)
+        group.init_model()
+        assert group.dp_size("actor") == world // (tp * pp)
+        return group
+
+    yield start
+    for pool in pools:
+        pool.release()
 
 
 def trained(group: RayWorkerGroup) -> tuple[DataProto, dict[str, float], list[dict[str, torch.Tensor]]]:
@@ -150,24 +161,26 @@ def trained(group: RayWorkerGroup) -> tuple[DataProto, dict[str, float], list[di
 
 
 @pytest.mark.slow
-def test_shards_of_several_ranks_train_like_one_rank(ray_session: None, tmp_path: Path) -> None:
+def test_shards_of_several_ranks_train_like_one_rank(
+    start: Callable[[int, int, int], RayWorkerGroup], tmp_path: Path
+) -> None:
     """Eight ranks: two stages, two shards, two parts of each tensor.
 
     clip_cov chooses tokens of the whole mini-batch, so its pre-pass must see each row once and only once.
     """
-    alone = started(1, 1, 1)
-    group = started(8, 2, 2)
+    alone = start(1, 1, 1)
+    group = start(8, 2, 2)
     check_protocols(group)
     expected_outputs, expected_metrics, (expected,) = trained(alone)
     outputs, metrics, weights = trained(group)
     for name in ("old_log_probs", "entropys"):
         torch.testing.assert_close(outputs.batch[name], expected_outputs.batch[name], atol=1e-5, rtol=1e-5)
-    start = TensorParallelEngine.initial_weights()
+    first = TensorParallelEngine.initial_weights()
     for rank in range(8):
         assert weights[rank].keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[rank][name], tensor, atol=1e-6, rtol=1e-6)
-            assert (tensor - start[name]).abs().max() > 1e-3  # it has moved, far beyond the tolerance
+            assert (tensor - first[name]).abs().max() > 1e-3  # it has moved, far beyond the tolerance
     assert metrics.keys() == expected_metrics.keys() and expected_metrics["actor/pg_clipfrac"] > 0
     for name, value in expected_metrics.items():
         if name.startswith("perf/"):  # memory

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_helpers import make_batch, make_engine, make_fields, policy_loss, spawn, value_loss
+from engine_helpers import make_batch, make_engine, make_fields, policy_loss, value_loss
 from megatron_helpers import make_megatron
 from megatron_models import checkpoint_tensors, tiny_config, tiny_model
+from ranks import spawn
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 

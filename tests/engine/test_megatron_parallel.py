@@ -13,11 +13,11 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
-    spawn,
     value_loss,
     weights,
 )
 from megatron_helpers import make_megatron, save_model
+from ranks import spawn
 
 from hybridrl.algorithms import linear_statistics
 from hybridrl.engine import MicroBatching

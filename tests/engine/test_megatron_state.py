@@ -19,12 +19,12 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
-    spawn,
     value_loss,
     weights,
 )
 from megatron_helpers import make_megatron, save_model
 from megatron_models import LAYERS, Built, tiny_config
+from ranks import spawn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 

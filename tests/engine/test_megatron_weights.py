@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_helpers import make_batch, make_engine, make_fields, policy_loss, spawn
+from engine_helpers import make_batch, make_engine, make_fields, policy_loss
 from megatron_helpers import make_megatron
 from megatron_models import COMMON, MODELS, Built, checkpoint_tensors, tiny_config, tiny_model
+from ranks import spawn
 from safetensors.torch import save_file
 from transformers import AutoConfig
 

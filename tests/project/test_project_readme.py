@@ -18,6 +18,8 @@ from hybridrl.config import load_config
 ROOTS = {
     "hybridrl.trainer.main_ppo": "ppo_trainer",
     "hybridrl.trainer.main_sft": "sft_trainer",
+    "hybridrl.trainer.main_dpo": "dpo_trainer",
+    "hybridrl.trainer.main_rm": "rm_trainer",
     "hybridrl.trainer.main_generation": "generation",
     "hybridrl.trainer.main_eval": "evaluation",
 }
@@ -36,8 +38,8 @@ def test_every_snippet_says_how_it_is_checked(page: str) -> None:
 
 def test_settings_of_commands_for_other_machines_compose() -> None:
     programs = []
-    pages = ("README.md", "docs/distillation.md")
-    for snippet in (one for page in pages for one in snippets(page, "compose")):
+    pages = ("README.md", "docs/reward_models.md", "docs/distillation.md")
+    for snippet in [one for page in pages for one in snippets(page, "compose")]:
         for python, flag, module, *words in snippet.commands:
             assert (python, flag) == ("python", "-m")
             assert importlib.util.find_spec(module) is not None, module

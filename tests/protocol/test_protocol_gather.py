@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import spawn
 from tensordict import TensorDict
 
 from hybridrl.errors import BatchError
@@ -26,34 +26,28 @@ def part(rank: int) -> DataProto:
     return DataProto.from_dict(tensors, {"uid": rows, "turns": [[1, 2]] * COUNTS[rank]}, {"rank": rank})
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", len(COUNTS))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(COUNTS))
-    try:
-        data = part(rank)
-        all_gather_data_proto(data, dist.group.WORLD)
-        whole = DataProto.concat([part(r).select(meta_info_keys=[]) for r in range(len(COUNTS))])
-        assert data.meta_info == {"rank": rank}
-        assert len(data) == sum(COUNTS)
-        assert set(data.batch.keys()) == {"x", "half", "flag", "tiny", "jagged"}
-        data.union(whole)  # refuses any difference
-        wrong = DataProto.from_dict({"x": torch.zeros(1, 2 + rank)})
-        with pytest.raises(ValueError, match="the group has fields"):
-            all_gather_data_proto(wrong, dist.group.WORLD)
-        data = part(rank) if rank == 0 else part(rank)[:0]
-        all_gather_data_proto(data, dist.group.WORLD)
-        data.union(part(0).select(meta_info_keys=[]))
-        assert len(data) == COUNTS[0]
-        texts = DataProto.from_dict(non_tensors={"uid": [str(rank)]})
-        all_gather_data_proto(texts, dist.group.WORLD)
-        assert texts.non_tensor_batch["uid"].tolist() == ["0", "1"]
-    finally:
-        dist.destroy_process_group()
+def run(rank: int) -> None:
+    data = part(rank)
+    all_gather_data_proto(data, dist.group.WORLD)
+    whole = DataProto.concat([part(r).select(meta_info_keys=[]) for r in range(len(COUNTS))])
+    assert data.meta_info == {"rank": rank}
+    assert len(data) == sum(COUNTS)
+    assert set(data.batch.keys()) == {"x", "half", "flag", "tiny", "jagged"}
+    data.union(whole)  # refuses any difference
+    wrong = DataProto.from_dict({"x": torch.zeros(1, 2 + rank)})
+    with pytest.raises(ValueError, match="the group has fields"):
+        all_gather_data_proto(wrong, dist.group.WORLD)
+    data = part(rank) if rank == 0 else part(rank)[:0]
+    all_gather_data_proto(data, dist.group.WORLD)
+    data.union(part(0).select(meta_info_keys=[]))
+    assert len(data) == COUNTS[0]
+    texts = DataProto.from_dict(non_tensors={"uid": [str(rank)]})
+    all_gather_data_proto(texts, dist.group.WORLD)
+    assert texts.non_tensor_batch["uid"].tolist() == ["0", "1"]
 
 
-def test_rows_of_all_ranks_in_rank_order(tmp_path):
-    mp.spawn(run, args=(str(tmp_path),), nprocs=len(COUNTS))
+def test_rows_of_all_ranks_in_rank_order() -> None:
+    spawn(run, len(COUNTS))
 
 
 def test_a_field_that_not_every_part_has_is_named() -> None:

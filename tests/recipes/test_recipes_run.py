@@ -20,16 +20,18 @@ from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
-    "ppo grpo grpo_megatron dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg cispo sapo gmpo "
-    "dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction "
-    "distillation sppo"
+    "ppo grpo grpo_lora grpo_megatron dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg cispo "
+    "sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
+    "distillation"
 )
 #: a metric that the recipe alone, or few with it, reports
 SHOWS = {
     "ppo": "critic/vf_loss",
     "grpo": "actor/kl_loss",
+    "grpo_lora": "actor/kl_loss",
     "grpo_megatron": "actor/kl_loss",
     "dapo": "filter_groups/generated",
+    "prime": "prime/loss",
     "remax": "critic/reward_baselines/mean",
     "pf_ppo": "critic/vf_loss",
     "rollout_correction": "rollout_corr/rollout_is_mean",

@@ -54,10 +54,12 @@ def scaled_policy(config: ActorRolloutRefConfig, ranks: int) -> Iterator[RayWork
     """A group of `ScaledPolicy`."""
     pool = RayResourcePool([ranks], use_gpu=False)
     cls = RayClassWithInitArgs(ScaledPolicy, config=config, role="actor_rollout")
-    group = RayWorkerGroup(pool, cls, threads=1)
-    group.init_model()
-    yield group
-    pool.release()
+    try:
+        group = RayWorkerGroup(pool, cls, threads=1)
+        group.init_model()
+        yield group
+    finally:
+        pool.release()
 
 
 def settings(model_dir: Path, *words: str, engine: str = "vllm") -> ActorRolloutRefConfig:

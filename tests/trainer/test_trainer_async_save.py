@@ -20,8 +20,8 @@ from test_trainer_sft import configured, conversations, records  # noqa: F401 (a
 
 from hybridrl.checkpoint import CheckpointError, verify
 from hybridrl.observe.timeline import rank_seconds, read_timeline
-from hybridrl.trainer.sft.run_sft import run_sft
-from hybridrl.trainer.sft.trainer import SFTTrainer
+from hybridrl.trainer.supervised.run_supervised import run_supervised
+from hybridrl.trainer.supervised.trainer import SupervisedTrainer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -46,7 +46,7 @@ if saved_parts.write_boxes.__name__ == "write_boxes":
     saved_parts.write_boxes = slow
 """
 
-Report = Callable[[SFTTrainer, int], None]
+Report = Callable[[SupervisedTrainer, int], None]
 
 
 @pytest.fixture
@@ -59,16 +59,16 @@ def run(
     """Fine-tune into a folder, and call a function after each step, before it is saved."""
 
     def started(name: str, *words: str, after_step: Report = lambda trainer, step: None) -> Any:
-        report = SFTTrainer.report
+        report = SupervisedTrainer.report
 
-        def observed(self: SFTTrainer, metrics: Any) -> None:
+        def observed(self: SupervisedTrainer, metrics: Any) -> None:
             report(self, metrics)
             after_step(self, self.run.step)
 
         with monkeypatch.context() as patch:
-            patch.setattr(SFTTrainer, "report", observed)
+            patch.setattr(SupervisedTrainer, "report", observed)
             settings = ["trainer.total_training_steps=4", "trainer.save_freq=2", *words]
-            return run_sft(configured(micro_model, conversations, tmp_path / name, 2, *settings))
+            return run_supervised(configured(micro_model, conversations, tmp_path / name, 2, *settings))
 
     return started
 
@@ -104,7 +104,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(run: Callable[..., Any],
     words = ["checkpoint.async_save=True", f"model.external_lib={tmp_path / 'slow.py'}"]
     steps = tmp_path / "goes_on"
 
-    def after_step(trainer: SFTTrainer, step: int) -> None:
+    def after_step(trainer: SupervisedTrainer, step: int) -> None:
         if step == 3:  # this step was taken while the writers waited
             assert (steps / "global_step_2.tmp").is_dir() and not (steps / "global_step_2").exists()
             (tmp_path / "go").touch()
@@ -129,7 +129,7 @@ def test_a_stop_waits_for_the_checkpoint_and_a_full_disk_is_told_after_the_next_
     words = ["checkpoint.async_save=True", f"model.external_lib={tmp_path / 'slow.py'}"]
     folder = tmp_path / "stopped"
 
-    def stop(trainer: SFTTrainer, step: int) -> None:
+    def stop(trainer: SupervisedTrainer, step: int) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             (tmp_path / "go").touch()
@@ -138,7 +138,7 @@ def test_a_stop_waits_for_the_checkpoint_and_a_full_disk_is_told_after_the_next_
     assert (outcome.step, outcome.stopped_by, outcome.checkpoint) == (2, "SIGTERM", folder / "global_step_2")
     verify(folder / "global_step_2")
 
-    def fill(trainer: SFTTrainer, step: int) -> None:
+    def fill(trainer: SupervisedTrainer, step: int) -> None:
         if step == 3:
             (tmp_path / "full").touch()
 

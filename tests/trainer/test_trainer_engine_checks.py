@@ -12,8 +12,8 @@ from test_trainer_sft import configured, conversations  # noqa: F401 (a fixture)
 from hybridrl.config import ModelConfig, OptimConfig, load_config
 from hybridrl.errors import ModelError
 from hybridrl.models.tiny import build_tiny_model
-from hybridrl.trainer.sft.build import prepare
 from hybridrl.trainer.startup import check_engine
+from hybridrl.trainer.supervised.build import prepare
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from hybridrl.errors import PlacementError
 from hybridrl.programs import main
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.ppo.forecast import changes_that_fit, check_before_loading, forecast_run, refuse_if_too_large
-from hybridrl.trainer.sft import forecast as tuning
-from hybridrl.trainer.sft.trainer import as_responses
+from hybridrl.trainer.supervised import forecast as tuning
+from hybridrl.trainer.supervised.rows import as_responses
 from hybridrl.workers.forecast import forecast_model, forecast_roles
 from hybridrl.workers.model_worker import micro_batching
 

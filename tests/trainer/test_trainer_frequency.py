@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import load_config
-from hybridrl.trainer.sft.trainer import SFTTrainer
+from hybridrl.trainer.supervised.trainer import SupervisedTrainer
 
 
 class Rows(list):
@@ -29,7 +29,7 @@ def test_frequencies(tmp_path: Path, value: str, due: list[int]) -> None:
             *("data.train_batch_size=2", f"trainer.default_local_dir={tmp_path}"),
         ],
     )
-    run = SFTTrainer(config, train_dataset=Rows()).run  # 4 batches of 2, the incomplete one is left out
+    run = SupervisedTrainer(config, train_dataset=Rows()).run  # 4 batches of 2, the incomplete one is left out
     found: dict[str, list[int]] = {"save_freq": [], "test_freq": []}
     for step in range(1, run.total_steps + 1):
         run.step = step

@@ -16,7 +16,7 @@ from hybridrl.config import load_config
 from hybridrl.errors import ModelError, RolloutError
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.trainer.ppo.run_ppo import run_ppo
-from hybridrl.trainer.sft.run_sft import run_sft
+from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(600)]
 
@@ -151,7 +151,7 @@ def test_fine_tuning_equals_that_of_fsdp2(model, conversations, tmp_path, size) 
     eps = "optim.override_optimizer_config.eps=1e-3"
     for name, words in chosen.items():
         saved = ["trainer.test_freq=1", "trainer.save_freq=3", "checkpoint.save_contents=[model,hf_model]", eps]
-        run_sft(configured(model, conversations, tmp_path / name, 2, *saved, *words))
+        run_supervised(configured(model, conversations, tmp_path / name, 2, *saved, *words))
     first, second = (records(tmp_path / name) for name in chosen)
     assert [sorted(line) for line in first] == [sorted(line) for line in second] and len(first) == 6
     for one, other in zip(first, second, strict=True):

@@ -17,8 +17,8 @@ from hybridrl.config import SFTTrainerConfig, load_config
 from hybridrl.data import create_sft_dataset, create_sft_loader
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller import WorkerError
-from hybridrl.trainer.sft.run_sft import run_sft
-from hybridrl.trainer.sft.trainer import as_responses
+from hybridrl.trainer.supervised.rows import as_responses
+from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -129,7 +129,7 @@ def test_training_equals_a_plain_loop(
         "trainer.resume_mode=disable",
     ]
     config = configured(micro_model, conversations, tmp_path / "run", ranks, *settings)
-    run_sft(config)
+    run_supervised(config)
 
     plain = PlainLoop(micro_model)
     dataset = create_sft_dataset(config.data.train_files, config.data, plain.tokenizer)
@@ -168,7 +168,7 @@ def test_batch_of_a_failed_update_is_kept(micro_model: Path, conversations: Path
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
     with pytest.raises(WorkerError) as caught:
-        run_sft(configured(model, conversations, tmp_path / "run", 1))
+        run_supervised(configured(model, conversations, tmp_path / "run", 1))
     assert "loss" in str(caught.value)
     kept = tmp_path / "run" / "failed_batch_step_1"
     assert str(kept) in "".join(caught.value.__notes__)

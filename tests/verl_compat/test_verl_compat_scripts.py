@@ -156,7 +156,7 @@ def test_each_key_is_told_as_mapped_without_effect_or_not_supported(script: Path
     script.write_text(
         "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=org/model "
         "actor_rollout_ref.actor.lr=1e-5 trainer.use_legacy_worker_impl=disable algorithm.gama=1 "
-        "actor_rollout_ref.model.lora_rank=8"
+        "actor_rollout_ref.model.mtp.enable=True"
     )
     assert command.main(["script", "--report", str(script)]) == 2
     lines = capsys.readouterr().out.splitlines()
@@ -165,7 +165,7 @@ def test_each_key_is_told_as_mapped_without_effect_or_not_supported(script: Path
         ("actor_rollout_ref.actor.lr=1e-5", "mapped", "actor_rollout_ref.actor.optim.lr"),
         ("trainer.use_legacy_worker_impl=disable", "no effect here", "workers"),
         ("algorithm.gama=1", "not supported", "algorithm.gamma"),
-        ("actor_rollout_ref.model.lora_rank=8", "not supported", "LoRA"),
+        ("actor_rollout_ref.model.mtp.enable=True", "not supported", "multi-token"),
     ):
         (line,) = [line for line in lines if word in line and not line.strip().startswith("cannot run")]
         assert line.split(word)[0].strip() == state and why in line
@@ -206,9 +206,10 @@ def test_placeholders_stand_for_files_and_models(tmp_path: Path) -> None:
     words = [
         *("data.train_files=[nowhere.parquet]", "data.val_files=nowhere.parquet", "actor_rollout_ref.model.path=./no"),
         *("custom_reward_function.path=gone.py", "trainer.resume_mode=resume_path", "trainer.resume_from_path=gone"),
+        *("reward_model.enable=True", "reward_model.model.path=./no_rewards"),
     ]
     one = Command("verl.trainer.main_ppo", words, tmp_path)
-    assert len(examine(one).faults) == 5
+    assert len(examine(one).faults) == 6
     assert examine(one, Placeholders(tmp_path)).faults == []
     code = [
         *("data.train_files=a.parquet", "data.val_files=a.parquet", "actor_rollout_ref.model.path=m"),
@@ -240,7 +241,7 @@ def test_the_table_counts_commands_and_reasons(tmp_path: Path, capsys) -> None:
     )
     (examples / "good.sh").write_text(f"set -u\n{good}\n")
     (examples / "bad.sh").write_text(
-        f"set -u\n{good} actor_rollout_ref.model.lora_rank=8\n{good} model_engine=veomni\n"
+        f"set -u\n{good} actor_rollout_ref.model.mtp.enable=True\n{good} model_engine=veomni\n"
     )
     (examples / "sft.sh").write_text(
         'if [ "$#" -lt 2 ]; then exit 1; fi\n'
@@ -254,7 +255,7 @@ def test_the_table_counts_commands_and_reasons(tmp_path: Path, capsys) -> None:
     assert command.main(["table", f"mine={tmp_path}", "--into", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("a\n") and text.endswith("z\n")
-    assert "| it trains with VeOmni | 1 | 1 |" in text and "| LoRA is not built | 1 | 1 |" in text
+    assert "| it trains with VeOmni | 1 | 1 |" in text and "| multi-token prediction is not built | 1 | 1 |" in text
     (tmp_path / "empty").mkdir()
     assert command.main(["table", str(tmp_path / "empty")]) == 2
     assert "empty" in capsys.readouterr().err

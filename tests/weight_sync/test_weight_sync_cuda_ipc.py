@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from ranks import spawn
 from ray.exceptions import RayActorError, RayTaskError
 
 from hybridrl.utils import device, distributed
@@ -62,9 +61,7 @@ def transfer(rank: int, engines: dict[tuple[int, ...], Engine], weights: int) ->
     return Record.shared, Record.reclaimed
 
 
-def on_each_rank(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(rank, 2, "127.0.0.1", port, timeout_seconds=120)
+def on_each_rank(rank: int) -> None:
     device.SharedMemory = Record  # type: ignore[misc]
     device.uuid_of = lambda here: f"GPU {rank}"
     send.ray = SimpleNamespace(get=answer)
@@ -92,7 +89,6 @@ def on_each_rank(rank: int, port: int) -> None:
 
     without_ipc(rank)
     distributed.barrier()  # no rank is one collective behind
-    distributed.destroy_process_group()
 
 
 def without_ipc(rank: int) -> None:
@@ -112,7 +108,4 @@ def without_ipc(rank: int) -> None:
 
 @pytest.mark.slow
 def test_memory_is_shared_only_with_engines_that_open_it() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(on_each_rank, args=(port,), nprocs=2, join=True)
+    spawn(on_each_rank, 2)

@@ -1,7 +1,6 @@
 """Shards from a training process into engine processes of their own: each gets its part, and nothing is left behind."""
 
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
-import torch.multiprocessing as mp
+from ranks import spawn
 from ray.exceptions import RayActorError
 
 from hybridrl.engine.capabilities import WeightShard
@@ -109,9 +108,8 @@ def engines(*halves: int, **options) -> list:  # type: ignore[type-arg]
     return [actor.remote(half, **options) for half in halves]
 
 
-def on_two_ranks(rank: int, port: int) -> None:
+def on_two_ranks(rank: int) -> None:
     monkeypatch = pytest.MonkeyPatch()
-    distributed.init_process_group(rank, 2, "127.0.0.1", port, timeout_seconds=30.0)
     try:
         assert distributed.broadcast_object({"of rank": rank}) == {"of rank": 0}
 
@@ -149,15 +147,11 @@ def on_two_ranks(rank: int, port: int) -> None:
         assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("psm_")}
     finally:
         monkeypatch.undo()
-        distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_ranks_decide_alike_and_share_the_memory_of_their_node() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(on_two_ranks, args=(port,), nprocs=2, join=True)
+    spawn(on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("fails", ["load", "load and settle"])

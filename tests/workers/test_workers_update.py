@@ -92,7 +92,14 @@ def arranged(batch: DataProto, mini_batches: list[np.ndarray], dp_size: int) -> 
 def test_a_group_of_two_shards_on_four_ranks_trains_on_every_row(ray_session: None) -> None:
     """Four ranks are two copies of the model. A batch that is arranged for four shards would lose half of its rows."""
     worker = RayClassWithInitArgs(RecordingWorker, timeout_s=100)
-    group = RayWorkerGroup(RayResourcePool([4], use_gpu=False), worker, timeout_s=200)
+    pool = RayResourcePool([4], use_gpu=False)
+    try:
+        check_every_row_is_trained(RayWorkerGroup(pool, worker, timeout_s=200))
+    finally:
+        pool.release()
+
+
+def check_every_row_is_trained(group: RayWorkerGroup) -> None:
     group.init_model()
     assert (group.world_size, group.dp_size("actor")) == (4, 2)
     mini_batches = [np.arange(8), np.arange(8, 15)]  # the second does not divide

@@ -138,14 +138,14 @@ def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
     own = roles.get("actor_rollout_ref")
     if not in_reward and not (actor.use_kl_loss and actor.kl_loss_type == "full"):
         return
-    if roles.get("ref", own) != own:
+    if config.has_reference_model and roles.get("ref", own) != own:
         yield (
             f"{where}=full compares the logits of both policies, too large to send between processes, and "
             f"placement.roles.ref={roles['ref']} is not the actor's pool {own}; remove placement.roles.ref, or use "
             "low_var_kl"
         )
     dtypes = [engine_settings(part).dtype for part in (actor, config.actor_rollout_ref.ref)]
-    if dtypes[0] != dtypes[1]:
+    if config.has_reference_model and dtypes[0] != dtypes[1]:
         group = engine_group(actor)
         yield (
             f"{where}=full compares both policies on the same micro-batches, and {_ACTOR}.{group}.dtype={dtypes[0]} "

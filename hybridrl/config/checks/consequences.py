@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hybridrl.config.checks.distillation import distillation_notices
 from hybridrl.config.roles import active_roles, pool_of
+from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.root import PPOTrainerConfig, RootConfig
 from hybridrl.config.schema.trainer import RunConfig
 from hybridrl.registry import ADV_ESTIMATORS
@@ -40,6 +41,20 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             f"{_ROLLOUT}.val_kwargs.n={check.n} with do_sample=False: greedy samples of a prompt are all alike, so "
             f"validation costs {check.n} times as much for the same result. Set val_kwargs.do_sample=True and a "
             "temperature, or n=1"
+        )
+    if config.actor_rollout_ref.model.adapted:
+        ref, plain = config.actor_rollout_ref.ref.fsdp_config, FSDPConfig()
+        names = ("param_offload", "offload_policy", "dtype", "model_dtype", "fsdp_size")
+        if unread := [f"{name}={ref[name]}" for name in names if ref[name] != plain[name]]:
+            yield (
+                f"actor_rollout_ref.ref.fsdp_config: {', '.join(unread)} has no effect with an adapter: the reference "
+                "is the policy without it, so no second model is loaded"
+            )
+    part = config.reward.reward_model
+    if part.model.path and not part.enable:
+        yield (
+            f"reward.reward_model.model.path={part.model.path} has no effect without reward.reward_model.enable: no "
+            "reward model takes part"
         )
     yield from _of_profiling(config)
     yield from distillation_notices(config)

@@ -1,6 +1,7 @@
 """Cross-checks before anything starts: valid settings that conflict with each other or with this machine."""
 
 import functools
+import math
 import operator
 import os
 import re
@@ -19,11 +20,11 @@ from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
+from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
 from hybridrl.config.output import as_dict
 from hybridrl.config.own_settings import read_own
-from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.data import PromptConfig
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.rollout import RolloutConfig
@@ -32,15 +33,15 @@ from hybridrl.config.schema.root import (
     GenerationConfig,
     PPOTrainerConfig,
     RootConfig,
-    SFTTrainerConfig,
+    SupervisedConfig,
 )
 from hybridrl.config.schema.trainer import JobConfig, RunConfig, TrainerConfig
-from hybridrl.config.strategies import ranks_per_sequence
 from hybridrl.errors import ConfigError
 from hybridrl.notify import notify
 from hybridrl.registry import (
     ADV_ESTIMATORS,
     INFERENCE_ENGINES,
+    OBJECTIVES,
     POLICY_LOSSES,
     REWARD_MANAGERS,
     TRAIN_ENGINES,
@@ -90,8 +91,8 @@ def check_values(config: RootConfig) -> list[str]:
 
 
 def _checks(config: RootConfig) -> Iterator[Iterable[str]]:
-    if isinstance(config, SFTTrainerConfig):
-        return _sft_checks(config)
+    if isinstance(config, SupervisedConfig):
+        return _supervised_checks(config)
     if isinstance(config, GenerationConfig):
         return _generation_checks(config)
     if isinstance(config, EvaluationConfig):
@@ -114,7 +115,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield _check_sampling(policy.rollout)
     yield _check_trainable(policy.rollout)
     yield _check_replicas(policy.rollout)
-    yield _check_transfer(policy.rollout)
+    yield _check_transfer(policy.rollout, policy.model.adapted)
     yield _check_run(trainer)
     yield _check_keep(config)
     yield _check_devices(trainer, config.ray_kwargs.ray_init)
@@ -136,10 +137,14 @@ def _chosen_rollout(rollout: RolloutConfig) -> dict[str, tuple[Registry[Any], st
     return {} if rollout.name == "auto" else {f"{_ROLLOUT}.name": (INFERENCE_ENGINES, rollout.name)}
 
 
-def _sft_checks(config: SFTTrainerConfig) -> Iterator[Iterable[str]]:
+def _supervised_checks(config: SupervisedConfig) -> Iterator[Iterable[str]]:
+    chosen: dict[str, tuple[Registry[Any], str]] = {
+        "engine.strategy": (TRAIN_ENGINES, config.engine.strategy),
+        f"{config.objective_group}.loss_type": (OBJECTIVES, config.objective.loss_type),
+    }
     yield check_model("model", config.model, config.trainer.device)
-    yield check_names("", config.model.external_lib, {"engine.strategy": (TRAIN_ENGINES, config.engine.strategy)})
-    yield _check_conversations(config)
+    yield check_names("", config.model.external_lib, chosen)
+    yield check_supervised(config)
     yield check_contents("checkpoint", config.checkpoint, config.trainer)
     yield check_optimizer("optim", config.optim)
     yield _check_run(config.trainer)
@@ -227,41 +232,10 @@ def _check_endpoint(rollout: RolloutConfig) -> Iterator[str]:
         yield f"{where}.api_key_env={settings.api_key_env}: the environment variable is not set"
 
 
-def _check_conversations(config: SFTTrainerConfig) -> Iterator[str]:
-    data = config.data
-    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
-    if data.custom_cls.path is None:
-        yield from check_files("data.train_files", data.train_files)
-        yield from check_files("data.val_files", data.val_files)
-    if not data.train_files:
-        yield f"data.train_files is not set; give files with conversations ({KINDS})"
-    if not data.val_files and config.trainer.test_freq not in (-1, 0):
-        yield f"trainer.test_freq={config.trainer.test_freq} without data.val_files; set them, or trainer.test_freq=-1"
-    if (data.prompt_key is None) != (data.response_key is None):
-        given = "prompt_key" if data.prompt_key else "response_key"
-        yield f"data.{given}={data[given]} alone: set data.prompt_key and data.response_key, or neither for messages"
-    if data.micro_batch_size_per_gpu > data.train_batch_size and data.micro_batch_size_per_gpu != MICRO_BATCH_SIZE:
-        yield (
-            f"data.micro_batch_size_per_gpu={data.micro_batch_size_per_gpu} is more than data.train_batch_size="
-            f"{data.train_batch_size}, the sequences of one step"
-        )
-    ranks = ranks_per_sequence(config.engine)
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu * ranks < data.max_length:
-        shared = f" on {ranks} ranks" if ranks > 1 else ""
-        yield (
-            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} is less than data.max_length="
-            f"{data.max_length}: the longest sequence does not fit into a micro-batch"
-        )
-    if 0 <= data.train_max_samples < data.train_batch_size:
-        yield (
-            f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size="
-            f"{data.train_batch_size}: there would be no batch"
-        )
-
-
 def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
     manager = config.reward.reward_manager
     yield from check_functions(config.reward, config)
+    yield from _check_reward_model(config)
     if manager.source == "importlib":
         module = manager.module
         yield from check_class("reward.reward_manager.module", module.path, module.name, "path", "name")
@@ -271,6 +245,30 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
     elif (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
         yield from read_own(settings, config.reward.reward_kwargs, "reward.reward_kwargs.", config)[1]
+
+
+def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
+    where, part, placed = "reward.reward_model", config.reward.reward_model, config.placement.roles
+    if not part.enable:
+        return
+    if not math.isfinite(part.weight):
+        yield f"{where}.weight={part.weight}: must be finite"
+    if part.combine == "only":
+        for name in ("custom_reward_function.path", "functions"):
+            if functools.reduce(getattr, name.split("."), config.reward):
+                yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
+    if part.model.adapted:
+        yield (
+            f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
+            "reward model is frozen and read without an adapter; merge the adapter into the model that path names"
+        )
+    if part.enable_resource_pool and not part.nnodes:
+        yield f"{where}.enable_resource_pool=True without {where}.nnodes; set it, and n_gpus_per_node"
+    if part.own_pool and "reward_model" in placed:
+        yield (
+            f"{where}.enable_resource_pool=True and placement.roles.reward_model={placed['reward_model']} both say "
+            "where the reward model runs; set one of them"
+        )
 
 
 # ---------------------------------------------------------------- lengths and sampling
@@ -331,8 +329,14 @@ def _check_replicas(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _check_transfer(rollout: RolloutConfig) -> Iterator[str]:
+def _check_transfer(rollout: RolloutConfig, adapted: bool) -> Iterator[str]:
     where, transfer = f"{_ROLLOUT}.checkpoint_engine", rollout.checkpoint_engine
+    if adapted and (transfer.check_weights or transfer.delta or transfer.method == "planned"):
+        yield (
+            f"{where}.method={transfer.method}, check_weights={transfer.check_weights} and delta={transfer.delta} with "
+            "an adapter (actor_rollout_ref.model.lora_rank or lora_adapter_path), which is merged into whole tensors "
+            "that cannot be sent by a plan; set method to auto or streamed, and the others to false"
+        )
     if transfer.check_weights and transfer.method == "streamed":
         yield (
             f"{where}.check_weights=True with method=streamed: only weights that are sent by a plan are compared; set "

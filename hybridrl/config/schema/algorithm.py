@@ -83,6 +83,14 @@ class AlgorithmConfig(ConfigNode):
         "sppo: a sample wins with probability sigmoid(scale * difference of scores); null: if it scores more",
         gt=0,
     )
+    reward_dpo_coef: float = key(1.0, "prime: weight of the process rewards in the advantage", ge=0)
+    reward_gt_coef: float = key(1.0, "prime: weight of the outcome in the advantage", ge=0)
+    prime_norm: str = key(
+        "none",
+        "prime; batch_norm: divide process rewards by the batch's largest sum of remaining ones",
+        choices=("none", "batch_norm"),
+    )
+    prime_whiten: bool = key(False, "prime: whiten the advantages over all response tokens")
     normalize_rewards: str = key(
         "none",
         "batch, running: a sequence's score minus the mean and divided by the standard deviation of the batch, of the "

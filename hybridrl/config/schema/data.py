@@ -34,7 +34,11 @@ class PromptConfig(ConfigNode):
     ground_truth_key: str | None = key(
         None, "column of the ground truth; null: reward_model holds it, as {style, ground_truth}"
     )
-    max_prompt_length: int = key(512, "maximum tokens per prompt", gt=0)
+    image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
+    mm_processor_kwargs: dict[str, Any] = key(
+        {}, "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}"
+    )
+    max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
     filter_overlong_prompts: bool = key(False, "drop prompts that are longer than max_prompt_length")
     filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
@@ -66,22 +70,17 @@ class DataConfig(PromptConfig):
 
 
 @dataclass
-class SFTDataConfig(ConfigNode):
-    """`data` of `sft_trainer`."""
+class SupervisedDataConfig(ConfigNode):
+    """What `data` of `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
 
     train_files: list[str] = key([], f"training data: {_FILES}; must be set")
     val_files: list[str] = key([], f"validation data: {_FILES}; none: no validation")
     train_max_samples: int = key(-1, "number of training rows to use; -1: all", ge=-1)
     val_max_samples: int = key(-1, "number of validation rows to use; -1: all", ge=-1)
     system_prompt: str | None = key(None, "system message of conversations that have none; null: none is added")
-    messages_key: str = key("messages", "column of the chat messages; used unless prompt_key and response_key are set")
-    prompt_key: str | None = key(None, "column of the prompt, if rows are prompt and response")
-    response_key: str | None = key(None, "column of the response")
-    prompt_dict_keys: list[str] = key([], "names inside the column prompt_key, outermost first: prompt_key.a.b")
-    response_dict_keys: list[str] = key([], "names inside the column response_key, outermost first")
-    train_batch_size: int = key(256, "sequences per optimizer step, counted over all processes", gt=0)
-    micro_batch_size_per_gpu: int = key(8, "sequences that a process computes at once", gt=0)
-    use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by sequences")
+    train_batch_size: int = key(256, "rows per optimizer step, counted over all processes", gt=0)
+    micro_batch_size_per_gpu: int = key(8, "rows that a process computes at once", gt=0)
+    use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by rows")
     max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0)
     max_length: int = key(1024, "maximum tokens per sequence", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
@@ -89,7 +88,35 @@ class SFTDataConfig(ConfigNode):
     seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0)
     num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     apply_chat_template_kwargs: dict[str, Any] = key({}, "further arguments of the chat template")
+    tools_key: str = key("tools", "column of the tools that a row's template gets: a list of schemas, or that as JSON")
+    enable_thinking_key: str = key("enable_thinking", "column of true or false, which a row's template gets")
+    enable_thinking_default: bool | None = key(None, "what it gets for rows without a value; null: nothing")
     custom_cls: CustomClassConfig = group(CustomClassConfig, "own dataset class")
+
+
+@dataclass
+class SFTDataConfig(SupervisedDataConfig):
+    """`data` of `sft_trainer`; a row is a conversation."""
+
+    messages_key: str = key("messages", "column of the chat messages; used unless prompt_key and response_key are set")
+    prompt_key: str | None = key(None, "column of the prompt, if rows are prompt and response")
+    response_key: str | None = key(None, "column of the response")
+    prompt_dict_keys: list[str] = key([], "names inside the column prompt_key, outermost first: prompt_key.a.b")
+    response_dict_keys: list[str] = key([], "names inside the column response_key, outermost first")
+
+
+@dataclass
+class PairsDataConfig(SupervisedDataConfig):
+    """`data` of `dpo_trainer` and `rm_trainer`; a row is a pair of answers to one prompt."""
+
+    prompt_key: str = key("prompt", "column of the prompt (text or messages), where answers do not begin with it")
+    chosen_key: str = key("chosen", "column of the better answer: text, its messages, or the whole conversation")
+    rejected_key: str = key("rejected", "column of the worse answer, in the same form")
+    margin_key: str | None = key(None, "column of numbers by how much the chosen answer is better; null: none")
+    filter_pairs: bool = key(
+        False, "leave out pairs with an empty answer, two equal answers or too many tokens; false: refuse or cut them"
+    )
+    micro_batch_size_per_gpu: int = key(4, "pairs that a process computes at once", gt=0)
 
 
 @dataclass

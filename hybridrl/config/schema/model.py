@@ -31,6 +31,19 @@ class ModelConfig(ConfigNode):
         "Python module or file, or several joined by commas, imported before anything is built, to register user code",
     )
     override_config: dict[str, Any] = key({}, "entries that override the model's config.json, e.g. attn_implementation")
+    lora_rank: int = key(
+        0, "fsdp2: rank of a LoRA adapter (PEFT), which is trained while the model's weights are frozen; 0: none", ge=0
+    )
+    lora_alpha: int = key(16, "scale of the adapter: its product is multiplied by lora_alpha / lora_rank", gt=0)
+    target_modules: str | list[str] = key(
+        "all-linear",
+        "linear layers that get an adapter: names or ends of names, or a regular expression of whole names; "
+        "all-linear: all but the output layer and routers",
+    )
+    exclude_modules: str | list[str] | None = key(None, "of these layers, those that get none; written likewise")
+    lora_adapter_path: str | None = key(
+        None, "folder of an adapter in PEFT's format to go on from; its own rank, alpha and layers count"
+    )
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, slower")
     recompute_granularity: str = key(
         "full",
@@ -54,3 +67,8 @@ class ModelConfig(ConfigNode):
         "sessions), forward and backward; results are the same",
     )
     use_remove_padding: bool = key(True, "compute without padding if the attention kernel supports it")
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter is trained, or used, with the weights frozen."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

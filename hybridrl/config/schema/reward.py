@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.schema import names
-from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
+from hybridrl.config.schema.engine import FSDPConfig, strategy_key
+from hybridrl.config.schema.megatron import MegatronConfig
+from hybridrl.config.schema.model import ModelConfig
+from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.registry import REWARD_MANAGERS
 
 
@@ -90,6 +94,56 @@ class ScoringConfig(ConfigNode):
     timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
 
 
+_POLICY = "${actor_rollout_ref.model."
+
+
+@dataclass
+class RewardModelConfig(ConfigNode):
+    """`reward.reward_model`: a classifier that scores responses."""
+
+    enable: bool = key(False, "a reward model takes part in the run")
+    combine: str = key(
+        "auto",
+        "how its score and that of reward functions make the reward; sum: weight * its score + theirs; only: functions "
+        "do not run; auto: sum if the settings name a function, otherwise only",
+        choices=("auto", "sum", "only"),
+    )
+    weight: float = key(1.0, "factor of its score")
+    model: ModelConfig = group(
+        ModelConfig,
+        external_lib=Follow(_POLICY + "external_lib}", None),
+        trust_remote_code=Follow(_POLICY + "trust_remote_code}", False),
+    )
+    max_length: int | None = key(None, "tokens of a conversation that it reads; the rest is cut off; null: all", gt=0)
+    strategy: str = strategy_key(follows="${oc.select:actor_rollout_ref.actor.strategy,fsdp2}")
+    micro_batch_size_per_gpu: int = key(
+        MICRO_BATCH_SIZE,
+        "sequences that a process computes at once",
+        follows="${oc.select:actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,8}",
+        gt=0,
+    )
+    use_dynamic_bsz: bool = key(
+        False,
+        "fill micro-batches by tokens, not by sequences",
+        follows="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}",
+    )
+    forward_max_token_len_per_gpu: int = key(32768, "most tokens per micro-batch", gt=0)
+    enable_resource_pool: bool = key(False, "it runs in processes of its own: nnodes x n_gpus_per_node")
+    n_gpus_per_node: int = key(8, "processes per node of that pool", gt=0)
+    nnodes: int = key(0, "nodes of that pool", ge=0)
+    fsdp_config: FSDPConfig = group(
+        FSDPConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
+    )
+    megatron: MegatronConfig = group(
+        MegatronConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
+    )
+
+    @property
+    def own_pool(self) -> list[int]:
+        """The processes of its own pool, by node; empty if `placement` says where it runs."""
+        return [self.n_gpus_per_node] * self.nnodes if self.enable and self.enable_resource_pool else []
+
+
 @dataclass
 class RewardConfig(ScoringConfig):
     """`reward` of `ppo_trainer`."""
@@ -106,3 +160,11 @@ class RewardConfig(ScoringConfig):
     max_error_rate: float = key(
         0.1, "with on_error=zero or drop, the run ends if a larger share of a batch's samples fails", ge=0, le=1
     )
+    reward_model: RewardModelConfig = group(RewardModelConfig)
+
+    @property
+    def runs_functions(self) -> bool:
+        """Whether reward functions run; otherwise the reward model alone scores."""
+        named = bool(self.functions) or self.custom_reward_function.path is not None
+        how = self.reward_model.combine
+        return not self.reward_model.enable or how == "sum" or (how == "auto" and named)

@@ -1,22 +1,30 @@
-"""The whole trees: `ppo_trainer`, `sft_trainer`, `generation` and `evaluation`."""
+"""The whole trees: `ppo_trainer`, `sft_trainer`, `dpo_trainer`, `rm_trainer`, `generation` and `evaluation`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridrl.config.schema.actor import ActorConfig, RefConfig
 from hybridrl.config.schema.algorithm import AlgorithmConfig
 from hybridrl.config.schema.critic import CriticConfig
-from hybridrl.config.schema.data import DataConfig, EvaluationDataConfig, GenerationDataConfig, SFTDataConfig
+from hybridrl.config.schema.data import (
+    DataConfig,
+    EvaluationDataConfig,
+    GenerationDataConfig,
+    PairsDataConfig,
+    SFTDataConfig,
+    SupervisedDataConfig,
+)
 from hybridrl.config.schema.distillation import DistillationConfig
 from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, group, key
+from hybridrl.config.schema.objective import DPOConfig, ObjectiveConfig, RMConfig, SFTObjectiveConfig
 from hybridrl.config.schema.profiler import GlobalProfilerConfig
 from hybridrl.config.schema.reward import RewardConfig, ScoringConfig
 from hybridrl.config.schema.rollout import RolloutConfig
 from hybridrl.config.schema.trainer import JobConfig, PlacementConfig, RayConfig, SFTRunConfig, TrainerConfig
-from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from hybridrl.registry import ADV_ESTIMATORS, OBJECTIVES, POLICY_LOSSES
 
 #: groups of files in `configs/` that choose a training engine for all roles
 MODEL_ENGINES = ("dp", "megatron")
@@ -64,19 +72,70 @@ class PPOTrainerConfig(ConfigNode):
         needs = POLICY_LOSSES.facts(actor.policy_loss.loss_mode).needs
         return self.algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in needs
 
+    @property
+    def has_reference_model(self) -> bool:
+        """Whether the reference policy is a model of its own. With LoRA it is the policy without its adapter."""
+        return self.use_reference and not self.actor_rollout_ref.model.adapted
+
 
 @dataclass
-class SFTTrainerConfig(ConfigNode):
-    """`sft_trainer`: all settings of `python -m hybridrl.trainer.main_sft`."""
+class SupervisedConfig(ConfigNode):
+    """What `sft_trainer`, `dpo_trainer` and `rm_trainer` share."""
+
+    #: the group that chooses the objective
+    objective_group: ClassVar[str]
 
     model: ModelConfig = group(ModelConfig)
     engine: SFTEngineConfig = group(SFTEngineConfig)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
-    data: SFTDataConfig = group(SFTDataConfig)
+    data: SupervisedDataConfig = group(SupervisedDataConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     trainer: SFTRunConfig = group(SFTRunConfig)
     placement: PlacementConfig = group(PlacementConfig, roles={"model": "global"})
     ray_kwargs: RayConfig = group(RayConfig)
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """What is minimised."""
+        found: ObjectiveConfig = getattr(self, self.objective_group)
+        return found
+
+    @property
+    def reference(self) -> str | None:
+        """Where log-probabilities of the reference are from (`dpo.reference`); None if the objective needs none."""
+        if not OBJECTIVES.facts(self.objective.loss_type).reference:
+            return None
+        starts_as_base = self.model.lora_rank > 0 and self.model.lora_adapter_path is None
+        given: str | None = self.objective.get("reference")
+        return given or ("adapter" if starts_as_base else "model")
+
+
+@dataclass
+class SFTTrainerConfig(SupervisedConfig):
+    """`sft_trainer`: all settings of `python -m hybridrl.trainer.main_sft`."""
+
+    objective_group: ClassVar[str] = "sft"
+    data: SFTDataConfig = group(SFTDataConfig)
+    sft: SFTObjectiveConfig = group(SFTObjectiveConfig)
+
+
+@dataclass
+class DPOTrainerConfig(SupervisedConfig):
+    """`dpo_trainer`: all settings of `python -m hybridrl.trainer.main_dpo`."""
+
+    objective_group: ClassVar[str] = "dpo"
+    optim: OptimConfig = group(OptimConfig, lr=1e-6)
+    data: PairsDataConfig = group(PairsDataConfig)
+    dpo: DPOConfig = group(DPOConfig)
+
+
+@dataclass
+class RMTrainerConfig(SupervisedConfig):
+    """`rm_trainer`: all settings of `python -m hybridrl.trainer.main_rm`."""
+
+    objective_group: ClassVar[str] = "rm"
+    data: PairsDataConfig = group(PairsDataConfig)
+    rm: RMConfig = group(RMConfig)
 
 
 @dataclass
@@ -103,15 +162,21 @@ class EvaluationConfig(ConfigNode):
     reward: ScoringConfig = group(ScoringConfig)
 
 
-RootConfig = PPOTrainerConfig | SFTTrainerConfig | GenerationConfig | EvaluationConfig
+RootConfig = PPOTrainerConfig | SupervisedConfig | GenerationConfig | EvaluationConfig
 
 ROOTS: dict[str, type[RootConfig]] = {
     "ppo_trainer": PPOTrainerConfig,
     "sft_trainer": SFTTrainerConfig,
+    "dpo_trainer": DPOTrainerConfig,
+    "rm_trainer": RMTrainerConfig,
     "generation": GenerationConfig,
     "evaluation": EvaluationConfig,
 }
 #: trees that share groups with another tree under the same names: tree -> (other tree, groups)
 SHARED_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("dpo_trainer", "rm_trainer"),
+        ("sft_trainer", ("model", "engine", "optim", "checkpoint", "trainer", "placement", "ray_kwargs")),
+    ),
     "generation": ("ppo_trainer", ("actor_rollout_ref", "data")),
 }

@@ -61,7 +61,7 @@ class RunConfig(JobConfig):
 class SFTRunConfig(RunConfig):
     """`trainer` of `sft_trainer`."""
 
-    save_freq: int | str = key(  # type: ignore[assignment]  # `SFTTrainer` gives a run the number of steps
+    save_freq: int | str = key(  # type: ignore[assignment]  # `SupervisedTrainer` gives a run the number of steps
         -1,
         "steps between checkpoints, or after_each_epoch; -1: only the last step (save_last)",
         ge=-1,

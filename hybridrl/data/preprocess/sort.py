@@ -5,7 +5,8 @@
 A prompt is `Sort: 31524` and its answer is `#### 12345`. The reward (data source `hybridrl/sort`) is 1 for an exact
 match. The script writes `train.parquet` and `test.parquet` for reinforcement learning (disjoint prompts), and
 `sft_train.parquet` and `sft_val.parquet` for the supervised warm start: the same prompts with their answers as
-`messages`.
+`messages`. `pairs_train.parquet` and `pairs_val.parquet` are for DPO and reward models: the same prompts with the
+answer as `chosen` and a wrong order of the digits as `rejected`; `margin` is the share of digits in a wrong place.
 """
 
 from __future__ import annotations
@@ -65,10 +66,30 @@ def sft_row(digits: str) -> dict[str, Any]:
     }
 
 
+def pair_row(digits: str, seed: int) -> dict[str, Any]:
+    """Build one row of the pairs: the prompt, the correct answer, and the same digits in another order.
+
+    A prompt whose digits are all equal has no other order; the last one is left out then.
+    """
+    right = answer(digits)
+    draw, wrong = random.Random(f"{seed} {digits}"), right
+    while wrong == right and len(set(right)) > 1:
+        wrong = "".join(draw.sample(right, len(right)))
+    if wrong == right:
+        wrong = right[:-1]
+    misplaced = sum(one != other for one, other in zip(right, wrong.ljust(len(right)), strict=True))
+    return {
+        "prompt": [{"role": "user", "content": f"Sort: {digits}"}],
+        "chosen": [{"role": "assistant", "content": f"#### {right}"}],
+        "rejected": [{"role": "assistant", "content": f"#### {wrong}"}],
+        "margin": misplaced / len(right),
+    }
+
+
 def write_sort_data(
     out: str | Path, *, seed: int = 0, train_size: int = 8000, test_size: int = 256, length: int = 5
 ) -> Path:
-    """Write the four files into `out` (created if missing). The same arguments give the same rows.
+    """Write the six files into `out` (created if missing). The same arguments give the same rows.
 
     Raises:
         UserError: fewer different prompts exist than requested.
@@ -80,6 +101,8 @@ def write_sort_data(
     write_rows(folder / "test.parquet", (rl_row(digits, "test", index) for index, digits in enumerate(test)))
     write_rows(folder / "sft_train.parquet", map(sft_row, train))
     write_rows(folder / "sft_val.parquet", map(sft_row, test))
+    write_rows(folder / "pairs_train.parquet", (pair_row(digits, seed) for digits in train))
+    write_rows(folder / "pairs_val.parquet", (pair_row(digits, seed) for digits in test))
     return folder
 
 

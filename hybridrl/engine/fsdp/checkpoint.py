@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.engine import saved_parts
+from hybridrl.engine.fsdp import adapted
 from hybridrl.engine.optim import low_bit
 from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes
 from hybridrl.engine.saved_parts import SEPARATOR
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.views import View, within_shape
-from hybridrl.models import loading, value
+from hybridrl.models import loading, lora, value
 from hybridrl.utils import device, distributed
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def parts(engine: FSDPEngine) -> saved_parts.Parts:
         schedule=engine.schedule,
         seed=engine.engine_config.seed,
         hf_writer=partial(_hf_writer, engine),
+        notes={} if engine.adapter is None else adapted.notes(engine),
+        check_notes=None if engine.adapter is None else partial(adapted.check_base, engine.model_config.path),
     )
 
 
@@ -67,20 +70,20 @@ def _own_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, View]:
 
 def _views_to_write(engine: FSDPEngine) -> Mapping[str, View]:
     try:
-        return engine.checkpoint_views()
+        return engine.exported.views()
     except ModelError:  # a conversion that computes; what is saved has the names of the module
-        return _own_views(engine.own_tensors())
+        return _own_views(engine.exported.own())
 
 
 def _views_to_read(engine: FSDPEngine, names: Iterable[str]) -> Mapping[str, View]:
     """The views by which a checkpoint was written: earlier versions used the names of the module."""
-    own = _own_views(engine.own_tensors())
-    return own if set(names) <= own.keys() else engine.checkpoint_views()
+    own = _own_views(engine.exported.own())
+    return own if set(names) <= own.keys() else engine.exported.views()
 
 
 def _weights(engine: FSDPEngine) -> Iterator[SavedBox]:
     if engine.copy_of_model == 0:
-        yield from (part for _, part in parts_of(engine, engine.own_tensors(), _views_to_write(engine)))
+        yield from (part for _, part in parts_of(engine, engine.exported.own(), _views_to_write(engine)))
 
 
 def _optimizer_state(engine: FSDPEngine) -> Iterator[SavedBox]:
@@ -120,10 +123,10 @@ def _quantised_state(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 def _load_weights(engine: FSDPEngine, saved: SavedBoxes) -> None:
     views = _views_to_read(engine, saved.names)
-    of_buffers = {name for name, view in views.items() if view.source not in engine._parameters}
+    of_buffers = {name for name, view in views.items() if view.source not in engine.exported.parameters}
     saved_parts.check_same_model({name: view.shape for name, view in views.items()}, saved, of_buffers)
     stored = frozenset(saved.names)
-    for _, part in parts_of(engine, engine.own_tensors(), views):
+    for _, part in parts_of(engine, engine.exported.own(), views):
         if part.name in stored:
             _read(part, saved)
 
@@ -204,7 +207,8 @@ def _scalar(engine: FSDPEngine, saved: SavedBoxes, name: str, where: torch.devic
 def _hf_writer(engine: FSDPEngine, copy: bool) -> Callable[[Path], None] | None:
     """Gather the weights on rank 0, and return what writes them as Hugging Face does. All ranks call it together.
 
-    They have the dtype of the checkpoint that training started from.
+    They have the dtype of the checkpoint that training started from. An adapter is merged into them, and is written by
+    itself into a folder of theirs.
 
     Args:
         engine: whose weights they are.
@@ -212,23 +216,33 @@ def _hf_writer(engine: FSDPEngine, copy: bool) -> Callable[[Path], None] | None:
     """
     dtype = getattr(engine.config, "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else None
-    state = {}
-    for name, tensor in engine.whole_tensors(dtype):
-        if distributed.get_rank() == 0:
-            held = tensor.cpu().contiguous()
-            state[name] = held.clone() if copy and held.data_ptr() == tensor.data_ptr() else held
+    state = _held(engine.exported.whole_tensors(dtype), copy)
+
+    adapter = {} if engine.adapter is None else _held(engine.exported.adapter_tensors(), copy)
 
     def write(folder: Path) -> None:
         _write_hf(engine, folder, state)
+        if engine.adapter is not None:
+            lora.save(folder / lora.FOLDER, engine.adapter.config, adapter)
 
     if copy:
         return write if distributed.get_rank() == 0 else None
     return lambda folder: distributed.on_rank_0(lambda: write(folder))
 
 
+def _held(tensors: Iterator[tuple[str, torch.Tensor]], copy: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors in main memory of rank 0; all ranks iterate together."""
+    state = {}
+    for name, tensor in tensors:
+        if distributed.get_rank() == 0:
+            held = tensor.cpu().contiguous()
+            state[name] = held.clone() if copy and held.data_ptr() == tensor.data_ptr() else held
+    return state
+
+
 def _write_hf(engine: FSDPEngine, folder: Path, state: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if engine.model_type == "value_model":
+    if engine.model_type != "language_model":
         value.save_value_model(state, engine.config, folder)
     else:
         loading.save_language_model(state, engine.config, folder, engine.model_config.trust_remote_code)

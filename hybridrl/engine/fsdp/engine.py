@@ -22,13 +22,15 @@ from hybridrl.engine.capabilities import (
     CopiesState,
     ExportsShards,
     GeneratesInPlace,
+    HasAdapters,
     ReplaysRouting,
     WeightShard,
 )
 from hybridrl.engine.forecast import Forecast, Workload
-from hybridrl.engine.fsdp import checkpoint
+from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
 from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
+from hybridrl.engine.fsdp.exported import Exported
 from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import (
     ChangedOutputError,
@@ -42,29 +44,37 @@ from hybridrl.engine.fsdp.offload import Offload
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
-from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.fsdp.sharding import ShardedModule, Weights
+from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
+from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
-from hybridrl.engine.microbatch import Layout, dummy_layout
+from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
 from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.engine.saved_parts import State
-from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
+from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
-from hybridrl.hybrid_engine.views import View, checkpoint_views
-from hybridrl.models import attention, loading, stored, tree_attention, value
+from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
+from hybridrl.models.kinds import KINDS
+from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
+from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.utils import device, distributed
 from hybridrl.utils.metrics import Metric
 
 
-@TrainEngines.register("fsdp2", settings="hybridrl.config.schema.engine:FSDPConfig")
+@TrainEngines.register(
+    "fsdp2",
+    model_types=("language_model", "value_model", "reward_model"),
+    settings="hybridrl.config.schema.engine:FSDPConfig",
+)
 class FSDPEngine(
     MicroBatchedEngine,
     CopiesState,
@@ -72,12 +82,13 @@ class FSDPEngine(
     ComputesFromLogits,
     GeneratesInPlace,
     ExportsShards,
+    HasAdapters,
     ReplaysRouting,
 ):
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
-        model_type: `language_model` or `value_model`.
+        model_type: `language_model`, `value_model` or `reward_model`.
         model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
             use_remove_padding, ...
         engine: An `FSDPConfig`: dtypes, sharding, offload.
@@ -86,6 +97,8 @@ class FSDPEngine(
     Attributes:
         module: The model; under FSDP2 with several ranks, its parameters are shards.
         config: Its Hugging Face configuration.
+        adapter: What is trained in place of the weights, with LoRA; else None.
+        exported: Its tensors as they are saved and sent.
     """
 
     def __init__(self, model_type: str, model: Any, engine: Any, optim: Any = None):
@@ -100,7 +113,7 @@ class FSDPEngine(
         self._sequences: SequenceParallel | None = None
         self._fuses = self._fusing_settled = False
         self._masters: MasterWeights | None = None
-        self._views: dict[str, View] | None = None
+        self.adapter: lora.Adapter | None = None
         self._router_loss: RouterLoss | None = None
         self.reference: FSDPEngine | None = None
 
@@ -110,6 +123,9 @@ class FSDPEngine(
     def check(cls, model: Any, engine: Any, ranks: int, optim: Any = None) -> None:
         check_activations(model, engine)
         check_router_loss(model, engine)
+        check_vision(model, engine)
+        if model.adapted:
+            adapted.check(model, engine, optim)
         if optim is not None:
             check_optimizer(optim)
         if model.share_prefixes:
@@ -139,6 +155,8 @@ class FSDPEngine(
         self._seed()
         self.config = config_of(model)
         loading.check_weights(loading.checked_source(model.path))
+        check_vision(model, engine)
+        self._sees_images = is_vision_model(self.config)
         self._sequences = of_settings(engine.ulysses_sequence_parallel_size, model, self.config)
         if self._sequences is not None:
             self.config._attn_implementation = attention.VARLEN
@@ -165,11 +183,8 @@ class FSDPEngine(
             check_router_loss(model, engine)
             top_k = int(self.config.get_text_config().num_experts_per_tok)
             self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k)
-        self._parameters = dict(self._masters.named if self._masters else self.module.named_parameters())
-        buffers = dict(self.module.named_buffers())
-        # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
-        self._exported = [name for name in self.module.state_dict() if name in self._parameters or name in buffers]
-        self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self.exported = Exported(self.module, self._masters, self.compute_dtype, self.adapter)
+        self._trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
         if self.optim_config is not None:
             self.optimizer = build_optimizer(
                 self._trainable.values(), self.optim_config, hidden_matrices(self.module, self._trainable)
@@ -252,20 +267,44 @@ class FSDPEngine(
             notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
 
     def _build(self) -> nn.Module:
-        build = loading.build_language_model if self.model_type == "language_model" else value.build_value_model
-        return build(self.config, self.model_dtype, self.model_config.trust_remote_code)
+        build = KINDS[self.model_type].build
+        return self._adapted(build(self.config, self._base_dtype, self.model_config.trust_remote_code))
 
     def _load(self) -> nn.Module:
-        load: Any = loading.load_language_model if self.model_type == "language_model" else value.load_value_model
-        return load(self.model_config.path, self.config, self.model_dtype, self.model_config.trust_remote_code)
+        load = KINDS[self.model_type].load
+        module = self._adapted(
+            load(self.model_config.path, self.config, self._base_dtype, self.model_config.trust_remote_code)
+        )
+        if self.adapter is not None:
+            lora.fill(module, self._first_values())
+        return module
 
-    def _open(self) -> stored.StoredWeights:
+    def _open(self) -> Weights:
         """The weights to shard, in the dtype of the checkpoint."""
-        read = stored.open_language_model if self.model_type == "language_model" else value.open_value_model
-        return read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
+        read = KINDS[self.model_type].open
+        weights = read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
+        if self.adapter is None:
+            return weights
+        assert self._sharded is not None
+        return adapted.AdaptedWeights(weights, self._first_values(), self._sharded.module)
+
+    @property
+    def _base_dtype(self) -> torch.dtype:
+        """Nothing accumulates in frozen weights, so they need no more precision than the computation."""
+        return self.compute_dtype if self.model_config.adapted else self.model_dtype
+
+    def _adapted(self, module: nn.Module) -> nn.Module:
+        if self.model_config.adapted:
+            self.adapter = adapted.attach(module, self.model_config, self.model_dtype)
+        return module
+
+    def _first_values(self) -> dict[str, torch.Tensor]:
+        return adapted.adapter_of(self).first_values(self.engine_config.seed, self.model_config.lora_adapter_path)
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
+        if self._sees_images:
+            prepare_vision(module, self.engine_config)
         if self.optim_config is None:
             module.requires_grad_(False)
         else:
@@ -336,12 +375,25 @@ class FSDPEngine(
     def update_metrics(self) -> dict[str, Metric]:
         return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)
 
+    def _plan(self, batch: DataProto, micro: MicroBatching) -> BatchPlan:
+        plan = super()._plan(batch, micro)
+        if self._sees_images:
+            plan.images = BatchImages(batch, self.config)
+        return plan
+
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
+        return [self._for_all_ranks(layout) for layout in super()._layouts(plan, function)]
+
+    def _for_all_ranks(self, layout: Layout) -> Layout:
+        """The micro-batch with what every rank has to compute where any does."""
+        return with_some_image(layout, self.config) if self._sees_images and self._sharded else layout
+
     def _settle_fusing(self) -> None:
         """Before the first pass, find out on two tokens whether the model leaves the output of its head as it is."""
         if not self._fuses or self._fusing_settled:
             return
         self._fusing_settled = True
-        layout, _ = self._own_part(dummy_layout())
+        layout, _ = self._own_part(self._for_all_ranks(dummy_layout()))
         # Each rank has to see what happens to an output, also one whose tokens have none.
         layout = replace(layout, selected=torch.zeros(1, dtype=torch.int64), labels=torch.zeros(1, dtype=torch.int64))
         layout = layout.to(device.current_device())
@@ -385,7 +437,8 @@ class FSDPEngine(
         reference = None
         if "ref_kl" in wanted.outputs:
             assert self.reference is not None
-            reference = self.reference.response_logits(layout)
+            with self.without_adapter() if self.reference is self else contextlib.nullcontext():
+                reference = self.reference.response_logits(layout)
         logits = self._logits(layout)
         kept = reference is not None or function is not None
         found = compute_outputs(logits, layout, wanted.temperature, wanted.outputs, reference, keeps_logits=kept)
@@ -498,42 +551,23 @@ class FSDPEngine(
             config._attn_implementation = chosen
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
-
-    def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like `export_weights`, with the names of the module."""
-        for name in self._exported:
-            tensor = self._tensor(name, dtype)
-            if name not in self._parameters:
-                yield name, tensor
-                continue
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to(device.current_device())  # an offloaded shard has to be there to be gathered
-            if dtype is not None:
-                tensor = tensor.to(dtype)  # before it is gathered, so that fewer bytes travel
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return self.exported.weights(dtype)
 
     def export_shards(self, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
-        views = self.checkpoint_views()
-        tensors = {name: self._tensor(name, dtype) for name in self._exported}
+        if self.adapter is not None:
+            raise ModelError("an adapter is merged into whole tensors, so there are no shards to send")
+        views = self.exported.views()
+        tensors = {name: self.exported.tensor(name, dtype) for name in self.exported.own()}
         for source, part in checkpoint.parts_of(self, tensors, views):
-            keeps = source not in self._parameters
+            keeps = source not in self.exported.parameters
             yield WeightShard(part.name, part.shape, part.box.start, part.values, keeps_dtype=keeps)
 
-    def checkpoint_views(self) -> dict[str, View]:
-        """Which box of the module's tensors each tensor of its Hugging Face checkpoint is.
+    def without_adapter(self) -> contextlib.AbstractContextManager[None]:
+        return adapted.adapter_of(self).off()
 
-        Raises:
-            ModelError: one is computed from the module's tensors and is no part of them.
-        """
-        if self._views is None:
-            shapes = {name: tuple(tensor.shape) for name, tensor in self.own_tensors().items()}
-            self._views = checkpoint_views(lambda named: loading.to_checkpoint_names(self.module, named), shapes)
-        return self._views
-
-    def own_tensors(self) -> dict[str, torch.Tensor]:
-        """Master weights and saved buffers, by their names in the module; tied ones once."""
-        return {name: self._tensor(name, None) for name in self._exported}
+    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        adapted.adapter_of(self)
+        return self.exported.adapter_tensors(dtype)
 
     @property
     def copy_of_model(self) -> int:
@@ -543,14 +577,6 @@ class FSDPEngine(
     def training_layout(self) -> ShardedLayout:
         return ShardedLayout() if self._sharded is None else self._sharded.layout
 
-    def _tensor(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-        """A tensor of the module; of the copies that there are, that in the given dtype."""
-        if name not in self._parameters:
-            return self.module.get_buffer(name)
-        # Master weights are on the device during updates only.
-        computing = self._masters is not None and dtype is self.compute_dtype
-        return (self.module.get_parameter(name) if computing else self._parameters[name]).detach()
-
     def _shard(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         """What this rank holds of a tensor of the module."""
         if not isinstance(tensor, DTensor):
@@ -559,9 +585,7 @@ class FSDPEngine(
         return self._sharded.box(tensor), tensor.to_local()
 
     def weight_bytes(self, dtype: torch.dtype | None = None) -> int:
-        size = sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters.values())
-        buffers = [self.module.get_buffer(name) for name in self._exported if name not in self._parameters]
-        return size + sum(buffer.numel() * buffer.itemsize for buffer in buffers)
+        return self.exported.bytes(dtype)
 
     def first_step_bytes(self) -> int:
         if self.optimizer is None or self._keeps_state_in_main_memory:

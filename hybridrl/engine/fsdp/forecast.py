@@ -17,7 +17,8 @@ from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models import attention, loading, value
+from hybridrl.models import attention, loading, lora
+from hybridrl.models.kinds import KINDS
 from hybridrl.utils import device
 
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
@@ -45,16 +46,20 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     packed = bool(model.use_remove_padding) and attention.why_not_packed(config) is None
     packed = packed and attention.takes_boundaries(str(config._attn_implementation))
     config._attn_implementation = _ATTENTION
-    build = loading.build_language_model if model_type == "language_model" else value.build_value_model
-    module = build(config, compute, model.trust_remote_code)
+    module = KINDS[model_type].build(config, compute, model.trust_remote_code)
+    if model.adapted:
+        lora.attach(module, model, compute)
     loading.disable_dropout(module)
     fused = bool(model.use_fused_kernels) and model_type == "language_model"
     passes = _Passes(module, fused, packed, work, engine.ulysses_sequence_parallel_size)
     shards = 1 if ranks == 1 else (ranks if engine.fsdp_size in (-1, 0) else min(engine.fsdp_size, ranks))
     count = sum(parameter.numel() for parameter in module.parameters())
-    whole = count * stored.itemsize
-    weights, masters = (count * compute.itemsize, whole) if ranks == 1 else (whole // shards, 0)
-    if ranks == 1 and compute == stored:
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    whole = trained * stored.itemsize  # frozen weights have the dtype of the computation
+    weights, masters = (count * compute.itemsize, whole) if ranks == 1 else (0, 0)
+    if ranks > 1:
+        weights = (whole + (count - trained) * compute.itemsize) // shards
+    elif compute == stored:
         masters = 0
     states = gradients = 0
     if optim is not None:
@@ -81,7 +86,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
 
 def _states(module: nn.Module, dtype: torch.dtype, optim: Any) -> int:
     """Bytes of the optimizer's state for all parameters, which it gets in this dtype."""
-    named = dict(module.named_parameters())
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     updated = {id(parameter): torch.empty_like(parameter, dtype=dtype) for parameter in named.values()}
     matrices = [updated[id(parameter)] for parameter in hidden_matrices(module, named)]
     return state_bytes(updated.values(), optim, matrices)
@@ -92,7 +97,7 @@ def _of_update(module: Any, passes: _Passes, model: Any, micro: MicroBatching | 
     assert micro is not None
     # What is offloaded is counted: it leaves the device while the next layer is computed.
     save_activations(module, replace(model, enable_activation_offload=False))
-    for parameter in module.parameters():
+    for parameter in filter(lambda one: one.requires_grad, module.parameters()):
         # Gradients are counted apart. Until it is added to the others, that of a parameter is part of the peak.
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     everything = passes.peak(micro, training=True)
@@ -183,7 +188,8 @@ def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool
     held = total if trains and not engine.reshard_after_forward else rest + sum(ends[1:]) + 2 * largest
     buffer = max(largest, rest)
     size = (min(held, total) + buffer) * compute.itemsize
-    return size + (buffer * (compute.itemsize + _REDUCED) if trains else 0)
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return size + (min(buffer, trained) * (compute.itemsize + _REDUCED) if trains else 0)
 
 
 def _elements(module: nn.Module) -> int:

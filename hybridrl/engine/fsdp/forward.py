@@ -17,6 +17,7 @@ from hybridrl.engine.prefix_plan import TreeLayout
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import packed_row
 from hybridrl.models.tree_attention import flat_row
+from hybridrl.models.vision import placed_at
 
 
 class SelectingHead:
@@ -114,7 +115,10 @@ def response_logits(
         packed, options = flat_row(), {"prefix_paths": layout.paths}
     if options and sequence_group is not None:
         options["sequence_group"] = sequence_group
-    with packed, head.selecting(layout.selected):
+    images = layout.images
+    if images is not None:
+        options |= images.tensors
+    with packed, head.selecting(layout.selected), placed_at(None if images is None else images.places):
         logits: torch.Tensor = module(
             input_ids=layout.input_ids,
             position_ids=layout.position_ids,

@@ -18,7 +18,7 @@ from hybridrl.models.value import ValueHead
 class MasterWeights:
     """Master weights of a module, whose parameters are converted to `compute_dtype`.
 
-    A value head stays in float32 and is its own master weight.
+    A value head stays in float32 and is its own master weight. So are frozen parameters, in which nothing accumulates.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype):
@@ -27,15 +27,16 @@ class MasterWeights:
         self.named: dict[str, nn.Parameter] = {}
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
+            self.named[name] = parameter
             if id(parameter) in kept:
-                self.named[name] = parameter
                 continue
-            master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            master = nn.Parameter(parameter.detach().clone()) if parameter.requires_grad else None
             parameter.data = parameter.detach().to(compute_dtype)
+            if master is None:
+                continue
             self.named[name] = master
             self._pairs.append((parameter, master))
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._collector(master))
+            parameter.register_post_accumulate_grad_hook(self._collector(master))
 
     def copy_to_module(self) -> None:
         """Copy the master weights into the module."""

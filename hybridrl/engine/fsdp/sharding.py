@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,19 @@ from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.shards import Box
 from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models.loading import decoder_layer_classes
-from hybridrl.models.stored import StoredWeights, named_tensors
+from hybridrl.models.stored import Specs, named_tensors
 from hybridrl.models.value import ValueModel
 from hybridrl.utils import device, distributed
+
+
+class Weights(Protocol):
+    """Weights that are read one after the other, such as `StoredWeights`."""
+
+    def specs(self) -> Specs:
+        """What `tensors` yields, without reading it."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor once, by its name in the module that is filled."""
 
 
 def build_mesh(fsdp_size: int) -> DeviceMesh:
@@ -87,7 +97,7 @@ class ShardedModule:
             for unit, following in itertools.pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
 
-    def fill(self, open_weights: Callable[[], StoredWeights]) -> None:
+    def fill(self, open_weights: Callable[[], Weights]) -> None:
         """Distribute the weights that `open_weights` returns. It is called on rank 0 only.
 
         A device holds one whole parameter at a time, and rank 0 holds one decoder layer in main memory. Weights are
@@ -98,10 +108,10 @@ class ShardedModule:
         """
         message: list[Any] = [None, None]
 
-        def described() -> StoredWeights | None:
+        def described() -> Weights | None:
             try:
                 source = open_weights()
-                message[0] = [(name, t.dtype, tuple(t.shape)) for name, t in named_tensors(source.module)]
+                message[0] = source.specs()
                 return source
             except Exception as error:  # all ranks must see the error, or the others would wait forever
                 message[1] = error
@@ -219,7 +229,7 @@ def _collect_by_size(module: nn.Module, least: int, units: list[Any], skipped: s
     return 0
 
 
-def _announced(source: StoredWeights | None) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _announced(source: Weights | None) -> Iterator[tuple[str, torch.Tensor | None]]:
     """On every rank the name of the next tensor, in the order in which rank 0 reads them, and there its value.
 
     Raises:

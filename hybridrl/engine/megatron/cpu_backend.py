@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hybridrl.utils import device
+from hybridrl.utils.source import parsed
 
 _PACKAGE = "megatron"
 #: where rewritten code finds the stand-in
@@ -140,7 +141,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)  # never the cached bytecode of the unmodified source
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:  # type: ignore[override]
-        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
+        tree = ast.fix_missing_locations(_Rewrite().visit(parsed(data, path)))
         code: types.CodeType = compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
         return code
 

@@ -102,6 +102,10 @@ class ReplicaPool:
         """
         self.supervisor.release(tags)
 
+    def lend(self, tags: Sequence[str]) -> None:
+        """Return device memory as `release` does, while the weights stay as they are."""
+        self.supervisor.lend(tags)
+
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Take device memory again."""
         self.supervisor.resume(tags)

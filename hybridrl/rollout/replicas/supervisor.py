@@ -336,6 +336,11 @@ class Supervisor:
             self.weights_will_change()
             self._release(tags)
 
+    def lend(self, tags: Sequence[str]) -> None:
+        """See `ReplicaPool.lend`."""
+        with self._flow_lock:
+            self._release(tags)
+
     def _release(self, tags: Sequence[str]) -> None:
         released = [tag for tag in tags if tag in self._memory]
         if not released:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.config import ActorRolloutRefConfig, GenerationConfig, RolloutConfig
+from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout import InPlaceRollout, Rollout, SamplingParams
@@ -43,6 +44,12 @@ def start_processes(
     engine = resolve_rollout(policy, pool.use_gpu)
     if not INFERENCE_ENGINES.facts(engine).in_place:
         check_layout(devices_per_replica(policy), pool.store)
+        if policy.model.adapted:
+            raise RolloutError(
+                f"actor_rollout_ref.model.lora_adapter_path={policy.model.lora_adapter_path} with {engine}, which "
+                "reads the weights of model.path alone: set model.path to the merged model (hf_model of a checkpoint, "
+                "or python -m hybridrl.checkpoint.merge), or rollout.name=hf"
+            )
 
         def start_replicas() -> Rollout:
             return start_rollout(policy, None, pool, threads=trainer.threads_per_worker, log_folder=log_folder)

@@ -15,6 +15,7 @@ from hybridrl.algorithms import (
 )
 from hybridrl.algorithms.config_access import ConfigView
 from hybridrl.config import AlgorithmConfig, PFPPOConfig, PPOTrainerConfig
+from hybridrl.config.roles import active_roles
 from hybridrl.protocol import DataProto
 from hybridrl.workers.losses import FULL_KL
 
@@ -32,6 +33,7 @@ def check_estimator(config: PPOTrainerConfig) -> None:
         "old_log_probs",
         "reward_baselines",
     }  # the last two are computed for an estimator that needs them
+    available |= {name for spec in active_roles(config) for one in spec.passes for name in one.gives}
     if config.use_critic:
         available.add("values")
     if config.actor_rollout_ref.actor.calculate_sum_pi_squared:

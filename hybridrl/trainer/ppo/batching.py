@@ -152,6 +152,7 @@ def spread_over_ranks(
     dp_size: int,
     seeds: Sequence[int] | None = None,
     families: np.ndarray | None = None,
+    rows_together: int = 1,
 ) -> tuple[DataProto, tuple[MiniBatch, ...]]:
     """Arrange a batch for one update call: by shard, and by mini-batch within each shard.
 
@@ -164,6 +165,8 @@ def spread_over_ranks(
         dp_size: number of shards, `WorkerGroup.dp_size`.
         seeds: seed of each mini-batch; None means 0 for all.
         families: for each row of the batch what it belongs to; see `split_rows`.
+        rows_together: so many consecutive rows of a mini-batch stay together, in their order. Copies that pad it are
+            copies of all of them.
 
     Returns:
         The arranged batch, and its mini-batches for an `UpdatePlan`.
@@ -180,15 +183,17 @@ def spread_over_ranks(
     is_copy: list[list[bool]] = [[] for _ in range(dp_size)]
     planned = []
     for number, rows in enumerate(mini_batches):
-        missing = -len(rows) % dp_size
-        padded = np.concatenate([rows, np.repeat(rows[:1], missing)])
-        parts = split_rows(workload[padded].tolist(), dp_size, None if families is None else families[padded])
+        units = rows.reshape(-1, rows_together)
+        missing = -len(units) % dp_size
+        padded = np.concatenate([units, np.repeat(units[:1], missing, axis=0)])
+        first = padded[:, 0]
+        parts = split_rows(workload[padded].sum(1).tolist(), dp_size, None if families is None else families[first])
         for shard, part in enumerate(parts):
-            shards[shard].extend(padded[part].tolist())
-            is_copy[shard].extend(index >= len(rows) for index in part)
+            shards[shard].extend(padded[part].ravel().tolist())
+            is_copy[shard].extend(index >= len(units) for index in part for _ in range(rows_together))
         planned.append(
             MiniBatch(
-                rows=len(padded) // dp_size,
+                rows=padded.size // dp_size,
                 tokens=int(tokens_of[rows].sum()),
                 sequences=int((tokens_of[rows] > 0).sum()),
                 seed=0 if seeds is None else seeds[number],

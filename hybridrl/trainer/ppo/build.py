@@ -11,7 +11,9 @@ from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.config.roles import active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
-from hybridrl.models.info import check_same_tokenizer, checked_identity, tokenizer_of
+from hybridrl.errors import ModelError
+from hybridrl.models.info import check_same_tokenizer, checked_identity, config_of, tokenizer_of
+from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
@@ -41,6 +43,7 @@ def prepare(
     check_algorithm(config)
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
+    _check_images(config)
     if config.use_critic:
         check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
     _check_engines(config)
@@ -75,6 +78,24 @@ def check_rollout(config: PPOTrainerConfig, use_gpu: bool) -> None:
     check_layout(devices_per_replica(policy), [rollout.n_gpus_per_node] * rollout.nnodes or list(shared))
 
 
+def _check_images(config: PPOTrainerConfig) -> None:
+    """Refuse roles that would read prompts without their images."""
+    policy = config.actor_rollout_ref.model
+    seeing = is_vision_model(config_of(policy))
+    for spec in active_roles(config):
+        model = getattr(spec.config_of(config), "model", None)
+        if isinstance(model, ModelConfig) and is_vision_model(config_of(model)) != seeing:
+            raise ModelError(
+                f"{spec.where}.model.path={model.path} and actor_rollout_ref.model.path={policy.path}: one reads "
+                "images and the other does not; use models of one kind for all roles"
+            )
+    if seeing and config.use_critic:
+        raise ModelError(
+            f"actor_rollout_ref.model.path={policy.path} is a vision-language model, and critics of images are not "
+            "built: set algorithm.adv_estimator to one without a critic, such as grpo"
+        )
+
+
 def _check_engines(config: PPOTrainerConfig) -> None:
     """Refuse settings of training engines that do not fit their processes or models, and models without weights."""
     for spec in active_roles(config):
@@ -98,15 +119,17 @@ def _with_data(
 ) -> RayPPOTrainer:
     """Read the data while the processes of the reward function start."""
     data = config.data
-    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
+    processor = processor_of(config.actor_rollout_ref.model, data.mm_processor_kwargs)
+    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, "data.train_files", processor)
     val = None
     if data.val_files:
-        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
+        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files", processor)
     check_rows(train, config)
     reward.check(train, val)
-    report_missing(train, "data.train_files")
-    if val is not None:
-        report_missing(val, "data.val_files")
+    if config.reward.runs_functions:
+        report_missing(train, "data.train_files")
+        if val is not None:
+            report_missing(val, "data.val_files")
     return RayPPOTrainer(
         config,
         tokenizer,

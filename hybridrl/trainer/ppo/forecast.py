@@ -24,6 +24,7 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     (f"{_ACTOR}.ppo_max_token_len_per_gpu", "a sequence"),
     (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", "a sequence"),
     ("critic.ppo_max_token_len_per_gpu", "a sequence"),
+    ("reward.reward_model.forward_max_token_len_per_gpu", "a sequence"),
     (f"{_MODEL}.enable_gradient_checkpointing", True),
     ("critic.model.enable_gradient_checkpointing", True),
     (f"{_MODEL}.recompute_granularity", "full"),
@@ -32,6 +33,7 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     (f"{_ACTOR}.fsdp_config.optimizer_offload", True),
     ("actor_rollout_ref.ref.fsdp_config.param_offload", True),
     ("distillation.fsdp_config.param_offload", True),
+    ("reward.reward_model.fsdp_config.param_offload", True),
     ("critic.fsdp.optimizer_offload", True),
     (f"{_ACTOR}.fsdp_config.param_offload", True),
     ("critic.fsdp.param_offload", True),
@@ -71,6 +73,9 @@ class RunForecast(MemoryForecast):
             if one is None or spec is None:
                 continue
             others = self._resident(name) - one.resident + (self.sleeping if self._with_policy(name) else 0)
+            if spec.scoring is not None:  # an engine on the same devices keeps its weights meanwhile
+                engine = max(self.receiving, self.sleeping) if self._with_policy(name) else 0.0
+                found[spec.scoring.phase] = self._resident(name) - one.resident + engine + one.without_gradients
             for each in spec.passes:
                 found[each.phase] = others + one.without_gradients
             if spec.update is not None:
@@ -159,6 +164,8 @@ def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> It
         if key.startswith("critic.") and not config.use_critic:
             continue
         if key.startswith("distillation.") and not config.distillation.enabled:
+            continue
+        if key.startswith("reward.") and not config.reward.reward_model.enable:
             continue
         if value == "a sequence":
             if get_key(config, key) > sequence:

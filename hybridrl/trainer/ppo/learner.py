@@ -16,10 +16,11 @@ from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import ROUTED_EXPERTS
+from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.adapter_probe import AdapterProbe
 from hybridrl.trainer.ppo.advantage import (
     SLOT,
     apply_kl_penalty,
@@ -98,6 +99,7 @@ class Learner:
         self.needs = Needs.of(config)
         self.step = 0
         self.on_weights_change: list[Callable[[], None]] = []
+        self.adapter_probe = AdapterProbe() if config.actor_rollout_ref.model.adapted else None
 
     def init_models(self, total_steps: int) -> None:
         """Have the workers build and load their models, with schedules of `total_steps` training steps."""
@@ -113,7 +115,9 @@ class Learner:
         self.step += 1
         timer = PhaseTimer(memory_advice())
         batch = padded_batch(sampled.batch)  # fields added here do not appear in the sampler's batch
-        metrics = self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
+        metrics = self.update(batch, timer, first=True)  # models that evaluate the batch once they have learned from it
+        metrics |= self.evaluate(batch, timer)  # old_log_probs, ref_log_prob, values
+        metrics |= self.probe_adapter(batch, timer)
         metrics |= self.correct(batch, sampled.probe, timer)  # for the mismatch between sampler and trainer
         metrics |= self.estimate_advantages(batch, timer)
         metrics |= self.update(batch, timer)  # critic, then actor
@@ -183,6 +187,25 @@ class Learner:
         metrics = log_seqlen_unbalance(lengths.tolist(), shards, prefix="global_seqlen")
         return inputs.select_idxs(order), torch.argsort(order), metrics
 
+    def probe_adapter(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
+        """With LoRA, until it is proven: check on a few rows that the sampler used the adapter; see `AdapterProbe`.
+
+        Raises:
+            RolloutError: it did not.
+        """
+        if self.adapter_probe is None or self.adapter_probe.done or "rollout_log_probs" not in batch.batch.keys():
+            return {}
+        with timer.phase("rollout_corr"):
+            rows = batch[:PROBE_ROWS]
+            inputs, found = _inputs(rows, [ROUTED_EXPERTS]), {}
+            for name, method in (("old_log_probs", "compute_log_prob"), ("ref_log_prob", "compute_ref_log_prob")):
+                known = rows if name in rows.batch.keys() else getattr(self.policy, method)(inputs).get()
+                found[name] = known.batch[name]
+            fields = rows.batch
+            return self.adapter_probe.check(
+                found["old_log_probs"], found["ref_log_prob"], fields["rollout_log_probs"], fields["response_mask"]
+            )
+
     def correct(self, batch: DataProto, probe: DataProto | None, timer: PhaseTimer) -> dict[str, float]:
         """Measure the mismatch between sampler and trainer, and correct it as `algorithm.rollout_correction` says.
 
@@ -230,15 +253,22 @@ class Learner:
                 metrics |= critic_metrics(batch, algorithm.gamma)
         return metrics
 
-    def update(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
-        """Run all epochs of mini-batches for the critic and then, once the critic is warmed up, for the policy."""
+    def update(self, batch: DataProto, timer: PhaseTimer, first: bool = False) -> dict[str, float]:
+        """Run all epochs of mini-batches for the critic and then, once the critic is warmed up, for the policy.
+
+        Args:
+            first: update only the roles that learn before the passes; see `Update`.
+        """
+        learning = [spec for spec in self.roles if spec.update is not None and spec.update.first(self.config) == first]
+        if not learning:
+            return {}
         self._announce_change()
         algorithm = self.config.algorithm
-        if algorithm.use_pf_ppo:
+        if algorithm.use_pf_ppo and not first:
             seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.step)
             batch = draw_by_reward(batch, algorithm.pf_ppo, seed)
         pending: list[tuple[str, Any]] = []
-        for spec in reversed(self.roles):
+        for spec in reversed(learning):
             if spec.update is not None and self.step > spec.update.after(self.config):
                 call = getattr(self.groups[spec.name], spec.update.method)
                 pending += [
@@ -274,7 +304,7 @@ class Learner:
                 seed=settings.data_loader_seed + self.step,
             )
         )
-        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
+        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=[])
         if TRAINED_MASK in batch.batch.keys():
             chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
         chosen.batch[ROW_IDS] = torch.arange(len(batch))
@@ -326,4 +356,9 @@ def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
     """Return the rows with `MODEL_INPUTS` and those of the further fields that the batch has."""
     fields = [*MODEL_INPUTS, *(name for name in dict.fromkeys(optional) if name in batch.batch.keys())]
     meta = [name for name in ("temperature", "ref_kl") if name in batch.meta_info]
-    return batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=meta)
+    return batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=meta)
+
+
+def _images(batch: DataProto) -> list[str]:
+    """The columns that the models of the run need of the rows' images, if they have any."""
+    return [name for name in (MULTI_MODAL_INPUTS, IMAGE_DIGEST) if name in batch.non_tensor_batch]

@@ -31,6 +31,8 @@ def memory_advice() -> dict[str, str]:
     }
     for spec in ROLES.values():
         advice |= {one.phase: one.advice for one in spec.passes if one.advice}
+        if spec.scoring is not None and spec.scoring.advice:
+            advice[spec.scoring.phase] = spec.scoring.advice
         if spec.update is not None and spec.update.advice:
             advice[spec.update.phase] = spec.update.advice
     return advice
@@ -44,6 +46,7 @@ def phase_peaks(groups: Mapping[str, RayWorkerGroup]) -> dict[str, float]:
         phases = {"send_weights": "update_weights", "generate_sequences": "gen"}
         if spec is not None:
             phases |= {one.method: one.phase for one in spec.passes}
+            phases |= {spec.scoring.method: spec.scoring.phase} if spec.scoring is not None else {}
             phases |= {"update": spec.update.phase} if spec.update is not None else {}
         for peaks in group.pop_memory_peaks() if hasattr(group, "pop_memory_peaks") else []:
             for method, peak in peaks.items():

@@ -20,6 +20,7 @@ class Needs:
     Attributes:
         critic: a value model takes part; see `PPOTrainerConfig.use_critic`.
         reference: a reference policy takes part; see `PPOTrainerConfig.use_reference`.
+        reference_in_policy: the reference is the policy without its adapter; see `PPOTrainerConfig`.
         old_log_probs: the actor computes log-probabilities once before the first update of a batch. With one update
             per batch the policy that is updated is the one that sampled, so its detached current log-probabilities
             are the old ones and the pass is skipped; `actor.recompute_old_log_prob=always` never skips it. A KL
@@ -38,6 +39,7 @@ class Needs:
 
     critic: bool
     reference: bool
+    reference_in_policy: bool
     old_log_probs: bool
     ref_log_prob: bool
     ref_kl: bool
@@ -57,6 +59,7 @@ class Needs:
         return cls(
             critic=config.use_critic,
             reference=config.use_reference,
+            reference_in_policy=config.use_reference and not config.has_reference_model,
             old_log_probs="old_log_probs" in loss_needs or _old_log_probs(config, inputs),
             ref_log_prob=(algorithm.use_kl_in_reward and not full_in_reward)
             or (actor.use_kl_loss and not full_in_loss)

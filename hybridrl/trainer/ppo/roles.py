@@ -41,12 +41,12 @@ class Role(StrEnum):
 
 def phases_per_token() -> tuple[str, ...]:
     """Return the phases that process every token of prompts and responses. Their time per token is reported."""
-    passes = [one.phase for spec in ROLES.values() for one in spec.passes if one.per_token]
+    passes = dict.fromkeys(one.phase for spec in ROLES.values() for one in spec.passes if one.per_token)
     return (*passes, "adv", *(spec.update.phase for spec in ROLES.values() if spec.update is not None))
 
 
 def resource_pools(config: PPOTrainerConfig) -> ResourcePoolManager:
-    """Return the pools of `placement.pools`, and the pool of each active role by `placement.roles`.
+    """Return the pools of the run, and the pool of each active role.
 
     Raises:
         ConfigError: a role has no pool.

@@ -19,7 +19,6 @@ from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
-from hybridrl.reward.factory import ask
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
@@ -27,6 +26,7 @@ from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_p
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
+from hybridrl.trainer.ppo.role_scores import Scorer
 
 _COUNTS = ("reward/timeouts", "reward/errors")
 
@@ -40,7 +40,7 @@ class Sampled:
             log-probabilities, `token_level_scores` [B, T], and the columns of the prompts, the rollout and the reward
             function.
         metrics: metrics of generation, scoring and the prompt pool.
-        timing: seconds per phase: `data`, `gen`, `reward`, `gen_max`.
+        timing: seconds per phase: `data`, `gen`, `reward`, `gen_max`, and those of roles that score.
         reward_columns: names of the columns that the reward function returned, which dumps show.
         probe: responses sampled without top-p and top-k, on which the learner compares sampler and trainer. Set only
             with the first batch, and only if the batch itself was sampled otherwise.
@@ -62,6 +62,7 @@ class Sampler:
         reward_fn: scores a batch of responses.
         loader: yields batches of prompts.
         pool: chooses the groups that are trained on.
+        scorer: adds the scores of roles; None: there are none.
 
     Attributes:
         step: number of batches that `next` returned. The sampling noise is keyed by it.
@@ -76,12 +77,14 @@ class Sampler:
         reward_fn: RewardManager,
         loader: StatefulLoader,
         pool: PromptPool,
+        scorer: Scorer | None = None,
     ) -> None:
         self.config = config
         self.rollout = rollout
         self.reward_fn = reward_fn
         self.loader = loader
         self.pool = pool
+        self.scorer = scorer or Scorer({})
         self.needs = Needs.of(config)
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
@@ -156,14 +159,13 @@ class Sampler:
         return {"critic/reward_baselines/mean": sums.mean().item()} | counts
 
     def _ask(self, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
-        """Return what the reward manager makes of a batch.
+        """Return what the reward manager and the roles that score make of a batch.
 
         Raises:
             RewardError: it does not return which rows failed, and `reward.on_error=drop` needs that.
         """
         self.unscored = batch
-        with timer.phase("reward"):
-            result = ask(self.reward_fn, batch)
+        result = self.scorer(self.reward_fn, batch, timer)
         self.unscored = None
         if self.config.reward.on_error == "drop" and len(result.get("failed", ())) != len(batch):
             raise RewardError(

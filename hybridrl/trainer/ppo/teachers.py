@@ -8,8 +8,9 @@ import torch
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.config.roles import ROLES, pool_of, pools_of
 from hybridrl.config.teachers import TEACHER_INDEX, teachers_of
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, ModelError
 from hybridrl.models.info import check_same_tokenizer, config_of
+from hybridrl.models.vision import is_vision_model
 from hybridrl.protocol import DataProto
 from hybridrl.trainer.startup import check_engine
 from hybridrl.workers.distillation import check_distillation, check_vocabulary_sizes
@@ -28,6 +29,12 @@ def check_teachers(config: PPOTrainerConfig, tokenizer: Any) -> None:
     if not settings.enabled:
         return
     check_distillation(config)
+    if is_vision_model(config_of(config.actor_rollout_ref.model)):
+        raise ModelError(
+            "distillation.enabled=True: teachers that see images are not built, and "
+            f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path} is a vision-language model; leave "
+            "distillation.enabled off, or choose a language model"
+        )
     pool = pool_of(ROLES["teacher"], config)
     for teacher in teachers_of(config).teachers:
         check_same_tokenizer(teacher.model, tokenizer, teacher.where, path="model_path")

@@ -32,6 +32,7 @@ from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, phase_peaks
 from hybridrl.trainer.ppo.needs import total_training_steps
 from hybridrl.trainer.ppo.profiling import StepProfiler
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
+from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.roles import POLICY, ROLLOUT, phases_per_token, spawn_worker_groups
 from hybridrl.trainer.ppo.sampler import Sampled, Sampler
 from hybridrl.trainer.ppo.samples import Samples
@@ -80,6 +81,7 @@ class RayPPOTrainer:
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn or reward_fn
+        self.scorer = Scorer.of(config, tokenizer)
         generated_at_once = config.data.gen_batch_size or config.data.train_batch_size
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
@@ -118,7 +120,10 @@ class RayPPOTrainer:
         self.run.groups = list(self.groups.values())
         self.run.writers = self.learner.background_writers
         self._start_rollout(self.groups[POLICY])
-        self.sampler = self.sampler_class(self.config, self.rollout, self.reward_fn, self.train_loader, self.pool)
+        self.scorer.connect(self.groups, self.rollout)
+        self.sampler = self.sampler_class(
+            self.config, self.rollout, self.reward_fn, self.train_loader, self.pool, self.scorer
+        )
 
     def _measured_roles(self) -> dict[str, Utilization]:
         """What measures the updates of each role whose group can tell its device, by the role's name."""
@@ -283,7 +288,9 @@ class RayPPOTrainer:
             return
         samples, rollout = Samples(self.tokenizer), self.config.actor_rollout_ref.rollout
         with run.phase("testing"):
-            metrics = validate(self.val_loader, self.rollout, self.val_reward_fn, rollout, run.step, samples)
+            metrics = validate(
+                self.val_loader, self.rollout, self.val_reward_fn, rollout, run.step, samples, self.scorer
+            )
         samples.write(run.validation_folder, run.step)
         run.tracking.log_generations(samples.rows(trainer.log_val_generations), step=run.step)
         run.report(metrics | {"timing_s/testing": run.timing.pop("testing")})

@@ -6,9 +6,10 @@ from hybridrl.config import RolloutConfig
 from hybridrl.observe.metrics import validation_metrics
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
-from hybridrl.reward.factory import ask
 from hybridrl.rollout import Rollout
+from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
+from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.sampler import respond
 from hybridrl.trainer.ppo.samples import Samples
 
@@ -20,6 +21,7 @@ def validate(
     settings: RolloutConfig,
     step: int,
     samples: Samples,
+    scorer: Scorer | None = None,
 ) -> dict[str, float]:
     """Generate `val_kwargs.n` answers to every validation prompt and score them.
 
@@ -30,13 +32,15 @@ def validate(
         settings: `actor_rollout_ref.rollout`.
         step: number of training steps that the weights have had.
         samples: every answer is added to it.
+        scorer: adds the scores of roles; None: there are none.
 
     Returns:
         `val-core/*` and `val-aux/*`; see `hybridrl.observe.validation_metrics`.
     """
+    scorer = scorer or Scorer({})
     for batch in prompts:
         asked = repeat_for_sampling(batch, settings.val_kwargs.n)
         answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True)
-        result = ask(reward_fn, answered)
+        result = scorer(reward_fn, answered, PhaseTimer())
         samples.add(answered, result["reward_tensor"].sum(dim=-1).tolist(), result["reward_extra_info"])
     return validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})

@@ -1,6 +1,6 @@
-"""The supervised fine-tuning program, from the configuration to the last step."""
+"""The programs of supervised training (`sft`, `dpo`, `rm`), from the configuration to the last step."""
 
-from hybridrl.config import SFTTrainerConfig, validate
+from hybridrl.config import SupervisedConfig, validate
 from hybridrl.notify import notify
 from hybridrl.programs import Outcome
 from hybridrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
@@ -9,7 +9,7 @@ from hybridrl.trainer.startup import USES_GPU, workers_starting
 ROLE = "model"
 
 
-def run_sft(config: SFTTrainerConfig) -> Outcome:
+def run_supervised(config: SupervisedConfig) -> Outcome:
     """Train as `config` says.
 
     Raises:
@@ -23,20 +23,22 @@ def run_sft(config: SFTTrainerConfig) -> Outcome:
     )
 
     def spawn() -> RayWorkerGroup:
-        from hybridrl.workers.sft_worker import SFTWorker  # takes seconds (transformers); Ray already runs
+        from hybridrl.workers.supervised_worker import (
+            SupervisedWorker,
+        )  # takes seconds (transformers); Ray already runs
 
         manager.create_resource_pool()
         return RayWorkerGroup(
             resource_pool=manager.get_resource_pool(ROLE),
-            ray_cls_with_init=RayClassWithInitArgs(cls=SFTWorker, config=config),
+            ray_cls_with_init=RayClassWithInitArgs(cls=SupervisedWorker, config=config),
             ray_wait_register_center_timeout=trainer_config.ray_wait_register_center_timeout,
             timeout_s=trainer_config.phase_timeout_s,
             threads=trainer_config.threads_per_worker,
         )
 
     with workers_starting(config.ray_kwargs, manager, trainer_config.device, spawn) as started:
-        from hybridrl.trainer.sft.build import prepare  # takes seconds, as Ray's start does
-        from hybridrl.trainer.sft.forecast import check_before_loading
+        from hybridrl.trainer.supervised.build import prepare  # takes seconds, as Ray's start does
+        from hybridrl.trainer.supervised.forecast import check_before_loading
 
         trainer = prepare(config)
         notify(f"{trainer.sizes()}; loading the model {config.model.path}")

@@ -1,23 +1,24 @@
-"""The memory that supervised fine-tuning will take, computed before its model is loaded."""
+"""The memory that supervised training will take, computed before its models are loaded."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config import SFTTrainerConfig
+from hybridrl.config import PairsDataConfig, SupervisedConfig
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared
 from hybridrl.trainer.forecast import MemoryForecast, get_key
 from hybridrl.workers.forecast import Forecast, forecast_model
 
-ForModel = Callable[[SFTTrainerConfig, int], Forecast | None]
+ForModel = Callable[[SupervisedConfig, int, str], Forecast | None]
 
-_ROLE = "model"
+_ROLE, _REFERENCE = "model", "reference"
 #: changes that save memory, the cheapest first: the key and its value
 _CHANGES: tuple[tuple[str, Any], ...] = (
     ("model.use_fused_kernels", True),
-    ("data.max_token_len_per_gpu", "a sequence"),
+    ("dpo.reference", "cache"),
+    ("data.max_token_len_per_gpu", "a row"),
     ("model.enable_gradient_checkpointing", True),
     ("model.recompute_granularity", "full"),
     ("engine.offload_policy", True),
@@ -26,50 +27,62 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class TuningForecast(MemoryForecast):
-    """Bytes per device of each phase of fine-tuning."""
+    """Bytes per device of each phase of training."""
 
     roles: Mapping[str, Forecast | None]
     engines: Mapping[str, str]
 
     def phases(self) -> dict[str, float]:
-        one = self.roles[_ROLE]
+        one, frozen = self.roles[_ROLE], self.roles.get(_REFERENCE)
         if one is None:
             return {}
-        validates = {"testing": one.without_gradients} if one.pass_activations else {}
-        return {"update_model": one.update, **validates}
+        beside = frozen.resident if frozen else 0
+        found: dict[str, float] = {"update_model": one.update + beside}
+        if one.pass_activations:
+            found["testing"] = one.without_gradients + beside
+        if frozen:
+            found["reference"] = one.resident + frozen.without_gradients
+        return found
 
 
-def forecast_tuning(config: SFTTrainerConfig, compute: ForModel = forecast_model) -> TuningForecast:
+def forecast_tuning(config: SupervisedConfig, compute: ForModel = forecast_model) -> TuningForecast:
     """Compute the forecast.
 
     Args:
         config: the settings of the run.
         compute: `forecast_model`, in a process that has a device of the kind that the model will have.
     """
-    engines = {_ROLE: f"engine.strategy={config.engine.strategy}"}
-    return TuningForecast({_ROLE: compute(config, sum(_pool(config)))}, engines)
+    names = [_ROLE]
+    if config.reference == "model":
+        names.append(_REFERENCE)
+    engines = dict.fromkeys(names, f"engine.strategy={config.engine.strategy}")
+    return TuningForecast({name: compute(config, sum(_pool(config)), name) for name in names}, engines)
 
 
-def changes_that_fit(config: SFTTrainerConfig, total: float, compute: ForModel = forecast_model) -> shared.Changes:
+def changes_that_fit(config: SupervisedConfig, total: float, compute: ForModel = forecast_model) -> shared.Changes:
     """Return settings that lower the peak, the cheapest first, as few as are needed, and whether they suffice."""
     return shared.fewest_changes(config, total, lambda tried: forecast_tuning(tried, compute).peak, _candidates)
 
 
-def _candidates(config: SFTTrainerConfig) -> Iterator[tuple[str, Any]]:
+def _candidates(config: SupervisedConfig) -> Iterator[tuple[str, Any]]:
     for key, value in _CHANGES:
-        if value == "a sequence":
-            if get_key(config, key) > config.data.max_length:
-                yield key, config.data.max_length
+        if value == "a row":
+            longest = config.data.max_length * (2 if isinstance(config.data, PairsDataConfig) else 1)
+            if get_key(config, key) > longest:
+                yield key, longest
+        elif value == "cache":
+            if config.reference == "model":
+                yield key, value
         elif get_key(config, key) != value:
             yield key, value
 
 
-def _pool(config: SFTTrainerConfig) -> list[int]:
+def _pool(config: SupervisedConfig) -> list[int]:
     return list(config.placement.pools[config.placement.roles[_ROLE]])
 
 
-def check_before_loading(config: SFTTrainerConfig, group: RayWorkerGroup) -> None:
-    """Tell what fine-tuning on GPUs will take of their memory, and refuse a run that cannot fit.
+def check_before_loading(config: SupervisedConfig, group: RayWorkerGroup) -> None:
+    """Tell what training on GPUs will take of their memory, and refuse a run that cannot fit.
 
     Args:
         config: the settings of the run.
@@ -79,8 +92,8 @@ def check_before_loading(config: SFTTrainerConfig, group: RayWorkerGroup) -> Non
         PlacementError: it cannot fit; see `hybridrl.trainer.forecast.refuse_if_too_large`.
     """
 
-    def compute(config: SFTTrainerConfig, ranks: int) -> Forecast | None:
-        found: Forecast | None = group.execute_rank_zero_sync("forecast_model", config, ranks)
+    def compute(config: SupervisedConfig, ranks: int, role: str) -> Forecast | None:
+        found: Forecast | None = group.execute_rank_zero_sync("forecast_model", config, ranks, role)
         return found
 
     shared.check_group(
@@ -90,8 +103,8 @@ def check_before_loading(config: SFTTrainerConfig, group: RayWorkerGroup) -> Non
     )
 
 
-def print_forecast(config: SFTTrainerConfig) -> None:
-    """The program `hybridrl forecast sft`: print what fine-tuning with these settings takes on this machine's devices.
+def print_forecast(config: SupervisedConfig) -> None:
+    """The programs `hybridrl forecast sft`, `dpo` and `rm`: print what training takes on this machine's devices.
 
     Raises:
         PlacementError: it does not fit on this machine's GPUs, or its engine has no forecast.

@@ -1,0 +1,111 @@
+"""Cross-checks of supervised training: its data, and the objective with the settings that it reads."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from hybridrl.config.checks.paths import check_class, check_files
+from hybridrl.config.data_names import KINDS
+from hybridrl.config.schema.data import PairsDataConfig, SFTDataConfig
+from hybridrl.config.schema.node import default_of
+from hybridrl.config.schema.objective import DPOConfig
+from hybridrl.config.schema.root import SupervisedConfig
+from hybridrl.config.strategies import ranks_per_sequence
+from hybridrl.registry import OBJECTIVE_KINDS, OBJECTIVES, TRAIN_ENGINES
+
+_PROGRAMS = {"sft_trainer": "main_sft", "dpo_trainer": "main_dpo", "rm_trainer": "main_rm"}
+
+
+def check_supervised(config: SupervisedConfig) -> Iterator[str]:
+    """Check the settings of the data and of the objective."""
+    yield from _check_data(config)
+    if isinstance(config.data, SFTDataConfig):
+        yield from _check_conversations(config.data)
+    yield from _check_sizes(config)
+    if OBJECTIVES.knows(config.objective.loss_type):
+        yield from _check_objective(config)
+
+
+def _check_data(config: SupervisedConfig) -> Iterator[str]:
+    data, what = config.data, "pairs" if isinstance(config.data, PairsDataConfig) else "conversations"
+    yield from check_class("data.custom_cls", data.custom_cls.path, data.custom_cls.name, "path", "name")
+    if data.custom_cls.path is None:
+        yield from check_files("data.train_files", data.train_files)
+        yield from check_files("data.val_files", data.val_files)
+    if not data.train_files:
+        yield f"data.train_files is not set; give files with {what} ({KINDS})"
+    if not data.val_files and config.trainer.test_freq not in (-1, 0):
+        yield f"trainer.test_freq={config.trainer.test_freq} without data.val_files; set them, or trainer.test_freq=-1"
+    if 0 <= data.train_max_samples < data.train_batch_size:
+        yield (
+            f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size="
+            f"{data.train_batch_size}: there would be no batch"
+        )
+
+
+def _check_conversations(data: SFTDataConfig) -> Iterator[str]:
+    if (data.prompt_key is None) != (data.response_key is None):
+        given = "prompt_key" if data.prompt_key else "response_key"
+        yield f"data.{given}={data[given]} alone: set data.prompt_key and data.response_key, or neither for messages"
+
+
+def _check_sizes(config: SupervisedConfig) -> Iterator[str]:
+    """Check that a micro-batch is part of a batch, and that the longest row fits into one."""
+    data, pairs = config.data, isinstance(config.data, PairsDataConfig)
+    rows, longest = ("pairs", "pair") if pairs else ("sequences", "sequence")
+    usual = next(field for field in dataclasses.fields(data) if field.name == "micro_batch_size_per_gpu")
+    micro = data.micro_batch_size_per_gpu
+    if micro > data.train_batch_size and micro != default_of(usual):
+        yield (
+            f"data.micro_batch_size_per_gpu={micro} is more than data.train_batch_size="
+            f"{data.train_batch_size}, the {rows} of one step"
+        )
+    ranks, needed = ranks_per_sequence(config.engine), data.max_length * (2 if pairs else 1)
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu * ranks < needed:
+        shared = f" on {ranks} ranks" if ranks > 1 else ""
+        length = f"twice data.max_length={data.max_length}" if pairs else f"data.max_length={data.max_length}"
+        yield (
+            f"data.max_token_len_per_gpu={data.max_token_len_per_gpu}{shared} is less than {length}: the longest "
+            f"{longest} does not fit into a micro-batch"
+        )
+    if pairs and config.model.share_prefixes:
+        yield "model.share_prefixes=True: the answers of a pair are computed each with its prompt; set it to False"
+
+
+def _check_objective(config: SupervisedConfig) -> Iterator[str]:
+    """Check that the objective is of this program, and that it reads what is set."""
+    group, settings = config.objective_group, config.objective
+    name = settings.loss_type
+    facts, chosen = OBJECTIVES.facts(name), f"{group}.loss_type={name}"
+    tree = OBJECTIVE_KINDS[facts.kind]
+    if tree != f"{group}_trainer":
+        others = [other for other in OBJECTIVES.names() if OBJECTIVE_KINDS[OBJECTIVES.facts(other).kind][:-8] == group]
+        yield f"{chosen} is an objective of {_PROGRAMS[tree]}; here there are {', '.join(others)}"
+        return
+    if OBJECTIVES.is_builtin(name):
+        for field in dataclasses.fields(settings):
+            value = settings[field.name]
+            if field.name not in ("loss_type", *facts.reads) and value != default_of(field):
+                readers = [other for other in OBJECTIVES.names() if field.name in OBJECTIVES.facts(other).reads]
+                yield (
+                    f"{group}.{field.name}={value} has no effect with {chosen}: {', '.join(readers)} read it; remove it"
+                )
+    if isinstance(config.data, PairsDataConfig) and config.data.margin_key is not None and not facts.margins:
+        yield f"data.margin_key={config.data.margin_key}: {chosen} reads no margins; remove it"
+    if isinstance(settings, DPOConfig) and facts.reference and settings.reference == "adapter":
+        if not config.model.adapted:
+            yield (
+                f"{group}.reference=adapter without an adapter (model.lora_rank={config.model.lora_rank}): set "
+                f"model.lora_rank, or {group}.reference=cache"
+            )
+        elif config.model.lora_adapter_path is not None:
+            yield (
+                f"{group}.reference=adapter with model.lora_adapter_path={config.model.lora_adapter_path}: the model "
+                f"before training has that adapter, so without it the model is another one; set {group}.reference=cache"
+            )
+    kinds = TRAIN_ENGINES.facts(config.engine.strategy).model_types
+    if facts.kind == "scores" and "reward_model" not in kinds:
+        able = [one for one in TRAIN_ENGINES.names() if "reward_model" in TRAIN_ENGINES.facts(one).model_types]
+        yield (
+            f"engine.strategy={config.engine.strategy} trains {', '.join(kinds)} and no reward_model; set it to "
+            f"{' or '.join(able)}"
+        )

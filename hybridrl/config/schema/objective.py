@@ -1,0 +1,52 @@
+"""Settings of what supervised training minimises: `sft`, `dpo` and `rm`."""
+
+from dataclasses import dataclass
+
+from hybridrl.config.schema.node import ConfigNode, key
+
+REFERENCES = ("model", "cache", "adapter")
+
+
+@dataclass
+class ObjectiveConfig(ConfigNode):
+    """What `sft`, `dpo` and `rm` share: the name of an objective; `hybridrl.workers.objectives` registers them."""
+
+    loss_type: str = key("nll", "objective")
+
+
+@dataclass
+class SFTObjectiveConfig(ObjectiveConfig):
+    """`sft`: what is learned from conversations."""
+
+    loss_type: str = key(
+        "nll", "nll: likelihood; dft: likelihood without the weight of improbable tokens; or a registered objective"
+    )
+
+
+@dataclass
+class DPOConfig(ObjectiveConfig):
+    """`dpo`: what is learned from pairs of answers."""
+
+    loss_type: str = key("sigmoid", "sigmoid (DPO), ipo, hinge, simpo, orpo, or a registered objective")
+    beta: float = key(0.1, "scale of the implied rewards: larger values keep nearer to the reference", gt=0)
+    label_smoothing: float = key(0.0, "sigmoid, simpo: probability that a pair is labelled wrongly", ge=0, lt=0.5)
+    length_normalise: bool = key(False, "sigmoid, hinge: divide the log-ratio of an answer by its number of tokens")
+    simpo_gamma: float = key(0.5, "simpo: margin that the rewards of a pair are to differ by", ge=0)
+    sft_coef: float | None = key(
+        None, "coefficient of the likelihood of chosen answers, added to the loss; null: 1 for orpo, else 0", ge=0
+    )
+    reference: str | None = key(
+        None,
+        "log-probabilities of the reference, the model before training, are from model: a second copy of it; cache: "
+        "itself before the first step, kept in the run's folder; adapter: itself with its LoRA adapter off; null: "
+        "adapter with model.lora_rank, else model",
+        choices=REFERENCES,
+    )
+
+
+@dataclass
+class RMConfig(ObjectiveConfig):
+    """`rm`: how a reward model learns from pairs of answers."""
+
+    loss_type: str = key("bradley_terry", "bradley_terry, or a registered objective")
+    centering_coef: float = key(0.0, "coefficient of the squared sum of a pair's rewards: keeps them near 0", ge=0)

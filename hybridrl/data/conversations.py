@@ -1,0 +1,245 @@
+"""What the datasets of supervised training share: whole conversations as token ids, and which tokens are whose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hybridrl.data.chat import check_chat_template, render
+from hybridrl.data.files import read_table
+from hybridrl.data.rows import choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.table import Table
+from hybridrl.errors import DataError
+from hybridrl.models.chat import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.config import SupervisedDataConfig
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+_ASSISTANT = "assistant"
+
+Span = tuple[int, int]
+
+
+class ConversationDataset(Dataset):
+    """Rows of files that hold conversations. A subclass tokenises them.
+
+    A row may have a column `config.tools_key`, whose tools its chat template gets, and `config.enable_thinking_key`.
+
+    Args:
+        data_files: one or several paths.
+        tokenizer: a tokenizer with a chat template and offsets (a "fast" tokenizer).
+        config: `SFTDataConfig` or `PairsDataConfig`.
+        max_samples: number of rows to use; -1 uses all.
+        key: the configuration key that named the files, for messages.
+
+    Raises:
+        DataError: a file is unreadable, a column is missing, a row is bad or overlong (each is named), or the chat
+            template renders earlier turns differently once later ones follow, so that the model would be prompted with
+            text that it was never trained on.
+    """
+
+    truncations: ClassVar[tuple[str, ...]] = TRUNCATIONS
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SupervisedDataConfig,
+        max_samples: int = -1,
+        key: str = "data.train_files",
+    ) -> None:
+        if config.truncation not in self.truncations:
+            raise DataError(f"data.truncation={config.truncation!r}: allowed are {', '.join(self.truncations)}.")
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'} ({type(tokenizer).__name__}) gives no "
+                "character offsets, which are "
+                "needed to find the assistant's tokens. Use a fast tokenizer (a model directory with tokenizer.json)."
+            )
+        check_chat_template(tokenizer)
+        self.tokenizer = tokenizer
+        self.config: Any = config
+        self.key = key
+        self.table: Table = read_table(data_files, key)
+        refuse_media(self.table, key)
+        self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
+        self._template_columns = self._read_template_columns()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that shorter sequences are padded with. The mask, not this id, marks padding."""
+        return pad_token_id(self.tokenizer)
+
+    def locate(self, item: int) -> str:
+        """Return the file and row of an item, for messages."""
+        return self.table.locate(int(self._rows[item]))
+
+    # ------------------------------------------------------------------ what a row's template gets
+
+    def _read_template_columns(self) -> dict[str, list[Any]]:
+        """The checked columns that chat templates get, by the template's name, for every row of the table."""
+        config, found = self.config, {}
+        for name, key, usual, check in (
+            ("tools", "tools_key", "tools", _tools_of),
+            ("enable_thinking", "enable_thinking_key", "enable_thinking", _flag_of),
+        ):
+            column = config.get(key, usual)
+            if column != usual:
+                self.table.require(column, f"data.{key}")
+            if column not in self.table.columns:
+                continue
+            values = self.table.column(column)
+            for index in map(int, self._rows):
+                try:
+                    values[index] = check(values[index])
+                except ValueError as error:
+                    raise DataError(f"{self.table.locate(index)}: column {column!r} (data.{key}) {error}.") from error
+            found[name] = values
+        return found
+
+    def template_arguments(self, item: int) -> dict[str, Any]:
+        """The variables of the chat template for an item, further than its messages."""
+        index = int(self._rows[item])
+        default = self.config.get("enable_thinking_default")
+        own = {name: values[index] for name, values in self._template_columns.items()}
+        if own.get("enable_thinking") is None and default is not None:
+            own["enable_thinking"] = default
+        given = self.config.apply_chat_template_kwargs or {}
+        return {**given, **{name: value for name, value in own.items() if value is not None}}
+
+    # ------------------------------------------------------------------ rendering and tokenising
+
+    def tokenize(
+        self, conversations: Sequence[list[Message]], items: Sequence[int], turns: Callable[[int], Sequence[int]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokenise conversations, and find the tokens of turns of the assistant.
+
+        The tokens of a turn are those from the end of its opening, as the generation prompt writes it, to its end,
+        including the template's end-of-turn token but not the whitespace after it.
+
+        Args:
+            conversations: messages.
+            items: the item that each belongs to.
+            turns: for the i-th conversation the numbers of the messages to find.
+
+        Returns:
+            For each conversation its token ids [T], and for each token 1 + the position in `turns(i)` of the turn that
+            it belongs to, 0 for none.
+        """
+        texts, spans = self._render_with_spans(conversations, items, turns)
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        return [
+            (np.asarray(ids, dtype=np.int32), turn_of_token(np.asarray(offsets).reshape(-1, 2), found))
+            for ids, offsets, found in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+        ]
+
+    def _render_with_spans(
+        self, conversations: Sequence[list[Message]], items: Sequence[int], turns: Callable[[int], Sequence[int]]
+    ) -> tuple[list[str], list[list[Span]]]:
+        """Return the text of every conversation, and the spans of the turns in it."""
+        owners = [(number, turn) for number in range(len(conversations)) for turn in turns(number)]
+
+        def rendered(parts: list[list[Message]], generation: bool, rows: Sequence[int]) -> list[str]:
+            return render(
+                self.tokenizer,
+                parts,
+                lambda i: self.locate(items[rows[i]]),
+                add_generation_prompt=generation,
+                template_kwargs=lambda i: self.template_arguments(items[rows[i]]),
+            )
+
+        rows = [number for number, _ in owners]
+        texts = rendered(list(conversations), False, range(len(conversations)))
+        opened = rendered([conversations[number][:turn] for number, turn in owners], True, rows)
+        closed = rendered([conversations[number][: turn + 1] for number, turn in owners], False, rows)
+        spans: list[list[Span]] = [[] for _ in conversations]
+        for number, before, after in zip(rows, opened, closed, strict=True):
+            self._check_append_only(texts[number], before, after, items[number])
+            spans[number].append((len(before), len(after.rstrip())))
+        return texts, spans
+
+    def _check_append_only(self, text: str, before: str, after: str, item: int) -> None:
+        for part, what in (
+            (before, "the prompt of an assistant turn"),
+            (after, "the conversation up to an assistant turn"),
+        ):
+            if not text.startswith(part):
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(text, part, strict=False)) if a != b), min(len(text), len(part))
+                )
+                raise DataError(
+                    f"{self.locate(item)}: the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} is "
+                    f"not append-only: {what} is rendered as {part[max(0, at - 20) : at + 30]!r} on its own but as "
+                    f"{text[max(0, at - 20) : at + 30]!r} in the whole conversation. Which tokens to learn cannot be "
+                    "told. Make one row of each assistant turn (it last, the turns before it as its prompt), set "
+                    "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
+                    "model.custom_chat_template."
+                )
+
+
+def turn_of_token(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Return for each token 1 + the number of the span that its characters lie in, 0 for none.
+
+    A token that begins before a span belongs to the prompt. A token without characters belongs to no span.
+
+    Args:
+        offsets: `[T, 2]` first and past-the-last character of each token.
+        spans: first and past-the-last character of each turn.
+    """
+    found = np.zeros(len(offsets), dtype=np.int32)
+    for number, (first, last) in enumerate(spans):
+        inside = (offsets[:, 0] >= first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])
+        found[inside] = number + 1
+    return found
+
+
+def _tools_of(value: Any) -> list[Any] | None:
+    """The tools of a row, without the None entries that parquet adds.
+
+    Raises:
+        ValueError: they are no list of schemas.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is text that is no JSON ({error}); write the list of tools") from error
+    if value is None:
+        return None
+    if isinstance(value, Mapping | str) or not isinstance(value, Sequence):
+        raise ValueError(f"is {type(value).__name__}; it must be a list of tool schemas")
+    if wrong := next((type(tool).__name__ for tool in value if not isinstance(tool, Mapping)), None):
+        raise ValueError(f"has {wrong} in its list; each tool is an object, its JSON schema")
+    return [without_none(tool) for tool in value] or None
+
+
+def _flag_of(value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool | np.bool_):
+        raise ValueError(f"is {value!r}; it must be true, false or null")
+    return None if value is None else bool(value)
+
+
+def without_none(value: Any) -> Any:
+    """Nested mappings and lists without the None entries of mappings, which parquet adds to give all equal fields."""
+    if isinstance(value, Mapping):
+        return {name: without_none(item) for name, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value

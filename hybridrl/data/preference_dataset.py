@@ -1,0 +1,266 @@
+"""Pairs of answers to one prompt, of which the first is better: for DPO and for reward models."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hybridrl.data.conversations import ConversationDataset
+from hybridrl.errors import DataError
+from hybridrl.models.chat import Message, as_messages, fault_in_messages, fault_in_prompt
+from hybridrl.notify import notify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.config import PairsDataConfig
+
+_CHUNK = 512
+
+Conversation = list[Message]
+
+
+class _UnusablePair(ValueError):
+    """Why a pair cannot be trained on, as a clause; `data.filter_pairs` leaves such pairs out.
+
+    Attributes:
+        kind: what is wrong, for counting.
+    """
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+class PreferenceDataset(ConversationDataset):
+    """Pairs of conversations that differ in their last turn, as token ids, with masks of the answers' tokens.
+
+    A row has columns `config.chosen_key` and `config.rejected_key`, which hold
+
+    * text: the answers to `config.prompt_key` (text or messages);
+    * messages of the assistant: the same;
+    * whole conversations, which end in an answer. They must be equal up to it. A column of the prompt is not read.
+
+    `config.margin_key` names a column of numbers: by how much the chosen answer is better.
+
+    An item is `{"chosen": {"input_ids", "loss_mask"}, "rejected": {...}, "index": int}`, with `margin` if there are
+    margins. The masks cover the answer with the template's end-of-turn token, which is the last token.
+
+    Args:
+        data_files, tokenizer, max_samples, key: see `ConversationDataset`, as for the errors.
+        config: `PairsDataConfig`.
+
+    Raises:
+        DataError: also for a pair with an empty answer, two equal answers or two prompts, and with
+            `truncation=error` for one that is too long. With `filter_pairs` the first two and the last are left out,
+            and counted.
+    """
+
+    truncations: ClassVar[tuple[str, ...]] = ("error", "left", "right")
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: PairsDataConfig,
+        max_samples: int = -1,
+        key: str = "data.train_files",
+    ) -> None:
+        super().__init__(data_files, tokenizer, config, max_samples, key)
+        for name, setting in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
+            self.table.require(name, f"data.{setting}")
+        columns = (config.prompt_key, config.chosen_key, config.rejected_key)
+        self._columns = {name: self.table.column(name) for name in columns if name in self.table.columns}
+        self._left_out: collections.Counter[str] = collections.Counter()
+        self._cut = 0
+        self._sides: list[tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]] = []
+        kept: list[int] = []
+        for start in range(0, len(self._rows), _CHUNK):
+            kept += self._add(range(start, min(start + _CHUNK, len(self._rows))))
+        self._tell(total=len(self._rows))
+        self._rows = self._rows[kept]
+        self._margins = None if config.margin_key is None else self._read_margins(config.margin_key)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        sides = {
+            name: {
+                "input_ids": ids.tolist(),
+                "loss_mask": [0] * first + [1] * (len(ids) - first),
+            }
+            for name, (ids, first) in zip(("chosen", "rejected"), self._sides[item], strict=True)
+        }
+        row: dict[str, Any] = {**sides, "index": int(self._rows[item])}
+        return row if self._margins is None else {**row, "margin": self._margins[item]}
+
+    # ------------------------------------------------------------------ reading
+
+    def _add(self, items: Sequence[int]) -> list[int]:
+        """Tokenise some items, and return those that are kept."""
+        chosen: list[int] = []
+        conversations: list[Conversation] = []
+        for item in items:
+            try:
+                conversations += self._pair(item)
+            except _UnusablePair as error:
+                self._refuse(item, error)
+                continue
+            chosen.append(item)
+        owners = [item for item in chosen for _ in range(2)]
+        found = self.tokenize(conversations, owners, lambda i: [len(conversations[i]) - 1])
+        kept = []
+        for number, item in enumerate(chosen):
+            try:
+                sides = [self._answer(*found[2 * number + side]) for side in range(2)]
+                self._sides.append(self._within_limit(sides[0], sides[1]))
+            except _UnusablePair as error:
+                self._refuse(item, error)
+                continue
+            kept.append(item)
+        return kept
+
+    def _refuse(self, item: int, error: _UnusablePair) -> None:
+        if not self.config.filter_pairs:
+            raise DataError(
+                f"{self.locate(item)}: {error}. Fix or remove the row, or set data.filter_pairs=True to leave such "
+                "pairs out."
+            ) from error
+        self._left_out[error.kind] += 1
+
+    def _pair(self, item: int) -> tuple[Conversation, Conversation]:
+        """The two conversations of an item, each of which ends in an answer.
+
+        Raises:
+            DataError: a column holds something else, or the conversations differ before their answers.
+            _UnusablePair: an answer is empty, or both are the same.
+        """
+        index = int(self._rows[item])
+        config = self.config
+        sides = []
+        for key in (config.chosen_key, config.rejected_key):
+            sides.append(self._conversation(index, key, self._columns[key][index]))
+        chosen, rejected = sides
+        if chosen[:-1] != rejected[:-1]:
+            shared = min(len(chosen), len(rejected)) - 1
+            at = next((n for n in range(shared) if chosen[n] != rejected[n]), shared)
+            raise DataError(
+                f"{self.table.locate(index)}: columns {config.chosen_key!r} and {config.rejected_key!r} are no answers "
+                f"to one prompt: the conversations differ from message {at} on, and have {len(chosen)} and "
+                f"{len(rejected)} messages. They may differ in their last message alone; cut both after the first "
+                "message in which they differ."
+            )
+        for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
+            content = side[-1].get("content")
+            if not side[-1].get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
+                raise _UnusablePair("an empty answer", f"the answer in column {key!r} is empty")
+        if chosen[-1] == rejected[-1]:
+            raise _UnusablePair(
+                "two equal answers",
+                f"columns {config.chosen_key!r} and {config.rejected_key!r} hold the same answer, so there is nothing "
+                "to prefer",
+            )
+        return chosen, rejected
+
+    def _conversation(self, index: int, column: str, value: Any) -> Conversation:
+        """The prompt and one of its answers as messages."""
+        where = self.table.locate(index)
+        if value is None:
+            raise DataError(f"{where}: column {column!r} has no answer; fill it in, or remove the row.")
+        if isinstance(value, str):
+            answer: Conversation = [{"role": "assistant", "content": value}]
+            fault = fault_in_messages(answer)
+        else:
+            fault = fault_in_messages(value)
+            answer = [] if fault else as_messages(value)
+            if not fault and answer[-1]["role"] != "assistant":
+                fault = f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'"
+        if fault:
+            raise DataError(f"{where}: column {column!r} cannot be used as an answer: {fault}.")
+        if answer[0]["role"] != "assistant":
+            return as_messages(answer, self.config.system_prompt)
+        if len(answer) > 1:
+            raise DataError(
+                f"{where}: column {column!r} holds {len(answer)} messages that begin with one of the assistant; an "
+                "answer is one message, and the conversation before it belongs into the prompt."
+            )
+        name = self.config.prompt_key
+        self.table.require(
+            name,
+            "data.prompt_key",
+            f"Column {column!r} holds answers alone, so their prompt is needed: name its column with data.prompt_key, "
+            f"or write whole conversations into {column!r}.",
+        )
+        prompt = self._columns[name][index]
+        fault = fault_in_prompt(prompt)
+        if fault is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            fault = "its last message is of the assistant, and the answer would follow it"
+        if fault:
+            raise DataError(f"{where}: column {name!r} cannot be used as a prompt: {fault}.")
+        return [*as_messages(prompt, self.config.system_prompt), *answer]
+
+    def _read_margins(self, name: str) -> list[float]:
+        self.table.require(name, "data.margin_key")
+        column = self.table.column(name)
+        for index in map(int, self._rows):
+            value = column[index]
+            if isinstance(value, bool | str | Mapping) or value is None or not np.isfinite(value):
+                raise DataError(
+                    f"{self.table.locate(index)}: column {name!r} (data.margin_key) is {value!r}; it must be a number."
+                )
+        return [float(column[int(index)]) for index in self._rows]
+
+    # ------------------------------------------------------------------ lengths
+
+    def _answer(self, ids: np.ndarray, turn_of: np.ndarray) -> tuple[np.ndarray, int]:
+        """Token ids up to the end of the answer, and the position of its first token."""
+        inside = turn_of.nonzero()[0]
+        if not len(inside):
+            raise _UnusablePair("an empty answer", "an answer has no tokens of its own")
+        return ids[: inside[-1] + 1], int(inside[0])
+
+    def _within_limit(
+        self, chosen: tuple[np.ndarray, int], rejected: tuple[np.ndarray, int]
+    ) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
+        """Both sides within `data.max_length`. A prompt that is cut at the left is cut equally in both.
+
+        Raises:
+            _UnusablePair: they are too long, or nothing would be left of the prompt or of an answer.
+        """
+        limit, side = self.config.max_length, self.config.truncation
+        longest = max(len(chosen[0]), len(rejected[0]))
+        if longest <= limit:
+            return chosen, rejected
+        too_long = f"the longer conversation has {longest} tokens, more than data.max_length={limit}"
+        if side == "error" or self.config.filter_pairs:
+            raise _UnusablePair(
+                "too many tokens", f"{too_long}; raise data.max_length, or set data.truncation to left or right"
+            )
+        start = longest - limit if side == "left" else 0
+        cut = [(ids[start : start + limit], first - start) for ids, first in (chosen, rejected)]
+        if any(first < 1 or first >= len(ids) for ids, first in cut):
+            what = "the whole prompt" if side == "left" else "a whole answer"
+            raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {what} away")
+        if np.array_equal(cut[0][0], cut[1][0]):
+            raise _UnusablePair("too many tokens", f"{too_long}, and cut to it the two answers are the same")
+        self._cut += 1
+        return cut[0], cut[1]
+
+    def _tell(self, total: int) -> None:
+        """Say how many pairs were left out or cut.
+
+        Raises:
+            DataError: none is left.
+        """
+        left_out = ", ".join(f"{count} with {kind}" for kind, count in sorted(self._left_out.items()))
+        if not self._sides:
+            raise DataError(f"{self.key}: no pair is left of {total}: {left_out}. Look at the data, or set other keys.")
+        if left_out:
+            notify(f"{self.key}: of {total} pairs {sum(self._left_out.values())} were left out: {left_out}")
+        if self._cut:
+            notify(
+                f"{self.key}: {self._cut} of {total} pairs are longer than data.max_length={self.config.max_length} "
+                f"tokens and were cut (data.truncation={self.config.truncation})"
+            )

@@ -1,0 +1,117 @@
+"""What an FSDP2 engine does differently with an adapter: A and B are added to a frozen base, and saved without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrl.errors import ModelError
+from hybridrl.models import lora
+from hybridrl.models.stored import Specs, StoredWeights, named_tensors
+from hybridrl.notify import notify
+from hybridrl.utils import distributed
+
+#: next to the adapter's tensors in a checkpoint: which base they belong to
+BASE_FILE = "base.txt"
+
+
+class AdaptedWeights:
+    """The weights of a base and the first values of its adapter, by their names in the module with the adapter.
+
+    Args:
+        base: the weights of the base.
+        values: of the adapter, by their names in the module.
+        module: the module with the adapter.
+    """
+
+    def __init__(self, base: StoredWeights, values: Mapping[str, torch.Tensor], module: nn.Module) -> None:
+        self._base, self._values = base, values
+        self._names = {lora.base_name(name): name for name, _ in named_tensors(module) if not lora.is_own(name)}
+
+    def specs(self) -> Specs:
+        """See `StoredWeights.specs`."""
+        own = {name: (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._values.items()}
+        of_base = {self._name(name): (self._name(name), dtype, shape) for name, dtype, shape in self._base.specs()}
+        return list({**of_base, **own}.values())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `StoredWeights.tensors`."""
+        for name, tensor in self._base.tensors():
+            if self._name(name) not in self._values:
+                yield self._name(name), tensor
+        yield from self._values.items()
+
+    def _name(self, name: str) -> str:
+        return self._names.get(name, name)
+
+
+def attach(module: nn.Module, model: Any, dtype: torch.dtype) -> lora.Adapter:
+    """Attach the adapter of a `ModelConfig`, and tell what has none; see `lora.attach`."""
+    adapter = lora.attach(module, model, dtype)
+    if lora.has_fused_experts(module) and distributed.get_rank() == 0:
+        notify(f"{model.path}: the weights of experts stay frozen and get no adapter", once=True)
+    return adapter
+
+
+def check(model: Any, engine: Any, optim: Any) -> None:
+    """Refuse settings that an adapter cannot be combined with.
+
+    Raises:
+        ModelError: the message names the keys.
+    """
+    lora.check(model, optim)
+    if engine.use_torch_compile:
+        raise ModelError(
+            "fsdp_config.use_torch_compile=True with model.lora_rank or model.lora_adapter_path: the two were not made "
+            "to work together; set it to False"
+        )
+    if engine.router_aux_loss_coef:
+        raise ModelError(
+            f"fsdp_config.router_aux_loss_coef={engine.router_aux_loss_coef} with model.lora_rank or "
+            "model.lora_adapter_path: the routers are frozen, so their load cannot be balanced; set it to 0"
+        )
+
+
+def adapter_of(engine: Any) -> lora.Adapter:
+    """The adapter of an engine.
+
+    Raises:
+        ModelError: it trains all weights.
+    """
+    if engine.adapter is None:
+        raise ModelError("this model has no adapter: set model.lora_rank, or model.lora_adapter_path")
+    found: lora.Adapter = engine.adapter
+    return found
+
+
+def notes(engine: Any) -> dict[str, str]:
+    """Files that are written next to the adapter's tensors in a checkpoint, by name: what it is, and of which base."""
+    config = adapter_of(engine).config
+    return {
+        lora.CONFIG_FILE: lora.as_text(config, heads=map(lora.file_name, engine.adapter.names)),
+        BASE_FILE: lora.base_digest(engine.model_config.path) + "\n",
+    }
+
+
+def check_base(path: str, folder: Path) -> None:
+    """Refuse the adapter of another base.
+
+    Args:
+        path: of the base.
+        folder: the part `model` of a checkpoint.
+
+    Raises:
+        ModelError: the base's weights are not those that the adapter was trained with.
+    """
+    file = folder / BASE_FILE
+    was = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    now = lora.base_digest(path)
+    if was is not None and was != now:
+        raise ModelError(
+            f"checkpoint {folder} holds an adapter of other weights than those of {path} ({was} and {now}): set "
+            "model.path to the base that the run was started with"
+        )

@@ -1,0 +1,128 @@
+"""What an FSDP2 engine's module holds, as others see it: whole tensors and shards under Hugging Face names.
+
+With an adapter, whole tensors are those of the base with the adapter merged, and a checkpoint holds the adapter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybridrl.engine.fsdp.master_weights import MasterWeights
+from hybridrl.hybrid_engine.shards import whole
+from hybridrl.hybrid_engine.views import View, checkpoint_views
+from hybridrl.models import loading, lora
+from hybridrl.utils import device
+
+
+class Exported:
+    """The tensors of an engine.
+
+    Args:
+        module: the model.
+        masters: the master weights next to it, if any.
+        compute_dtype: dtype of the forward pass.
+        adapter: of the module, if it has one.
+
+    Attributes:
+        parameters: master weights by their names in the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        masters: MasterWeights | None,
+        compute_dtype: torch.dtype,
+        adapter: lora.Adapter | None,
+    ) -> None:
+        self.module = module
+        self.adapter = adapter
+        self.parameters: Mapping[str, torch.Tensor] = dict(masters.named if masters else module.named_parameters())
+        self._copied_to = compute_dtype if masters else None
+        buffers = dict(module.named_buffers())
+        # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
+        self._names = [name for name in module.state_dict() if name in self.parameters or name in buffers]
+        self._views: dict[str, View] | None = None
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Engine.export_weights`."""
+        yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
+
+    def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `weights`, with the names that the module has without an adapter.
+
+        Weights of layers with an adapter are merged in float32, then cast.
+        """
+        for name in self._names:
+            if self.adapter is None:
+                yield name, self._whole(name, dtype)
+            elif not lora.is_own(name):
+                parts = self.adapter.parts_of(name)
+                tensor = self._whole(name, dtype if parts is None else None)
+                if parts is not None:
+                    merged = self.adapter.merged(name, tensor, *(self._whole(part, None) for part in parts))
+                    tensor = merged if dtype is None else merged.to(dtype)
+                yield lora.base_name(name), tensor
+
+    def base(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `weights`, of the base without its adapter."""
+        own = ((name, self._whole(name, dtype)) for name in self._names if not lora.is_own(name))
+        yield from loading.to_checkpoint_names(self.module, ((lora.base_name(name), tensor) for name, tensor in own))
+
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapter's tensors, whole, by their names in PEFT's files."""
+        assert self.adapter is not None
+        for name in self.adapter.names:
+            yield lora.file_name(name), self._whole(name, dtype)
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, by the names of the module: master weights and saved buffers, or the adapter."""
+        names = self._names if self.adapter is None else self.adapter.names
+        return {name: self.tensor(name, None) for name in names}
+
+    def views(self) -> dict[str, View]:
+        """Which box of the module's tensors each tensor of its checkpoint is.
+
+        Raises:
+            ModelError: one is computed from the module's tensors and is no part of them.
+        """
+        if self._views is None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in self.own().items()}
+            if self.adapter is None:
+                self._views = checkpoint_views(lambda named: loading.to_checkpoint_names(self.module, named), shapes)
+            else:
+                self._views = {lora.file_name(name): View(name, whole(shape), shape) for name, shape in shapes.items()}
+        return self._views
+
+    def tensor(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        """A tensor of the module; of the copies that there are, that in the given dtype."""
+        if name not in self.parameters:
+            return self.module.get_buffer(name)
+        # Master weights are on the device during updates only.
+        computing = self._copied_to is not None and dtype is self._copied_to
+        return (self.module.get_parameter(name) if computing else self.parameters[name]).detach()
+
+    def bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of everything that `weights` yields."""
+        size = 0
+        for name in self._names:
+            tensor = self.tensor(name, None)
+            if lora.is_own(name) and self.adapter is not None:
+                continue
+            merged = self.adapter is not None and self.adapter.parts_of(name) is not None
+            kept = torch.float32 if merged else tensor.dtype
+            size += tensor.numel() * (kept if dtype is None or name not in self.parameters else dtype).itemsize
+        return size
+
+    def _whole(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+        tensor = self.tensor(name, dtype)
+        if name not in self.parameters:
+            return tensor
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to(device.current_device())  # an offloaded shard has to be there to be gathered
+        if dtype is not None:
+            tensor = tensor.to(dtype)  # before it is gathered, so that fewer bytes travel
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

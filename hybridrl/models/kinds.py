@@ -1,0 +1,34 @@
+"""The kinds of model that training engines build: language models, value models and reward models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hybridrl.models import loading, stored, value
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """How one kind of model is made.
+
+    Attributes:
+        build: makes it without weights; gets configuration, dtype and `trust_remote_code`.
+        load: makes it with the weights of a path; gets the path first.
+        open: opens its weights without reading them; gets the path first.
+    """
+
+    build: Callable[..., Any]
+    load: Callable[..., Any]
+    open: Callable[..., stored.StoredWeights]
+
+
+KINDS = {
+    "language_model": ModelKind(loading.build_language_model, loading.load_language_model, stored.open_language_model),
+    "value_model": ModelKind(value.build_value_model, value.load_value_model, value.open_value_model),
+    "reward_model": ModelKind(
+        partial(value.build_value_model, bias=False),
+        partial(value.load_value_model, bias=False),
+        partial(value.open_value_model, bias=False),
+    ),
+}

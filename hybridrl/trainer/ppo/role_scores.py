@@ -1,0 +1,98 @@
+"""The reward of responses: that of the reward function, and of models that take part in the run as roles.
+
+Shapes: B rows, T response width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.config.roles import Scoring
+from hybridrl.protocol import DataProto
+from hybridrl.reward import RewardManager
+from hybridrl.reward.factory import ask
+from hybridrl.reward.manager import last_generated
+from hybridrl.rollout import Rollout
+from hybridrl.single_controller import RayWorkerGroup
+from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.roles import POLICY, active_roles
+
+
+class Scorer:
+    """Scores batches of responses, in training before groups are chosen, and in validation.
+
+    With s the reward of the reward function and s_r the score of a role r with weight w_r, the reward of a response is
+    s + sum over r of w_r * s_r, at its last generated token.
+
+    Args:
+        readers: what turns a batch into what a role's worker group gets, by role.
+        config: the run's configuration; None for a scorer without roles.
+    """
+
+    def __init__(
+        self, readers: Mapping[str, Callable[[DataProto], DataProto]], config: PPOTrainerConfig | None = None
+    ) -> None:
+        self._readers = readers
+        self._config = config
+        self._roles: list[tuple[Scoring, Callable[[DataProto], DataProto], Any]] = []
+        self._lends: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, config: PPOTrainerConfig, tokenizer: Any) -> Scorer:
+        """Return the scorer of a run, which `connect` completes.
+
+        Raises:
+            UserError: the model of a role cannot score these conversations.
+        """
+        specs = [spec for spec in active_roles(config) if spec.scoring is not None]
+        return cls({spec.name: spec.scoring.reader()(config, tokenizer) for spec in specs if spec.scoring}, config)
+
+    def connect(self, groups: Mapping[str, RayWorkerGroup], rollout: Rollout) -> None:
+        """Have the models of the roles score, once they are loaded.
+
+        Args:
+            groups: the worker groups, by role.
+            rollout: its cache is released while a model on the policy's devices scores.
+        """
+        assert self._config is not None
+        specs = [spec for spec in active_roles(self._config) if spec.name in self._readers and spec.name in groups]
+        self._roles = [(spec.scoring, self._readers[spec.name], groups[spec.name]) for spec in specs if spec.scoring]
+        pool = groups[POLICY].resource_pool
+        shared = any(groups[spec.name].resource_pool is pool for spec in specs)
+        if shared and rollout.gives_memory_back and not self._config.actor_rollout_ref.rollout.nnodes:
+            self._lends = rollout.lend_cache
+
+    def __call__(self, reward_fn: RewardManager, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
+        """Return what `RewardManager.__call__` describes, with the scores of the roles.
+
+        `reward_extra_info` has a column for each role. The models compute while the reward function runs.
+
+        Args:
+            reward_fn: the reward manager.
+            batch: responses.
+            timer: measures `reward` and the phases of the roles.
+        """
+        if self._lends is not None:
+            self._lends()
+        pending = []
+        for scoring, read, group in self._roles:
+            with timer.phase(scoring.phase):
+                pending.append((scoring, getattr(group, scoring.method)(read(batch))))
+        with timer.phase("reward"):
+            result = ask(reward_fn, batch)
+        for scoring, future in pending:
+            with timer.phase(scoring.phase):
+                scores = future.get().batch[scoring.column][:, -1]
+            result["reward_tensor"] = self._added(result["reward_tensor"], scoring, scores, batch)
+            result["reward_extra_info"][scoring.column] = scores.tolist()
+        return result
+
+    def _added(self, rewards: torch.Tensor, scoring: Scoring, scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
+        assert self._config is not None
+        rewards = rewards.clone()
+        rewards[torch.arange(len(scores)), last_generated(batch)] += scoring.weight(self._config) * scores
+        return rewards

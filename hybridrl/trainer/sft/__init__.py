@@ -1,1 +1,0 @@
-"""The controller program of supervised fine-tuning."""

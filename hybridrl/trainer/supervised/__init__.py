@@ -1,0 +1,1 @@
+"""The controller program of supervised training."""

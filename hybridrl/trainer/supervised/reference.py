@@ -1,0 +1,122 @@
+"""Log-probabilities of the reference, the model before training: computed for each batch, or once and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hybridrl.checkpoint import digest
+from hybridrl.notify import notify
+from hybridrl.protocol import DataProto
+from hybridrl.utils.files import replacing
+from hybridrl.workers.objectives import REF_LOG_PROBS
+
+FILE = "reference_log_probs.safetensors"  # in the run's folder
+_DIGEST = "made_of"
+
+Compute = Callable[[DataProto], DataProto]
+
+
+class Reference:
+    """Gives each row of a batch the log-probability of its answer under the reference.
+
+    Args:
+        compute: computes it for a batch of rows.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = compute
+
+    def add_to(self, batch: DataProto, part: str, rows: list[int]) -> DataProto:
+        """Add the field `ref_answer_log_probs` [B].
+
+        Args:
+            part: `train` or `val`.
+            rows: for each row of the batch the number of its pair in the data.
+        """
+        batch.batch[REF_LOG_PROBS] = self.compute(batch).batch[REF_LOG_PROBS]
+        return batch
+
+
+class CachedReference(Reference):
+    """A reference whose log-probabilities were computed before the first step, and are kept in the run's folder.
+
+    Args:
+        compute: see `Reference`; it is called while the model has not been trained.
+        folder: the run's folder.
+        made_of: plain data that identifies the model and the settings that it is computed with.
+    """
+
+    def __init__(self, compute: Compute, folder: Path, made_of: Mapping[str, Any]) -> None:
+        super().__init__(compute)
+        self._path = folder / FILE
+        self._made_of = made_of
+        self._known: dict[str, dict[int, torch.Tensor]] = {}
+
+    def prepare(self, parts: Mapping[str, tuple[Any, Callable[[], Iterable[tuple[DataProto, list[int]]]]]]) -> None:
+        """Read the file of an earlier start of this run, or compute and write it.
+
+        Args:
+            parts: for `train` and `val` the data set, and a function that yields its batches, with the number of the
+                pair of each row.
+        """
+        made_of = digest({**self._made_of, **{part: _digest_of(dataset) for part, (dataset, _) in parts.items()}})
+        found = self._read(made_of)
+        if found is None:
+            total = sum(len(dataset) for dataset, _ in parts.values())
+            notify(f"computing the reference's log-probabilities of {total} pairs, kept in {self._path}")
+            found = {part: self._computed(batches()) for part, (_, batches) in parts.items()}
+            self._write(found, made_of)
+        for part, tensors in found.items():
+            self._known[part] = dict(zip(tensors["rows"].tolist(), tensors["log_probs"], strict=True))
+
+    def add_to(self, batch: DataProto, part: str, rows: list[int]) -> DataProto:
+        known = self._known[part]
+        batch.batch[REF_LOG_PROBS] = torch.stack([known[row] for row in rows[::2]]).flatten()
+        return batch
+
+    def _computed(self, batches: Iterable[tuple[DataProto, list[int]]]) -> dict[str, torch.Tensor]:
+        rows: list[int] = []
+        found = []
+        for batch, numbers in batches:
+            rows += numbers[::2]
+            found.append(self.compute(batch).batch[REF_LOG_PROBS].view(-1, 2))
+        return {"rows": torch.tensor(rows), "log_probs": torch.cat(found)}
+
+    def _read(self, made_of: str) -> dict[str, dict[str, torch.Tensor]] | None:
+        if not self._path.is_file():
+            return None
+        try:
+            with safe_open(str(self._path), framework="pt") as stored:
+                if (stored.metadata() or {}).get(_DIGEST) != made_of:
+                    notify(f"{self._path} is of another model or other data, and is computed again", "warning")
+                    return None
+                found: dict[str, dict[str, torch.Tensor]] = {}
+                for name in stored.keys():
+                    part, _, what = name.partition(".")
+                    found.setdefault(part, {})[what] = stored.get_tensor(name)
+                return found
+        except (SafetensorError, OSError) as error:
+            notify(f"{self._path} cannot be read ({error}), and is computed again", "warning")
+            return None
+
+    def _write(self, found: Mapping[str, Mapping[str, torch.Tensor]], made_of: str) -> None:
+        flat = {f"{part}.{name}": tensor for part, tensors in found.items() for name, tensor in tensors.items()}
+        with replacing(self._path) as temporary:
+            save_file(flat, temporary, metadata={_DIGEST: made_of})
+
+
+def _digest_of(dataset: Any) -> str:
+    """A digest of all rows of a data set."""
+    import hashlib
+
+    total = hashlib.sha256()
+    for item in range(len(dataset)):
+        total.update(json.dumps(dataset[item], default=str).encode())
+    return total.hexdigest()

@@ -1,0 +1,269 @@
+"""LoRA on the FSDP2 engine: against PEFT's own loop, the base, the merged model, and one rank against two."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import (
+    TEMPERATURE,
+    full_kl_loss,
+    make_batch,
+    make_engine,
+    make_fields,
+    plain_outputs,
+    policy_loss,
+    value_loss,
+    weights,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import spawn
+from transformers import AutoModelForCausalLM
+
+from hybridrl.engine import MicroBatching
+from hybridrl.engine.fsdp.adapted import BASE_FILE
+from hybridrl.errors import ModelError
+from hybridrl.models import lora
+from hybridrl.utils import distributed
+from hybridrl.utils.metrics import merge_metrics
+
+FIELDS = make_fields()
+MODEL = {"lora_rank": 4, "lora_alpha": 8}
+EPS = {"override_optimizer_config": {"eps": 1e-5}}
+PARTS = ("model", "optimizer", "extra")
+SPLIT = 9  # rank 0 works on 9 rows, rank 1 on 3
+
+
+def train(
+    engine: Any, steps: int, batch: Any = None, loss: Any = policy_loss, **options: Any
+) -> list[dict[str, float]]:
+    batch = make_batch(FIELDS) if batch is None else batch
+    results = []
+    for _ in range(steps):
+        with engine.loaded(optimizer=True):
+            own = engine.train_batch(batch, MicroBatching(size=4), loss, TEMPERATURE, **options)
+        merged = merge_metrics(distributed.all_gather_object(own))
+        results.append({name: float(metric.value) for name, metric in merged.items()})
+    return results
+
+
+def log_probs(engine: Any) -> torch.Tensor:
+    with engine.loaded():
+        return engine.infer(make_batch(FIELDS), MicroBatching(size=5), TEMPERATURE)["log_probs"]
+
+
+def adapter(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.export_adapter()}
+
+
+def close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=atol, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_a_new_adapter_changes_nothing_and_starts_as_pefts_does(micro_model: Path) -> None:
+    engine = make_engine(micro_model, model=MODEL)
+    assert torch.equal(log_probs(engine), log_probs(make_engine(micro_model)))
+    for name, tensor in adapter(engine).items():
+        if "lora_B" in name:
+            assert not tensor.any()
+        else:  # uniform: its deviation is the bound by the root of 3
+            bound = 1 / math.sqrt(tensor.shape[1])
+            assert tensor.abs().max() <= bound and tensor.std() == pytest.approx(bound / math.sqrt(3), rel=0.3)
+    again = make_engine(micro_model, model=MODEL)
+    assert all(torch.equal(tensor, adapter(engine)[name]) for name, tensor in adapter(again).items())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_three_steps_equal_a_plain_loop_of_peft(micro_model: Path, checkpointing: bool) -> None:
+    engine = make_engine(
+        micro_model,
+        optim=EPS,
+        model={**MODEL, "enable_gradient_checkpointing": checkpointing, "use_fused_kernels": True},
+    )
+    base = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
+    plain = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    first = {name.replace(".weight", ".default.weight"): tensor for name, tensor in adapter(engine).items()}
+    assert not plain.load_state_dict(first, strict=False).unexpected_keys
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.01, eps=1e-5)
+    mask = FIELDS["response_mask"]
+    for step, got in enumerate(train(engine, 3, entropy=True)):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (step / 2 if step < 2 else 1 - (step - 2) / 6)
+        found, entropies = plain_outputs(plain, FIELDS)
+        loss = -((found * FIELDS["advantages"] + 0.01 * entropies) * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
+        optimizer.step()
+        assert got["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        assert got["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    close(adapter(engine), {name.replace(".default.", "."): p.detach() for name, p in trained.items()})
+    close(weights(engine), {name: p.detach() for name, p in plain.merge_and_unload().named_parameters()})
+
+
+def test_merged_adapted_and_exported_models_agree_and_without_it_is_the_base(micro_model: Path, tmp_path: Path) -> None:
+    engine = make_engine(micro_model, model={**MODEL, "target_modules": ["q_proj", "down_proj"]})
+    base = make_engine(micro_model)
+    train(engine, 4)
+    ours = log_probs(engine)
+    assert (ours - log_probs(base)).abs().max() > 1e-2
+    with engine.without_adapter():
+        assert torch.equal(log_probs(engine), log_probs(base))
+        with engine.without_adapter():
+            pass
+        assert torch.equal(log_probs(engine), log_probs(base))
+    assert torch.equal(log_probs(engine), ours)
+    frozen = dict(base.export_weights())
+    changed = {name for name, tensor in engine.export_weights() if not torch.equal(tensor, frozen[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+    assert engine.weight_bytes() == sum(tensor.nbytes for _, tensor in engine.export_weights())
+    engine.save(tmp_path, ["hf_model"])
+    merged = make_engine(tmp_path / "hf_model")
+    torch.testing.assert_close(log_probs(merged), ours, atol=1e-5, rtol=1e-5)
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32), tmp_path / "hf_model" / lora.FOLDER
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(plain_outputs(loaded, FIELDS)[0], ours, atol=1e-5, rtol=1e-5)
+    further = make_engine(micro_model, model={"lora_adapter_path": str(tmp_path / "hf_model" / lora.FOLDER)})
+    assert torch.equal(log_probs(further), ours)
+    close(adapter(further), adapter(engine), atol=0)
+
+
+def test_lower_precision_keeps_the_base_and_merges_in_float32(micro_model: Path) -> None:
+    engine = make_engine(micro_model, model=MODEL, dtype="bfloat16")
+    for name, parameter in engine.module.named_parameters():
+        assert parameter.dtype == torch.bfloat16, name
+    train(engine, 3)
+    assert {tensor.dtype for tensor in adapter(engine).values()} == {torch.float32}
+    own, base = adapter(engine), dict(make_engine(micro_model, dtype="bfloat16").export_weights(torch.bfloat16))
+    name = "model.layers.1.mlp.up_proj"
+    a, b = (own[f"base_model.model.{name}.lora_{part}.weight"].float() for part in "AB")
+    expected = base[f"{name}.weight"].float() + 2.0 * b @ a
+    sent = dict(engine.export_weights(torch.bfloat16))
+    assert torch.equal(dict(engine.export_weights())[f"{name}.weight"], expected)
+    torch.testing.assert_close(sent[f"{name}.weight"].float(), expected, atol=1e-2, rtol=1e-2)
+    assert engine.weight_bytes(torch.bfloat16) == sum(tensor.nbytes for tensor in sent.values())
+
+
+def test_the_optimizer_holds_the_adapter_alone(micro_model: Path) -> None:
+    whole, small = make_engine(micro_model), make_engine(micro_model, model=MODEL)
+    for engine in (whole, small):
+        train(engine, 1)
+    held = [
+        sum(tensor.nbytes for state in engine.optimizer.state.values() for tensor in state.values())
+        for engine in (whole, small)
+    ]
+    assert held[1] <= held[0] / 2 and small.first_step_bytes() <= whole.first_step_bytes() / 2
+    frozen = [p for name, p in small.module.named_parameters() if not lora.is_own(name)]
+    assert frozen and not any(p.requires_grad or p.grad is not None for p in frozen)
+
+
+def test_the_reference_over_the_vocabulary_is_the_model_without_the_adapter(micro_model: Path) -> None:
+    own, other = (make_engine(micro_model, optim=EPS, model=MODEL) for _ in range(2))
+    own.compare_with(own)
+    other.compare_with(make_engine(micro_model))
+    assert train(own, 3, loss=full_kl_loss, ref_kl=True) == train(other, 3, loss=full_kl_loss, ref_kl=True)
+    close(adapter(own), adapter(other), atol=0)
+    assert own.infer(make_batch(FIELDS), MicroBatching(), TEMPERATURE, ("ref_kl",))["ref_kl"].abs().max() > 1e-4
+
+
+def test_a_critic_trains_its_head_as_a_whole(micro_model: Path, tmp_path: Path) -> None:
+    engine = make_engine(micro_model, "value_model", model=MODEL)
+    assert {name for name in engine._trainable if not lora.is_own(name)} == {"score.weight", "score.bias"}
+    first = train(engine, 8, loss=value_loss)
+    assert first[-1]["loss"] < first[0]["loss"]
+    values = engine.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",))["values"]
+    engine.save(tmp_path, [*PARTS, "hf_model"])
+    resumed = make_engine(micro_model, "value_model", model=MODEL)
+    resumed.load(tmp_path, PARTS)
+    path = str(tmp_path / "hf_model" / lora.FOLDER)
+    merged = make_engine(tmp_path / "hf_model", "value_model")
+    loaded = make_engine(micro_model, "value_model", model={"lora_adapter_path": path})
+    for other, tolerance in ((resumed, 0), (loaded, 0), (merged, 1e-5)):
+        found = other.infer(make_batch(FIELDS), MicroBatching(), outputs=("values",))["values"]
+        torch.testing.assert_close(found, values, atol=tolerance, rtol=tolerance)
+    told = json.loads((tmp_path / "hf_model" / lora.FOLDER / lora.CONFIG_FILE).read_text())
+    assert told["task_type"] == "TOKEN_CLS" and told["modules_to_save"] == ["score"]
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": "bfloat16", "param_offload": True, "optimizer_offload": True}])
+@pytest.mark.parametrize("optim", [EPS, {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}])
+def test_resuming_is_bitwise(micro_model: Path, tmp_path: Path, how: dict[str, Any], optim: dict[str, Any]) -> None:
+    engine, resumed = (make_engine(micro_model, optim=optim, model=MODEL, **how) for _ in range(2))
+    train(engine, 3)
+    engine.save(tmp_path, PARTS)
+    size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert size < sum(tensor.nbytes for tensor in weights(engine).values()) / 2
+    train(resumed, 1)
+    resumed.load(tmp_path, PARTS)
+    assert train(engine, 2) == train(resumed, 2)
+    assert torch.equal(log_probs(engine), log_probs(resumed))
+    close(adapter(resumed), adapter(engine), atol=0)
+
+
+def test_a_checkpoint_of_another_base_or_of_whole_weights_is_refused(micro_model: Path, tmp_path: Path) -> None:
+    engine = make_engine(micro_model, model=MODEL)
+    engine.save(tmp_path / "adapter", PARTS)
+    whole = make_engine(micro_model)
+    whole.save(tmp_path / "whole", PARTS)
+    with pytest.raises(ModelError, match="another model"):
+        engine.load(tmp_path / "whole", ["model"])
+    with pytest.raises(ModelError, match="another model"):
+        whole.load(tmp_path / "adapter", ["model"])
+    train(whole, 2)
+    whole.save(tmp_path, ["hf_model"])
+    other = make_engine(tmp_path / "hf_model", model=MODEL)
+    with pytest.raises(ModelError, match="other weights"):
+        other.load(tmp_path / "adapter", ["model"])
+    assert (tmp_path / "adapter" / "model" / BASE_FILE).read_text().startswith("sha256:")
+
+
+def _check_two_ranks(rank: int, model: Path, folder: Path, expected: Path) -> None:
+    rows = slice(0, SPLIT) if rank == 0 else slice(SPLIT, None)
+    alone = torch.load(expected)
+    for name, how in (("plain", {}), ("bfloat16", {"dtype": "bfloat16"})):
+        engine = make_engine(model, optim=EPS, model=MODEL, **how)
+        metrics = train(engine, 3, make_batch(FIELDS, rows))
+        tolerance = 1e-5 if name == "plain" else 3e-2
+        assert [one["loss"] for one in metrics] == pytest.approx(alone[name]["losses"], abs=tolerance)
+        close(adapter(engine), alone[name]["adapter"], atol=tolerance)
+        if name == "plain":
+            close(weights(engine), alone[name]["weights"])
+            with engine.without_adapter():
+                base = engine.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)["log_probs"]
+            torch.testing.assert_close(base, alone["base"][rows], atol=2e-6, rtol=1e-5)
+            engine.save(folder, [*PARTS, "hf_model"])
+            train(engine, 1, make_batch(FIELDS, rows))
+    resumed = make_engine(model, optim=EPS, model=MODEL)
+    with resumed.without_adapter():  # the first forward pass is without: the adapter must still learn after it
+        resumed.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
+    resumed.load(folder, PARTS)
+    again = train(resumed, 1, make_batch(FIELDS, rows))
+    assert again[0]["grad_norm"] > 0 and again[0]["loss"] == pytest.approx(alone["next"], abs=1e-5)
+    shared = make_engine(model, optim=EPS, model=MODEL, ulysses_sequence_parallel_size=2)
+    losses = [one["loss"] for one in train(shared, 3, make_batch(FIELDS))]
+    assert losses == pytest.approx([2 * one for one in alone["plain"]["losses"]], abs=2e-5)  # both tell of all rows
+    close(adapter(shared), alone["plain"]["adapter"], atol=2e-5)
+
+
+def test_two_ranks_are_one(micro_model: Path, tmp_path: Path) -> None:
+    alone: dict[str, Any] = {"base": log_probs(make_engine(micro_model))}
+    for name, how in (("plain", {}), ("bfloat16", {"dtype": "bfloat16"})):
+        engine = make_engine(micro_model, optim=EPS, model=MODEL, **how)
+        losses = [one["loss"] for one in train(engine, 3)]
+        alone[name] = {"losses": losses, "adapter": adapter(engine), "weights": weights(engine)}
+        if name == "plain":
+            alone["next"] = train(engine, 1)[0]["loss"]
+    torch.save(alone, tmp_path / "alone.pt")
+    spawn(_check_two_ranks, 2, micro_model, tmp_path / "saved", tmp_path / "alone.pt")
+    one = make_engine(micro_model, optim=EPS, model=MODEL)  # what two ranks saved
+    one.load(tmp_path / "saved", PARTS)
+    assert train(one, 1)[0]["loss"] == pytest.approx(alone["next"], abs=1e-5)

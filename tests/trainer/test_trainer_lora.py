@@ -1,0 +1,197 @@
+"""LoRA in whole runs: the policy is its own reference, the probe, resuming, what checkpoints hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from trainer_tools import trained
+from transformers import AutoModelForCausalLM
+
+from hybridrl.checkpoint.merge import main as merge
+from hybridrl.config import load_config
+from hybridrl.config.checks.run import check
+from hybridrl.errors import ConfigError, ModelError, RolloutError
+from hybridrl.trainer.ppo.adapter_probe import AdapterProbe, measure
+from hybridrl.trainer.ppo.build import prepare
+from hybridrl.trainer.ppo.run_ppo import started_trainer
+
+TESTS = Path(__file__).parents[1]
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+
+
+@pytest.fixture(scope="module")
+def grpo(micro_model: Path, sort_data: Path) -> list[str]:
+    return [
+        f"{MODEL}.path={micro_model}",
+        f"{MODEL}.lora_rank=4",
+        f"data.train_files={sort_data / 'train.parquet'}",
+        f"reward.custom_reward_function.path={TESTS.parent / 'recipes' / 'smoke_reward.py'}",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=24",
+        "data.max_response_length=7",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.optim.lr=3e-2",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        "trainer.threads_per_worker=1",
+        "trainer.logger=[]",
+        "trainer.report=False",
+        "trainer.total_training_steps=3",
+    ]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from hybridrl.engine.saved_boxes import SavedBoxes
+
+    with SavedBoxes(folder) as saved:
+        return dict(saved.whole_tensors())
+
+
+@pytest.mark.slow
+def test_a_run_of_ppo_is_its_own_reference_resumes_bitwise_and_exports(
+    ray_session: None, grpo: list[str], micro_model: Path, tmp_path: Path
+) -> None:
+    """Policy and critic with adapters on two ranks; no model of a reference is loaded."""
+    words = [
+        *grpo,
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={micro_model}",
+        "critic.model.lora_rank=2",
+        "critic.optim.lr=1e-2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.save_freq=2",
+    ]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    with trained(*words, f"trainer.default_local_dir={whole}") as (trainer, result):
+        assert set(trainer.groups) == {"actor_rollout", "critic"}
+        fields = result.batch.batch
+        mask = fields["response_mask"].bool()
+        base = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
+        with torch.no_grad():
+            logits = base(
+                fields["input_ids"], attention_mask=fields["attention_mask"], position_ids=fields["position_ids"]
+            ).logits[:, -mask.shape[1] - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, fields["responses"][..., None])[..., 0]
+        torch.testing.assert_close(fields["ref_log_prob"][mask], expected[mask], atol=1e-5, rtol=1e-5)
+        assert (fields["old_log_probs"] - fields["ref_log_prob"])[mask].abs().max() > 1e-2
+        assert trainer.learner.adapter_probe.done
+        assert result.metrics["actor/kl_loss"] > 0
+    with trained(
+        *words,
+        f"trainer.default_local_dir={parts}",
+        "trainer.total_training_steps=2",
+        f"{ACTOR}.optim.total_training_steps=3",
+        "critic.optim.total_training_steps=3",
+    ):
+        pass
+    with trained(*words, f"trainer.default_local_dir={parts}"):
+        pass
+    for role in ("actor", "critic"):
+        for part in ("model", "optimizer"):
+            one, other = (tensors(run / "global_step_3" / role / part) for run in (whole, parts))
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+            assert all("lora_" in name or "score." in name for name in one)
+    saved = whole / "global_step_3" / "actor"
+    assert merge([str(saved), "--out", str(tmp_path / "merged")]) == 0
+    assert merge([str(whole / "global_step_3" / "critic"), "--out", str(tmp_path / "values")]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (saved / "hf_model", tmp_path / "merged")]
+    for folder in (saved / "hf_model", tmp_path / "merged"):
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(micro_model), folder / "lora_adapter")
+        models.append(loaded.merge_and_unload())
+    ids = torch.arange(60, 70)[None]
+    with torch.no_grad():
+        found = [model(ids).logits for model in models]
+    assert all(torch.allclose(one, found[0], atol=1e-5) for one in found)
+    assert not torch.allclose(base(ids).logits, found[0], atol=1e-3)
+    told = json.loads((tmp_path / "merged" / "lora_adapter" / "adapter_config.json").read_text())
+    assert (told["r"], told["peft_type"], told["base_model_name_or_path"]) == (4, "LORA", str(micro_model))
+    assert merge([str(saved), "--out", str(tmp_path / "no"), "--model", str(tmp_path / "merged")]) == 2
+
+
+@pytest.mark.slow
+def test_an_engine_that_ignores_the_adapter_is_caught(ray_session: None, grpo: list[str], tmp_path: Path) -> None:
+    """Step 1 samples with an adapter of zeros, which shows nothing; step 2 stops the run."""
+    words = [
+        f"actor_rollout_ref.rollout.name={TESTS / 'trainer' / 'deaf_engine.py'}:DeafEngine",
+        "algorithm.rollout_correction.probe_threshold=null",
+    ]
+    config = load_config("ppo_trainer", [*grpo, *words, f"trainer.default_local_dir={tmp_path}"])
+    with pytest.raises(RolloutError, match="does not use the adapter"), started_trainer(config) as trainer:
+        trainer.fit()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 1
+
+
+def _samples(share: float, noise: float, effect: float, tokens: int = 400) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    base = -torch.rand(1, tokens, generator=generator)
+    adapted = base + effect * torch.randn(1, tokens, generator=generator)
+    sampler = base + share * (adapted - base) + 0.03 + noise * torch.randn(1, tokens, generator=generator)
+    return adapted, base, sampler, torch.ones(1, tokens)
+
+
+def test_the_probe_decides_by_more_than_chance() -> None:
+    for share in (0.0, 1.0):
+        found = measure(*_samples(share, noise=0.02, effect=0.02))
+        assert found is not None and found.decides and found.share == pytest.approx(share, abs=3 * found.error)
+    unclear = measure(*_samples(0.0, noise=0.02, effect=1e-3))
+    assert unclear is not None and not unclear.decides  # the noise is 20 times the effect
+    assert measure(*_samples(0.0, noise=0.02, effect=0.0)) is None
+    probe = AdapterProbe()
+    assert probe.check(*_samples(0.0, noise=0.02, effect=0.0)) == {} and not probe.done
+    assert probe.check(*_samples(1.0, 0.02, 0.02))["rollout_corr/adapter_share"] == pytest.approx(1, abs=0.2)
+    assert probe.done
+    with pytest.raises(RolloutError, match="model without it"):
+        AdapterProbe().check(*_samples(0.0, 0.02, 0.02))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([f"{MODEL}.target_modules=[q_proj,w_pack]"], r"no linear layer w_pack; there are q_proj, .*down_proj"),
+        ([f"{MODEL}.lora.target_modules=[linear_qkv]"], r"no linear layer linear_qkv; there are q_proj"),
+        ([f"{MODEL}.target_modules='.*nothing'"], r"matches the whole name of no linear layer, such as model\.layers"),
+        ([f"{MODEL}.exclude_modules=[lm_head]"], r"exclude_modules: this model has no linear layer lm_head"),
+        ([f"{MODEL}.exclude_modules='.*'"], r"leave no layer for the adapter"),
+        ([f"{MODEL}.lora_adapter_path=HERE"], r"holds no adapter of PEFT \(adapter_config\.json is missing\)"),
+        ([f"{ACTOR}.optim.optimizer=Muon"], r"lora_rank=4 with optim\.optimizer=Muon"),
+        ([f"{ACTOR}.use_torch_compile=True"], r"use_torch_compile=True with model\.lora_rank"),
+        ([f"{ACTOR}.strategy=megatron"], r"strategy=megatron with model\.lora_rank.*HasAdapters.*fsdp2"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(
+    grpo: list[str], tmp_path: Path, words: list[str], message: str
+) -> None:
+    given = [word.replace("HERE", str(tmp_path)) for word in words]
+    config = load_config("ppo_trainer", [*grpo, *given, f"trainer.default_local_dir={tmp_path}"])
+    with pytest.raises(ModelError, match=message):
+        prepare(config)
+
+
+def test_settings_that_exclude_each_other(grpo: list[str]) -> None:
+    transfer = "actor_rollout_ref.rollout.checkpoint_engine"
+    for word in (f"{transfer}.method=planned", f"{transfer}.check_weights=True"):
+        with pytest.raises(ConfigError, match=r"lora_rank.*cannot be sent by a plan"):
+            check(load_config("ppo_trainer", [*grpo, "actor_rollout_ref.rollout.name=vllm", word]))
+    notices = check(load_config("ppo_trainer", [*grpo, "actor_rollout_ref.ref.fsdp_config.param_offload=True"]))
+    assert any("param_offload=True has no effect with an adapter" in notice for notice in notices)
+    with pytest.raises(ConfigError, match=r"lora\.dropout"):
+        load_config("ppo_trainer", [*grpo, f"{MODEL}.lora.dropout=0.1"])
+
+
+def test_verls_group_of_an_adapter_means_the_same(micro_model: Path) -> None:
+    words: list[Any] = ["rank=8", "alpha=32", "target_modules=[q_proj]", "exclude_modules=[v_proj]", "merge=True"]
+    model = load_config("ppo_trainer", [f"{MODEL}.lora.{word}" for word in words]).actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (8, 32, ["q_proj"])
+    assert model.exclude_modules == ["v_proj"] and model.adapted
+    flat = load_config("sft_trainer", ["model.lora_rank=4", "model.lora.rank=8"]).model
+    assert flat.lora_rank == 4 and flat.target_modules == "all-linear"
