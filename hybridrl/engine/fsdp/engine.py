@@ -161,7 +161,8 @@ class FSDPEngine(
         if self._sequences is not None:
             self.config._attn_implementation = attention.VARLEN
         elif self.compute_dtype == torch.float32 and "attn_implementation" not in model.override_config:
-            self.config._attn_implementation = "sdpa"  # flash attention supports half precision only
+            # flash attention supports half precision only
+            self.config._attn_implementation = attention.plain_attention(self.config)
         self._takes_boundaries = attention.takes_boundaries(str(self.config._attn_implementation))
         self.shares_prefixes = bool(model.share_prefixes) and self._may_share()
         if self.shares_prefixes:
@@ -538,13 +539,13 @@ class FSDPEngine(
 
     @contextlib.contextmanager
     def _attention_of_padded_rows(self) -> Iterator[None]:
-        """Within the context, sdpa in place of flash attention, which would copy the whole cache for each token."""
+        """Within the context, plain attention: flash attention would copy the whole cache for each token."""
         config: Any = self.module.config  # which its layers read
         chosen = config._attn_implementation
         if not attention.is_flash_attention(str(chosen)):
             yield
             return
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = attention.plain_attention(config)
         try:
             yield
         finally:
