@@ -76,6 +76,23 @@ class LossFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationFacts(Facts):
+    """A distillation loss.
+
+    Attributes:
+        reads: log-probabilities of the sampled `tokens`, of the teacher's `top` tokens, or of the `vocabulary`.
+        direct: its gradient leads to the teacher. False: it is only a reward, for `use_policy_gradient`.
+    """
+
+    reads: str = "tokens"
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reads not in ("tokens", "top", "vocabulary"):
+            raise AlgorithmError(f"reads={self.reads!r}: a distillation loss reads tokens, top or vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ManagerFacts(Facts):
     """A reward manager. Its settings belong to `reward.reward_kwargs`."""
 
@@ -323,6 +340,14 @@ POLICY_LOSSES = Registry(
     ("policy_loss", "register_policy_loss"),
     "algorithms/policy_losses/*.py",
     LossFacts,
+    AlgorithmError,
+)
+DISTILLATION_LOSSES = Registry(
+    "distillation loss",
+    "distillation.distillation_loss.loss_mode",
+    ("register_distillation_loss",),
+    "algorithms/distillation.py",
+    DistillationFacts,
     AlgorithmError,
 )
 REWARD_MANAGERS = Registry(

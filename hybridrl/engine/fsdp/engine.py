@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.capabilities import (
     ComparesVocabulary,
+    ComputesFromLogits,
     CopiesState,
     ExportsShards,
     GeneratesInPlace,
@@ -28,6 +29,7 @@ from hybridrl.engine.capabilities import (
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
+from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
 from hybridrl.engine.fsdp.exported import Exported
 from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import (
@@ -46,6 +48,7 @@ from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.fsdp.source import Source
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
+from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
@@ -76,6 +79,7 @@ class FSDPEngine(
     MicroBatchedEngine,
     CopiesState,
     ComparesVocabulary,
+    ComputesFromLogits,
     GeneratesInPlace,
     ExportsShards,
     HasAdapters,
@@ -157,7 +161,8 @@ class FSDPEngine(
         if self._sequences is not None:
             self.config._attn_implementation = attention.VARLEN
         elif self.compute_dtype == torch.float32 and "attn_implementation" not in model.override_config:
-            self.config._attn_implementation = "sdpa"  # flash attention supports half precision only
+            # flash attention supports half precision only
+            self.config._attn_implementation = attention.plain_attention(self.config)
         self._takes_boundaries = attention.takes_boundaries(str(self.config._attn_implementation))
         self.shares_prefixes = bool(model.share_prefixes) and self._may_share()
         if self.shares_prefixes:
@@ -344,8 +349,8 @@ class FSDPEngine(
             plan.images = BatchImages(batch, self.config)
         return plan
 
-    def _layouts(self, plan: BatchPlan) -> list[Layout]:
-        return [self._for_all_ranks(layout) for layout in super()._layouts(plan)]
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
+        return [self._for_all_ranks(layout) for layout in super()._layouts(plan, function)]
 
     def _for_all_ranks(self, layout: Layout) -> Layout:
         """The micro-batch with what every rank has to compute where any does."""
@@ -386,7 +391,8 @@ class FSDPEngine(
 
     def _compute(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of this rank's tokens."""
-        if self._fuses and "ref_kl" not in wanted.outputs:
+        function = wanted.function
+        if self._fuses and "ref_kl" not in wanted.outputs and function is None:
             return response_statistics(
                 self.module,
                 self._head,
@@ -401,7 +407,13 @@ class FSDPEngine(
             assert self.reference is not None
             with self.without_adapter() if self.reference is self else contextlib.nullcontext():
                 reference = self.reference.response_logits(layout)
-        return compute_outputs(self._logits(layout), layout, wanted.temperature, wanted.outputs, reference)
+        logits = self._logits(layout)
+        kept = reference is not None or function is not None
+        found = compute_outputs(logits, layout, wanted.temperature, wanted.outputs, reference, keeps_logits=kept)
+        if function is not None:
+            other = None if function.other is None else function.other.response_logits(layout)
+            found |= function(logits, layout.inputs or {}, wanted.temperature, other)
+        return found
 
     def _logits(self, layout: Layout) -> torch.Tensor:
         return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
@@ -410,19 +422,18 @@ class FSDPEngine(
     def _sequence_group(self) -> ProcessGroup | None:
         return None if self._sequences is None else self._sequences.group
 
+    @contextlib.contextmanager
+    def computing(self, function: LogitsFunction) -> Iterator[None]:
+        check_function(self, function)
+        self._function = function
+        try:
+            yield
+        finally:
+            self._function = None
+
     def compare_with(self, reference: Engine) -> None:
-        kinds = [(one.packed, one.shares_prefixes) for one in (self, reference) if isinstance(one, FSDPEngine)]
-        if not isinstance(reference, FSDPEngine) or kinds[0] != kinds[1]:
-            raise ModelError(
-                "KL form full compares both policies on the same micro-batches, so both need the same strategy and "
-                "attention: give actor_rollout_ref.ref.fsdp_config the dtype of actor_rollout_ref.actor.fsdp_config"
-            )
-        if reference.geometry.cp_size != self.geometry.cp_size:
-            raise ModelError(
-                "KL form full compares both policies token by token, so both need the same "
-                f"ulysses_sequence_parallel_size: actor_rollout_ref.ref.fsdp_config has {reference.geometry.cp_size} "
-                f"and actor_rollout_ref.actor.fsdp_config {self.geometry.cp_size}"
-            )
+        check_same_batches(self, reference, "KL form full", "actor_rollout_ref.ref.fsdp_config")
+        assert isinstance(reference, FSDPEngine)
         self.reference = reference
 
     @torch.no_grad()
@@ -495,13 +506,13 @@ class FSDPEngine(
 
     @contextlib.contextmanager
     def _attention_of_padded_rows(self) -> Iterator[None]:
-        """Within the context, sdpa in place of flash attention, which would copy the whole cache for each token."""
+        """Within the context, plain attention: flash attention would copy the whole cache for each token."""
         config: Any = self.module.config  # which its layers read
         chosen = config._attn_implementation
         if not attention.is_flash_attention(str(chosen)):
             yield
             return
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = attention.plain_attention(config)
         try:
             yield
         finally:
