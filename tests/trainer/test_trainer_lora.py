@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from test_trainer_sft import configured, conversations, records  # noqa: F401 (a fixture)
 from trainer_tools import trained
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +21,7 @@ from hybridrl.rollout import resolve_rollout
 from hybridrl.trainer.ppo.adapter_probe import AdapterProbe, measure
 from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.run_ppo import started_trainer
+from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 TESTS = Path(__file__).parents[1]
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
@@ -146,6 +148,26 @@ def test_an_engine_that_gets_merged_weights_passes(ray_session: None, grpo: list
         fields = result.batch.batch
         mask = fields["response_mask"].bool()
         torch.testing.assert_close(fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_fine_tuning_trains_the_adapter_alone(
+    ray_session: None,
+    micro_model: Path,
+    conversations: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    words = ["model.lora_rank=4", "trainer.save_freq=3", "optim.lr_scheduler_type=constant"]
+    run_supervised(configured(micro_model, conversations, tmp_path, 1, *words, "trainer.total_training_steps=6"))
+    losses = [record["train/loss"] for record in records(tmp_path) if "train/loss" in record]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    saved = tmp_path / "global_step_6" / "model"
+    assert all("lora_" in name for name in tensors(saved / "model"))
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (micro_model, saved / "hf_model")
+    )
+    changed = {name.split(".")[-2] for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
+    assert changed == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
 def _samples(share: float, noise: float, effect: float, tokens: int = 400) -> tuple[torch.Tensor, ...]:
