@@ -367,6 +367,32 @@ MEGATRON_FAMILIES = Registry(
 )
 
 
+AGENT_LOOPS = Registry(
+    "agent loop",
+    "actor_rollout_ref.rollout.agent.default_agent_loop",
+    ("register",),
+    "agents/loops/*.py",
+    Facts,
+    RolloutError,
+)
+TOOL_PARSERS = Registry(
+    "format of tool calls",
+    "actor_rollout_ref.rollout.multi_turn.format",
+    ("register_tool_parser",),
+    "agents/parsers/*.py",
+    Facts,
+    RolloutError,
+)
+TOOLS = Registry(
+    "tool",
+    "class_name of multi_turn.tool_config_path",
+    ("register_tool",),
+    "agents/tools/*.py",
+    Facts,
+    RolloutError,
+)
+
+
 def has_replicas(rollout_name: str) -> bool:
     """Whether `rollout.name` is an engine in its own processes with its own weights; not assumed of `auto`."""
     return INFERENCE_ENGINES.knows(rollout_name) and INFERENCE_ENGINES.facts(rollout_name).has_replicas

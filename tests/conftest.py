@@ -149,6 +149,33 @@ def free_slots() -> list[str]:
     return [str(list(entry["bundles"].values())) for entry in found.values()]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """What a test that fails has placed on the shared Ray is removed: the next one would find no CPU free."""
+    if "ray_session" not in getattr(item, "fixturenames", ()):
+        return (yield)
+    before = placement_groups()
+    try:
+        return (yield)
+    except BaseException:
+        from ray._raylet import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+        for name in placement_groups() - before:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))  # with its processes
+        raise
+
+
+def placement_groups() -> set[str]:
+    """The ids of those that hold or wait for CPUs of the shared Ray; none where a test has ended it."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    if not ray.is_initialized():
+        return set()
+    return {name for name, facts in placement_group_table().items() if facts["state"] != "REMOVED"}
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`: whole groups go to the processes, in the order of `pytest_collection_modifyitems`."""

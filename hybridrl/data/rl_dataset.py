@@ -273,9 +273,19 @@ class RLHFDataset(Dataset):
             conversations,
             lambda number: self.table.locate(indices[number]),
             add_generation_prompt=True,
-            template_kwargs=self.apply_chat_template_kwargs,
+            template_kwargs=lambda number: self._template_kwargs(indices[number]),
         )
         return encode(tokenizer or self.tokenizer, texts)
+
+    def _template_kwargs(self, index: int) -> dict[str, Any]:
+        """The further variables of the template for a row: with tools, all or those of `extra_info.tool_selection`."""
+        if not self.tool_schemas:
+            return self.apply_chat_template_kwargs
+        from hybridrl.agents.tools.load import selected_tools
+
+        schemas = {one["function"]["name"]: one for one in self.tool_schemas}
+        chosen = selected_tools(self.table[index].get("extra_info"), list(schemas))
+        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in chosen]}
 
     # The dataset
 
@@ -327,7 +337,7 @@ class RLHFDataset(Dataset):
     # Construction
 
     def _set_what_hooks_of_verl_read(self, max_samples: int) -> None:
-        """Set the other attributes that verl's class has when its hooks run. Media and tools are not supported."""
+        """Set the other attributes that verl's class has when its hooks run. Media are not supported."""
         settings = self.config
         self.max_samples = max_samples
         self.shuffle, self.seed = settings.shuffle, seed_of(settings)
@@ -335,7 +345,13 @@ class RLHFDataset(Dataset):
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
         _, self.video_key, self.audio_key = MEDIA_COLUMNS
         self.image_key = settings.image_key
-        self.tool_config_path = self.function_tool_path = self.tool_schemas = None
+        self.tool_config_path = settings.get("tool_config_path")
+        self.function_tool_path = settings.get("function_tool_path")
+        self.tool_schemas = None
+        if self.tool_config_path is not None or self.function_tool_path is not None:
+            from hybridrl.agents.tools.load import tool_schemas  # brings Ray, which other data sets do not need
+
+            self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
         self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
         self.serialize_dataset = self.use_shm = False
         self.return_multi_modal_inputs = self._images is not None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.checks.agents import check_agents, check_no_agents
 from hybridrl.config.checks.algorithm import (
     check_correction,
     check_estimator,
@@ -43,6 +44,7 @@ from hybridrl.registry import (
     OBJECTIVES,
     POLICY_LOSSES,
     REWARD_MANAGERS,
+    TOOL_PARSERS,
     TRAIN_ENGINES,
     Registry,
     has_replicas,
@@ -111,6 +113,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_full_kl(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_sampling(policy.rollout)
+    yield check_agents(policy.rollout)
     yield _check_trainable(policy.rollout)
     yield _check_replicas(policy.rollout)
     yield _check_transfer(policy.rollout, policy.model.adapted)
@@ -125,6 +128,7 @@ def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
     chosen: dict[str, tuple[Registry[Any], str]] = {
         "algorithm.adv_estimator": (ADV_ESTIMATORS, config.algorithm.adv_estimator),
         f"{_ACTOR}.policy_loss.loss_mode": (POLICY_LOSSES, policy.actor.policy_loss.loss_mode),
+        f"{_ROLLOUT}.multi_turn.format": (TOOL_PARSERS, policy.rollout.multi_turn.format),
     }
     if manager.source == "register":
         chosen["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
@@ -160,6 +164,7 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
     yield _check_answers(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_greedy(policy.rollout, config.data.n_samples)
+    yield check_no_agents(policy.rollout)
     if policy.rollout.nnodes:
         yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
     places = [("actor_rollout_ref",)]

@@ -67,6 +67,16 @@ class DataConfig(PromptConfig):
     validation_shuffle: bool = key(False, "shuffle validation prompts")
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
+    tool_config_path: str | None = key(
+        None,
+        "YAML file with the tools that prompts describe to the model; null: none",
+        follows="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+    )
+    function_tool_path: str | None = key(
+        None,
+        "Python file or module with such tools; null: none",
+        follows="${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
+    )
 
 
 @dataclass
