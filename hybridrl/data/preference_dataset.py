@@ -109,6 +109,8 @@ class PreferenceDataset(ConversationDataset):
                 self._refuse(item, error)
                 continue
             chosen.append(item)
+        if not chosen:
+            return []
         owners = [item for item in chosen for _ in range(2)]
         found = self.tokenize(conversations, owners, lambda i: [len(conversations[i]) - 1])
         kept = []
