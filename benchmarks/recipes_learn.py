@@ -24,7 +24,8 @@ from matplotlib.figure import Figure
 from hybridrl.config import load_config
 
 RECIPES = REPOSITORY / "recipes"
-NAMES = sorted(file.parent.name for file in RECIPES.glob("*/run.sh"))
+PAIRS = ("dpo", "rm")  # they learn from pairs of answers, without sampling
+NAMES = sorted(file.parent.name for file in RECIPES.glob("*/run.sh") if file.parent.name not in PAIRS)
 SAMPLES = 256  # a step, whatever the recipe's rollout.n
 MINI_BATCHES = 4  # updates of a batch, as recipes/common.sh has it, except where the recipe is on-policy
 RISE = 0.05  # of the sampled reward; what is less may be noise

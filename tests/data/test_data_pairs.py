@@ -31,10 +31,10 @@ def make(path: Any, tokenizer: Any, **settings: Any) -> Any:
 
 
 def shown(tokenizer: Any, side: dict[str, list[int]]) -> tuple[str, str]:
-    """What is read and what is learned."""
-    parts = ([t for t, m in zip(side["input_ids"], side["loss_mask"], strict=True) if m == kept] for kept in (0, 1))
-    prompt, learned = (tokenizer.decode(part) for part in parts)
-    return prompt, learned
+    """What stands before the first token that is learned, and what is learned."""
+    ids, mask = side["input_ids"], side["loss_mask"]
+    learned = [token for token, kept in zip(ids, mask, strict=True) if kept]
+    return tokenizer.decode(ids[: mask.index(1)]), tokenizer.decode(learned)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -53,7 +53,7 @@ def test_every_form_is_the_same_pair(name: str, row: dict[str, Any], write: Any,
     prompt = "<|im_start|>user\nSort: 21<|im_end|>\n<|im_start|>assistant\n"
     assert shown(tokenizer, pair["chosen"]) == (prompt, "12<|im_end|>")
     assert shown(tokenizer, pair["rejected"]) == (prompt, "21<|im_end|>")
-    assert pair["chosen"]["loss_mask"][-1] == 1  # the end of the turn is the last token, where a reward is read
+    assert tokenizer.decode(pair["chosen"]["input_ids"]) == f"{prompt}12<|im_end|>\n"  # where a reward is read
 
 
 def test_earlier_turns_are_read_and_not_learned(write: Any, tokenizer: Any) -> None:
@@ -124,6 +124,7 @@ def test_long_pairs_are_cut_as_truncation_says(write: Any, tokenizer: Any, capsy
     (right,) = make(path, tokenizer, max_length=longest - 3, truncation="right")
     assert right["chosen"]["input_ids"] == whole["chosen"]["input_ids"][:-3]
     assert right["rejected"] == {name: values[: longest - 3] for name, values in whole["rejected"].items()}
+    assert sum(right["chosen"]["loss_mask"]) == sum(whole["chosen"]["loss_mask"]) - 2
     (left,) = make(path, tokenizer, max_length=longest - 3, truncation="left")
     for side in ("chosen", "rejected"):  # the same prompt for both
         assert left[side]["input_ids"] == whole[side]["input_ids"][3:]
