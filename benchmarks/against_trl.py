@@ -6,7 +6,7 @@
 A model with random weights computes the logits of random pairs once, in float32. TRL's own code computes its loss of
 them: `DPOTrainer._compute_loss`, `CPOTrainer.cpo_loss` (SimPO), `ORPOTrainer.odds_ratio_loss`,
 `RewardTrainer.compute_loss`, and for SFT the loss that `SFTTrainer` takes of transformers. Hybridrl computes its loss
-of the log-probabilities of the same logits (`hybridrl.workers.objectives`). The table has both and their difference; the
+of the log-probabilities of the same logits (`hybridrl.workers.objectives`). The table has both and the difference; the
 exit status is 1 if one is above 1e-5.
 """
 

@@ -76,6 +76,23 @@ class LossFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationFacts(Facts):
+    """A distillation loss.
+
+    Attributes:
+        reads: log-probabilities of the sampled `tokens`, of the teacher's `top` tokens, or of the `vocabulary`.
+        direct: its gradient leads to the teacher. False: it is only a reward, for `use_policy_gradient`.
+    """
+
+    reads: str = "tokens"
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reads not in ("tokens", "top", "vocabulary"):
+            raise AlgorithmError(f"reads={self.reads!r}: a distillation loss reads tokens, top or vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ManagerFacts(Facts):
     """A reward manager. Its settings belong to `reward.reward_kwargs`."""
 
@@ -93,6 +110,8 @@ class InferenceFacts(Facts):
         install: how to install it, for messages.
         reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
+        takes_adapters: it applies an adapter (LoRA) that it is sent next to weights that it has.
+        sees_images: it generates from the images of prompts (`multi_modal_inputs`).
     """
 
     packages: tuple[str, ...] = ()
@@ -103,6 +122,8 @@ class InferenceFacts(Facts):
     install: str = ""
     reserves_of_total: bool = False
     records_routing: bool = False
+    takes_adapters: bool = False
+    sees_images: bool = False
 
     @property
     def has_replicas(self) -> bool:
@@ -321,6 +342,14 @@ POLICY_LOSSES = Registry(
     LossFacts,
     AlgorithmError,
 )
+DISTILLATION_LOSSES = Registry(
+    "distillation loss",
+    "distillation.distillation_loss.loss_mode",
+    ("register_distillation_loss",),
+    "algorithms/distillation.py",
+    DistillationFacts,
+    AlgorithmError,
+)
 REWARD_MANAGERS = Registry(
     "reward manager",
     "reward.reward_manager.name",
@@ -362,6 +391,32 @@ MEGATRON_FAMILIES = Registry(
     "engine/megatron/families/*.py",
     Facts,
     ModelError,
+)
+
+
+AGENT_LOOPS = Registry(
+    "agent loop",
+    "actor_rollout_ref.rollout.agent.default_agent_loop",
+    ("register",),
+    "agents/loops/*.py",
+    Facts,
+    RolloutError,
+)
+TOOL_PARSERS = Registry(
+    "format of tool calls",
+    "actor_rollout_ref.rollout.multi_turn.format",
+    ("register_tool_parser",),
+    "agents/parsers/*.py",
+    Facts,
+    RolloutError,
+)
+TOOLS = Registry(
+    "tool",
+    "class_name of multi_turn.tool_config_path",
+    ("register_tool",),
+    "agents/tools/*.py",
+    Facts,
+    RolloutError,
 )
 
 

@@ -3,7 +3,7 @@
 #
 #   bash recipes/common.sh NAME [--smoke] [KEY=VALUE ...]
 #
-# HYBRIDRL_PYTHON sets the interpreter, MODEL the model, and OUT the output folder.
+# HYBRIDRL_PYTHON sets the interpreter, MODEL the model, TEACHER that of a recipe with a teacher, and OUT the output folder.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
@@ -26,9 +26,13 @@ if [ -n "$smoke" ]; then
         trainer.resume_mode=disable
         trainer.test_freq=2
     )
+    teacher=$out/smoke_teacher
+    [ "$name" != distillation ] || [ -f "$teacher/config.json" ] ||
+        "$python" -m hybridrl.models.tiny --out "$teacher" --hidden 64 --heads 2 --kv-heads 2 --seed 1
     [ "$name" != dapo ] || size+=(reward.reward_kwargs.overlong_buffer_cfg.len=2)
 else
     model=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+    teacher=${TEACHER:-Qwen/Qwen2.5-1.5B-Instruct}
     data=$out/gsm8k
     [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.gsm8k --out "$data"
     gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
@@ -52,6 +56,7 @@ else
     [ "$name" != grpo_lora ] || size+=(actor_rollout_ref.actor.optim.lr=1e-5)
     [ ! -f "recipes/$name/reward.py" ] || size+=(reward.custom_reward_function.path="$root/recipes/$name/reward.py")
 fi
+[ "$name" != distillation ] || size+=(distillation.teacher_models.teacher.model_path="$teacher")
 mini_batches=4 # updates of a batch, except where the recipe is on-policy
 case "$name" in
     opo | gpg) ;;

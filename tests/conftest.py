@@ -149,6 +149,33 @@ def free_slots() -> list[str]:
     return [str(list(entry["bundles"].values())) for entry in found.values()]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """What a test that fails has placed on the shared Ray is removed: the next one would find no CPU free."""
+    if "ray_session" not in getattr(item, "fixturenames", ()):
+        return (yield)
+    before = placement_groups()
+    try:
+        return (yield)
+    except BaseException:
+        from ray._raylet import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+        for name in placement_groups() - before:
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))  # with its processes
+        raise
+
+
+def placement_groups() -> set[str]:
+    """The ids of those that hold or wait for CPUs of the shared Ray; none where a test has ended it."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    if not ray.is_initialized():
+        return set()
+    return {name for name, facts in placement_group_table().items() if facts["state"] != "REMOVED"}
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`: whole groups go to the processes, in the order of `pytest_collection_modifyitems`."""
@@ -206,6 +233,22 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hybridrl.models.tiny import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("micro_model"), hidden=32, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="session")
+def vision_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny vision-language model of each family, with its tokenizer and image processor. Read only."""
+    from hybridrl.models.tiny_vision import build_tiny_vision_model
+    from hybridrl.models.vision import FAMILIES
+
+    root, sizes = tmp_path_factory.mktemp("vision"), {"hidden": 32, "heads": 2, "kv_heads": 1, "vision_hidden": 16}
+    return {family: build_tiny_vision_model(root / family, family=family, **sizes) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def vision_model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
+    """One of `vision_models`."""
+    return vision_models[request.param]
 
 
 @pytest.fixture(scope="session")

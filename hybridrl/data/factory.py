@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import DataConfig, PairsDataConfig, PromptConfig, SFTDataConfig, SupervisedDataConfig
+    from hybridrl.models.vision import ImageProcessor
 
 Files = str | Path | Sequence[str | Path]
 
@@ -31,6 +32,7 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     key: str = "data.train_files",
+    processor: ImageProcessor | None = None,
 ) -> Rows:
     """Create the prompts of `files`: an `RLHFDataset`, or the class that `data.custom_cls.{path,name}` names.
 
@@ -40,11 +42,12 @@ def create_rl_dataset(
         tokenizer: a tokenizer with a chat template.
         max_samples: number of rows to use; -1 uses all.
         key: the configuration key that named the files, for messages.
+        processor: prepares images, for a vision-language model.
 
     Raises:
         DataError: the files or rows cannot be used, or the class cannot be loaded.
     """
-    return _create(files, config, tokenizer, max_samples, key, RLHFDataset)
+    return _create(files, config, tokenizer, max_samples, key, RLHFDataset, processor)
 
 
 def create_sft_dataset(
@@ -82,6 +85,7 @@ def _create(
     max_samples: int,
     key: str,
     default: type[RLHFDataset] | type[SFTDataset] | type[PreferenceDataset],
+    processor: ImageProcessor | None = None,
 ) -> Rows:
     custom = config.custom_cls
     cls: Any = default
@@ -98,7 +102,14 @@ def _create(
     if issubclass(cls, default) and (takes_all or "key" in signature.parameters):
         arguments["key"] = key
     if "processor" in signature.parameters:
-        arguments["processor"] = None  # a class written for verl may require it
+        arguments["processor"] = processor
+    elif processor is not None and not takes_all:
+        raise DataError(
+            f"data.custom_cls: {cls.__name__} has no parameter processor, so it cannot prepare images for a "
+            "vision-language model. Add processor=None to its parameters, and pass it on to RLHFDataset."
+        )
+    elif processor is not None:
+        arguments["processor"] = processor
     try:
         signature.bind(**arguments)
     except TypeError as error:

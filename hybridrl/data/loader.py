@@ -241,8 +241,9 @@ class StatefulLoader:
 class PromptLoader(StatefulLoader):
     """Batches of prompts for reinforcement learning.
 
-    A batch holds `input_ids, attention_mask, position_ids` `[B, P]` (int64), left-padded to the longest prompt of
-    the batch, and as non-tensors `uid, raw_prompt, index` and the other columns of the rows. `uid` is
+    A batch holds `input_ids, attention_mask, position_ids` `[B, P]` (int64), left-padded to the longest prompt of the
+    batch (`position_ids` are `[B, 4, P]` for a vision-language model), and as non-tensors `uid, raw_prompt, index`, the
+    other columns of the rows, and for a vision-language model `multi_modal_inputs`. `uid` is
     `"{epoch}-{index}"`: the same in every run of the same data, different for every prompt of a run.
 
     Args:
@@ -314,8 +315,8 @@ class PromptCollator:
                     "Derive it from hybridrl.data.RLHFDataset, or add them in its __getitem__."
                 )
         ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=True)
-        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask)}
-        names = dict.fromkeys(name for row in rows for name in row if name != "input_ids")
+        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": _positions(rows, mask)}
+        names = dict.fromkeys(name for row in rows for name in row if name not in ("input_ids", "position_ids"))
         return tensors, {name: [row.get(name) for row in rows] for name in names}
 
 
@@ -419,6 +420,19 @@ def pad(
 def position_ids(mask: torch.Tensor) -> torch.Tensor:
     """Return 0, 1, 2, ... over the tokens that the mask keeps, 0 on the padding before them. `[B, S]` -> `[B, S]`."""
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def _positions(rows: Sequence[dict[str, Any]], mask: torch.Tensor) -> torch.Tensor:
+    """The positions of left-padded prompts: `[B, S]`, or `[B, k, S]` of rows that have k of their own per token."""
+    own = [row.get("position_ids") for row in rows]
+    if all(one is None for one in own):
+        return position_ids(mask)
+    if any(one is None or one.shape[-1] != len(row["input_ids"]) for one, row in zip(own, rows, strict=True)):
+        raise DataError(
+            "the data set class must return 'position_ids' [k, number of input_ids] for every row, or for none of them."
+        )
+    width = mask.shape[1]
+    return torch.stack([torch.nn.functional.pad(one, (width - one.shape[-1], 0)) for one in own if one is not None])
 
 
 def _is_stateful(thing: Any) -> bool:

@@ -18,13 +18,24 @@ from hybridrl.data.files import read_table
 from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table, table_of
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message, as_messages, encode, fault_in_messages, fault_in_prompt
+from hybridrl.models.chat import (
+    TEXT,
+    TEXT_AND_IMAGES,
+    Message,
+    as_messages,
+    encode,
+    fault_in_messages,
+    fault_in_prompt,
+)
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PromptConfig
+    from hybridrl.data.images import RowImages
+    from hybridrl.models.vision import ImageProcessor
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 #: methods of verl's class that nothing here calls -> what to do instead
@@ -33,13 +44,13 @@ _HOOKS_WITHOUT_EFFECT = {
     "resume_dataset_state": "A resumed run builds the data set again: do the work in _read_files_and_tokenize.",
     **dict.fromkeys(
         ("process_vision_info", "process_multi_modal_info", "_process_multi_modal_info", "_extract_audio_info"),
-        "Images, audio and video are not supported; use a text-only data set and model.",
+        "Return messages with parts {'type': 'image', 'image': ...} from build_messages instead.",
     ),
 }
 #: columns that a batch has itself; a data column of this name would be overwritten
 _BATCH_COLUMNS = (
     *("uid", "index", "sample", "raw_prompt", "prompts", "responses", "response_mask"),
-    *("input_ids", "attention_mask", "position_ids"),
+    *("input_ids", "attention_mask", "position_ids", "multi_modal_inputs"),
 )
 _CHUNK = 2048  # rows rendered and tokenised at a time
 _CACHED_TOKENS = (
@@ -93,6 +104,10 @@ class RLHFDataset(Dataset):
     An item is `{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}`. `index` counts the
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
+    With a `processor`, rows may have images in the column `config.image_key` (`hybridrl.data.images`). Each item then
+    also has `multi_modal_inputs`, `{"pixel_values", "image_grid_thw"}` or `{}` for a row without images, and
+    `position_ids` [4, tokens]. The column itself is left out. A prompt with images is never truncated.
+
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
     `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
     verl's hooks that has no effect here is refused, and the error names the hook. `on_batch_end(batch)`, if defined,
@@ -103,7 +118,7 @@ class RLHFDataset(Dataset):
         tokenizer: a tokenizer with a chat template.
         config: `DataConfig` or `GenerationDataConfig`; or a mapping, such as an OmegaConf group, in which the keys of
             `data` may be missing.
-        processor: accepted for subclasses written for verl; must be None.
+        processor: prepares images for a vision-language model; None for a model that reads text.
         max_samples: number of rows to use: the first ones, or a sample drawn with `config.seed` if `config.shuffle`;
             -1 uses all.
         key: the configuration key that named the files, for messages.
@@ -118,13 +133,12 @@ class RLHFDataset(Dataset):
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
         config: PromptConfig | Mapping[str, Any],
-        processor: None = None,
+        processor: ImageProcessor | None = None,
         max_samples: int = -1,
         key: str = "data.train_files",
     ) -> None:
         settings: PromptConfig = with_defaults(config)
-        if processor is not None:
-            raise DataError("processor: images, audio and video are not supported; use a text-only data set and model.")
+        _check_processor(processor)
         if settings.truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation={settings.truncation!r}: allowed are {', '.join(TRUNCATIONS)}.")
         self._refuse_hooks_without_effect()
@@ -138,6 +152,7 @@ class RLHFDataset(Dataset):
         self.max_prompt_length = settings.max_prompt_length
         self.truncation = settings.truncation
         self.filter_overlong_prompts = settings.filter_overlong_prompts
+        self._images = _row_images(processor, settings.image_key)
         self._set_what_hooks_of_verl_read(max_samples)
         check_chat_template(tokenizer)
         self._table: Table | None = None
@@ -154,8 +169,11 @@ class RLHFDataset(Dataset):
             )
         if not self._builds_messages():
             self.table.require(settings.prompt_key, "data.prompt_key")
-        refuse_media(self.table, key)
+        _, *others = MEDIA_COLUMNS
+        refuse_media(self.table, key, others if self._images is not None else [self.image_key, *others])
         self._check_extra_info()
+        if self._images is not None and self.image_key in self.table.columns:
+            self._taken.append(self.image_key)  # what the model reads of the images travels, not the files
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
         if self.prompt_key in self.table.columns:
@@ -163,7 +181,7 @@ class RLHFDataset(Dataset):
             if not any(isinstance(value, str) for value in values):
                 self._taken.append(self.prompt_key)  # messages are in raw_prompt; text stays, for reward functions
         self._tokens: TokenCache | None = None
-        if settings.filter_overlong_prompts or settings.truncation == "error":
+        if settings.filter_overlong_prompts or settings.truncation == "error" or self._images is not None:
             self._tokenize(prompts)
         else:
             for number in range(len(self._rows)):
@@ -255,9 +273,19 @@ class RLHFDataset(Dataset):
             conversations,
             lambda number: self.table.locate(indices[number]),
             add_generation_prompt=True,
-            template_kwargs=self.apply_chat_template_kwargs,
+            template_kwargs=lambda number: self._template_kwargs(indices[number]),
         )
         return encode(tokenizer or self.tokenizer, texts)
+
+    def _template_kwargs(self, index: int) -> dict[str, Any]:
+        """The further variables of the template for a row: with tools, all or those of `extra_info.tool_selection`."""
+        if not self.tool_schemas:
+            return self.apply_chat_template_kwargs
+        from hybridrl.agents.tools.load import selected_tools
+
+        schemas = {one["function"]["name"]: one for one in self.tool_schemas}
+        chosen = selected_tools(self.table[index].get("extra_info"), list(schemas))
+        return {**self.apply_chat_template_kwargs, "tools": [schemas[name] for name in chosen]}
 
     # The dataset
 
@@ -269,13 +297,15 @@ class RLHFDataset(Dataset):
         row = self.table[index]
         messages = self._checked(index, row)
         ids = self._tokens.get(item) if self._tokens is not None else None
+        shown, images = self._placed(index, row, messages)
         if ids is None:
-            ids = self.encode_prompts([messages], [index])[0]
-        if self.config.truncation != "error":
+            ids = self._encoded([shown], [images], [index])[0]
+        if self.config.truncation != "error" and not images:
             ids = truncate(ids, self.config.max_prompt_length, self.config.truncation)
+        more = {} if self._images is None else self._images.item(ids, images, self.table.locate(index))
         for name in self._taken:
             row.pop(name, None)
-        return {**row, "input_ids": ids, "raw_prompt": messages, "index": index}
+        return {**row, "input_ids": ids, "raw_prompt": _without_images(messages, shown), "index": index, **more}
 
     @property
     def pad_token_id(self) -> int:
@@ -307,16 +337,24 @@ class RLHFDataset(Dataset):
     # Construction
 
     def _set_what_hooks_of_verl_read(self, max_samples: int) -> None:
-        """Set the other attributes that verl's class has when its hooks run. Media and tools are not supported."""
+        """Set the other attributes that verl's class has when its hooks run. Media are not supported."""
         settings = self.config
         self.max_samples = max_samples
         self.shuffle, self.seed = settings.shuffle, seed_of(settings)
         self.num_workers = settings.filter_overlong_prompts_workers
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
-        self.image_key, self.video_key, self.audio_key = MEDIA_COLUMNS
-        self.tool_config_path = self.function_tool_path = self.tool_schemas = None
+        _, self.video_key, self.audio_key = MEDIA_COLUMNS
+        self.image_key = settings.image_key
+        self.tool_config_path = settings.get("tool_config_path")
+        self.function_tool_path = settings.get("function_tool_path")
+        self.tool_schemas = None
+        if self.tool_config_path is not None or self.function_tool_path is not None:
+            from hybridrl.agents.tools.load import tool_schemas  # brings Ray, which other data sets do not need
+
+            self.tool_schemas = tool_schemas(self.tool_config_path, self.function_tool_path)
         self.return_raw_chat, self.return_full_prompt, self.need_tools_kwargs = True, False, False
-        self.serialize_dataset = self.return_multi_modal_inputs = self.use_shm = False
+        self.serialize_dataset = self.use_shm = False
+        self.return_multi_modal_inputs = self._images is not None
         self._hook_takes_key = "key" in inspect.signature(self._build_messages).parameters
 
     def _check_extra_info(self) -> None:
@@ -359,7 +397,7 @@ class RLHFDataset(Dataset):
             DataError: it has none, or they have the wrong form; the error names the row.
         """
         if not self._builds_messages():
-            fault = fault_in_prompt(row[self.config.prompt_key])
+            fault = fault_in_prompt(row[self.config.prompt_key], self._kinds)
             if fault:
                 column = self.config.prompt_key
                 raise DataError(f"{self.table.locate(index)}: column {column!r} cannot be used as a prompt: {fault}.")
@@ -369,53 +407,95 @@ class RLHFDataset(Dataset):
             messages = self.build_messages(row)
         except Exception as error:
             raise DataError(f"{who} failed: {type(error).__name__}: {error}") from error
-        fault = fault_in_messages(messages)
+        fault = fault_in_messages(messages, self._kinds)
         if fault:
             raise DataError(f"{who} returned what cannot be used as a prompt: {fault}.")
         return as_messages(messages, self.config.system_prompt)
 
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """What messages may hold."""
+        return TEXT if self._images is None else TEXT_AND_IMAGES
+
+    def _placed(self, index: int, row: dict[str, Any], messages: list[Message]) -> tuple[list[Message], list[Image]]:
+        """Return the messages of a row as the chat template takes them, and their images."""
+        return (messages, []) if self._images is None else self._images.place(messages, row, self.table.locate(index))
+
+    def _encoded(
+        self,
+        shown: list[list[Message]],
+        images: Sequence[Sequence[Image]],
+        indices: Sequence[int],
+        *tokenizer: PreTrainedTokenizerBase,
+    ) -> list[list[int]]:
+        """Return the token ids of prompts, with as many placeholders as their images have tokens."""
+        encoded = self.encode_prompts(shown, indices, *tokenizer)
+        if self._images is None:
+            return encoded
+        rows = zip(encoded, images, indices, strict=True)
+        return [self._images.expand(ids, own, self.table.locate(index)) for ids, own, index in rows]
+
     def _tokenize(self, prompts: list[Any] | None) -> None:
         """Tokenise every prompt, and drop or refuse those that are too long."""
-        limit = self.config.max_prompt_length
+        limit, dropped = self.config.max_prompt_length, self.config.filter_overlong_prompts
         cache, kept, overlong = TokenCache(), [], []
-        for indices, sequences in self._encoded_chunks(prompts):
+        refused: list[tuple[int, int]] = []
+        for indices, sequences, has_images in self._encoded_chunks(prompts):
             fitting = [number for number, ids in enumerate(sequences) if len(ids) <= limit]
-            overlong += [(indices[n], len(ids)) for n, ids in enumerate(sequences) if len(ids) > limit]
-            if not self.config.filter_overlong_prompts:
+            too_long = [n for n, ids in enumerate(sequences) if len(ids) > limit]
+            overlong += [(indices[n], len(sequences[n])) for n in too_long]
+            refused += [(indices[n], len(sequences[n])) for n in too_long if has_images[n]]
+            if not dropped:
                 fitting = list(range(len(sequences)))
             cache.add([sequences[number] for number in fitting])
             kept += [indices[number] for number in fitting]
-        if overlong and self.config.filter_overlong_prompts:
+        if self.config.truncation == "error":
+            refused = overlong
+        if overlong and dropped:
             notify(
                 f"{self.key}: {len(overlong)} of {len(self._rows)} prompts are longer than "
                 f"data.max_prompt_length={limit} tokens and were left out"
             )
-        elif overlong and self.config.truncation == "error":
-            index, length = overlong[0]
-            raise DataError(
-                f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length={limit} "
-                f"({len(overlong)} such rows of {len(self._rows)}, the longest with {max(n for _, n in overlong)}). "
-                "Raise data.max_prompt_length, or set data.filter_overlong_prompts=True, or data.truncation to left, "
-                "right or middle."
-            )
+        elif refused:
+            raise self._too_long(refused)
         cache.freeze()
         self._tokens = cache
         self._rows = np.asarray(kept, dtype=np.int64)
 
-    def _encoded_chunks(self, prompts: list[Any] | None) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """Yield the row numbers and token ids of the prompts, chunk by chunk.
+    def _too_long(self, rows: Sequence[tuple[int, int]]) -> DataError:
+        """The error for rows, each with the length of its prompt, that are neither left out nor truncated."""
+        index, length = rows[0]
+        instead = "or data.truncation to left, right or middle"
+        if self._images is not None:
+            instead = "or make images smaller with data.mm_processor_kwargs.max_pixels: images are never truncated"
+        return DataError(
+            f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length="
+            f"{self.config.max_prompt_length} ({len(rows)} such rows of {len(self._rows)}, the longest with "
+            f"{max(n for _, n in rows)}). Raise data.max_prompt_length, or set data.filter_overlong_prompts=True, "
+            f"{instead}."
+        )
+
+    def _encoded_chunks(self, prompts: list[Any] | None) -> Iterator[tuple[list[int], list[list[int]], list[bool]]]:
+        """Yield the row numbers and token ids of the prompts, and which have images, chunk by chunk.
 
         `filter_overlong_prompts_workers` threads share the work, because tokenising releases the interpreter lock.
         Each thread has a copy of the tokenizer, which two threads must not use at once.
         """
         own = threading.local()
 
-        def encode_chunk(start: int) -> tuple[list[int], list[list[int]]]:
+        def encode_chunk(start: int) -> tuple[list[int], list[list[int]], list[bool]]:
             if not hasattr(own, "tokenizer"):
                 own.tokenizer = copy.deepcopy(self.tokenizer) if workers > 1 else self.tokenizer
             indices = [int(index) for index in self._rows[start : start + _CHUNK]]
-            messages = [self._conversation(start + number, prompts) for number in range(len(indices))]
-            return indices, self.encode_prompts(messages, indices, own.tokenizer)
+            if self._images is None:
+                messages = [self._conversation(start + number, prompts) for number in range(len(indices))]
+                return indices, self.encode_prompts(messages, indices, own.tokenizer), [False] * len(indices)
+            placed = []
+            for index in indices:
+                row = self.table[index]
+                placed.append(self._placed(index, row, self._checked(index, row)))
+            shown, images = [one for one, _ in placed], [one for _, one in placed]
+            return indices, self._encoded(shown, images, indices, own.tokenizer), [bool(one) for one in images]
 
         workers = self.config.filter_overlong_prompts_workers
         starts = range(0, len(self._rows), _CHUNK)
@@ -424,6 +504,32 @@ class RLHFDataset(Dataset):
             return
         with ThreadPoolExecutor(workers) as executor:
             yield from executor.map(encode_chunk, starts)
+
+
+def _check_processor(processor: Any) -> None:
+    if processor is None:
+        return
+    from hybridrl.models.vision import ImageProcessor
+
+    if not isinstance(processor, ImageProcessor):
+        raise DataError(
+            f"processor: it is a {type(processor).__name__}; give what hybridrl.models.vision.processor_of returns, or "
+            "None for a model that reads text."
+        )
+
+
+def _row_images(processor: ImageProcessor | None, column: str) -> RowImages | None:
+    if processor is None:
+        return None
+    from hybridrl.data.images import RowImages
+
+    return RowImages(processor, column)
+
+
+def _without_images(messages: list[Message], shown: list[Message]) -> list[Message]:
+    """The messages for reward functions: as they are, but those of parts without their images."""
+    pairs = zip(messages, shown, strict=True)
+    return [own if isinstance(own.get("content"), str | None) else one for own, one in pairs]
 
 
 class _WithDefaults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,17 +53,19 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     )
 
 
-def refuse_media(table: Table, key: str) -> None:
+def refuse_media(table: Table, key: str, columns: Sequence[str] = MEDIA_COLUMNS) -> None:
     """Refuse rows with images, audio or video, which would be left out of what the model sees.
 
     Args:
         key: the configuration key that named the files, for messages.
+        columns: names of columns with media that the model does not read.
 
     Raises:
         DataError: a row has some; the error names the column.
     """
-    for name in MEDIA_COLUMNS:
+    for name in columns:
         if name in table.columns and any(table.column(name)):
             raise DataError(
-                f"{key}: column {name!r} holds media, which is not supported. Use a text-only data set and model."
+                f"{key}: column {name!r} holds media, which is not supported here. Use a text-only data set, or remove "
+                "the column; docs/vision.md says which models and programs read images."
             )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from hybridrl.models import value
+from hybridrl.models import loading, value
 from hybridrl.utils.files import use_umask
 
 #: A file is written when its tensors have this many bytes.
@@ -81,7 +81,7 @@ def write_config(config: PreTrainedConfig, model_type: str, files: ModelFiles, f
     else:
         saved = type(config).from_dict(config.to_dict())
         if not saved.architectures:
-            saved.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+            saved.architectures = [loading.auto_class(config)._model_mapping[type(config)].__name__]
     if len(files.dtypes) == 1:
         saved.dtype = next(iter(files.dtypes))
     saved.save_pretrained(folder)

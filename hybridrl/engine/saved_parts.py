@@ -26,7 +26,9 @@ from hybridrl.engine.optim.optimizer import set_rate
 from hybridrl.engine.saved_boxes import SavedBox, SavedBoxes, copied, write_boxes
 from hybridrl.engine.train_engine import SAVE_CONTENTS
 from hybridrl.errors import ModelError
+from hybridrl.models.info import config_of
 from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.models.vision import copy_processor, is_vision_model
 from hybridrl.notify import notify
 from hybridrl.utils import distributed
 from hybridrl.utils.rng import rng_state, seed_rng, set_rng_state
@@ -236,9 +238,11 @@ def _seed_of(*numbers: int) -> int:
 
 
 def save_tokenizer(model: Any, folder: Path) -> None:
-    """Write the tokenizer and the generation settings of a `ModelConfig` next to saved weights."""
+    """Write the tokenizer, the image processor and the generation settings of a `ModelConfig` next to saved weights."""
     generation = Path(model.path).expanduser() / "generation_config.json"
     if generation.is_file():  # it lists all EOS ids, which config.json may not
         shutil.copyfile(generation, folder / generation.name)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code, model.custom_chat_template)
     tokenizer.save_pretrained(folder)
+    if is_vision_model(config_of(model)):
+        copy_processor(model.path, folder)

@@ -14,13 +14,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+TEXT = ("text",)
+TEXT_AND_IMAGES = ("text", "image")
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
-def fault_in_messages(value: Any) -> str | None:
-    """Return why `value` is not a list of chat messages, or None if it is one."""
+def fault_in_messages(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
+    """Return why `value` is not a list of chat messages, or None if it is one.
+
+    Args:
+        kinds: types of the parts that the content of a message may have.
+    """
     if isinstance(value, str):
         return (
             f"it is text ({value[:60]!r}{'...' if len(value) > 60 else ''}), not a list of messages; write {_EXAMPLE}"
@@ -39,7 +45,7 @@ def fault_in_messages(value: Any) -> str | None:
             return f"message {number} ({role}) has no 'content'"
         fault = _fault_in_text(content) if isinstance(content, str) else None
         if content is not None and not isinstance(content, str):
-            fault = _fault_in_parts(content)
+            fault = _fault_in_parts(content, kinds)
         if fault:
             return f"message {number} ({role}): {fault}"
     return None
@@ -57,10 +63,10 @@ def _fault_in_text(text: str) -> str | None:
     return None
 
 
-def fault_in_prompt(value: Any) -> str | None:
+def fault_in_prompt(value: Any, kinds: Sequence[str] = TEXT) -> str | None:
     """Return why `value` is neither text nor a list of chat messages, or None if it is one of them."""
     if not isinstance(value, str):
-        return fault_in_messages(value)
+        return fault_in_messages(value, kinds)
     if not value.strip():
         return "the text is empty"
     if fault := _fault_in_text(value):
@@ -85,14 +91,16 @@ def as_messages(value: str | Sequence[Mapping[str, Any]], system_prompt: str | N
     return messages
 
 
-def _fault_in_parts(content: Any) -> str | None:
+def _fault_in_parts(content: Any, kinds: Sequence[str]) -> str | None:
     if not isinstance(content, Sequence):
         return f"'content' is {type(content).__name__}; it must be text or a list of parts"
     for part in content:
         if not isinstance(part, Mapping) or "type" not in part:
             return "'content' is a list with a part that has no 'type'"
+        if part["type"] not in kinds:
+            return f"'content' has a part of type {part['type']!r}; only {' and '.join(kinds)} is supported"
         if part["type"] != "text":
-            return f"'content' has a part of type {part['type']!r}; only text is supported"
+            continue
         if not isinstance(part.get("text"), str):
             return "'content' has a part of type 'text' without a text"
         if fault := _fault_in_text(part["text"]):

@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hybridrl.errors import ModelError
 from hybridrl.models.attention import attention_implementation
 from hybridrl.models.tokenizer import looks_local
+from hybridrl.models.vision import is_vision_model
 from hybridrl.utils import device
 from hybridrl.utils.files import use_umask
 
@@ -150,13 +157,20 @@ def _incomplete(file: Path) -> str | None:
     return None if size == expected else f"it has {size} bytes, and its header describes {expected}"
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes the language model of a configuration, of a vision-language model too."""
+    return AutoModelForImageTextToText if is_vision_model(config) else AutoModelForCausalLM
+
+
 def build_language_model(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build a causal language model without weights: parameters and buffers are on the meta device."""
     with torch.device("meta"), _default_dtype(dtype):
         options = {"trust_remote_code": True} if trust_remote_code else {}
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **options)
+    _record_conversions(model)
+    return model
 
 
 def load_language_model(
@@ -167,7 +181,8 @@ def load_language_model(
     Raises:
         ModelError: there are no weights, or they do not fit the configuration (missing names or other shapes).
     """
-    return call_from_pretrained(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+    model: PreTrainedModel = call_from_pretrained(auto_class(config), path, config, dtype, trust_remote_code)
+    return model
 
 
 def call_from_pretrained(
@@ -231,6 +246,19 @@ def to_checkpoint_names(
 
     for _, group in itertools.groupby(tensors, key=lambda item: layer_of(item[0])):
         yield from revert_weight_conversion(model, dict(group)).items()
+
+
+def _record_conversions(model: PreTrainedModel) -> None:
+    """Have a model keep how its tensors become those of its checkpoints, as one that was loaded does.
+
+    transformers finds some of the conversions by the name of the class, which FSDP2 replaces.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    if kept := [one for one in found if not isinstance(one, PrefixChange)]:
+        model._weight_conversions = kept
 
 
 def _has_conversions(model: nn.Module) -> bool:

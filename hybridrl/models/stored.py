@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, modeling_utils
+from transformers import PreTrainedConfig, modeling_utils
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import call_from_pretrained, layer_of, without_progress_bar
+from hybridrl.models.loading import auto_class, call_from_pretrained, layer_of, without_progress_bar
 
 #: name, dtype and shape of tensors
 Specs = list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -122,16 +122,16 @@ def open_language_model(
     Raises:
         ModelError: there are no weights, or they do not fit the configuration (missing names or other shapes).
     """
-    return open_pretrained(AutoModelForCausalLM, path, config, dtype, trust_remote_code)
+    return open_pretrained(auto_class(config), path, config, dtype, trust_remote_code)
 
 
 def open_pretrained(
-    auto_class: Any, path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+    model_class: Any, path: str | Path, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> StoredWeights:
-    """Call `auto_class.from_pretrained`, which downloads and checks everything, and keep the weights in their files."""
+    """Call `model_class.from_pretrained`, which downloads and checks everything; the weights stay in their files."""
     found: list[_Files] = []
     with _keeping_values_back(found):
-        model = call_from_pretrained(auto_class, path, config, dtype, trust_remote_code)
+        model = call_from_pretrained(model_class, path, config, dtype, trust_remote_code)
     weights = StoredWeights(model, path, found[0] if found else None)
     if found:
         weights.tie_equal()

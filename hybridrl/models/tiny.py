@@ -24,9 +24,16 @@ END_TOKEN = "<|im_end|>"
 WHOLE_WORDS = ("system", "user", "assistant", "tool", "####")
 MAX_POSITIONS = 4096
 
+#: messages as ChatML; tools and calls of them as in `multi_turn.format=hermes`
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}"
+    "{% for tool in tools %}{{ (tool['function'] | tojson) + '\\n' }}{% endfor %}"
+    """{{ '<tool_call>{"name": NAME, "arguments": {...}}</tool_call> calls one.<|im_end|>\\n' }}{% endif %}"""
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + "
+    "({'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson) + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )

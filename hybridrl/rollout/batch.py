@@ -75,6 +75,7 @@ def batch_of(
     pad_token_id: int,
     prompt_width: int | None = None,
     response_width: int | None = None,
+    prompt_positions: torch.Tensor | None = None,
 ) -> DataProto:
     """One row per trajectory, in their order; a sample may have any number of rows.
 
@@ -83,12 +84,13 @@ def batch_of(
         pad_token_id: fills prompts on the left and responses on the right.
         prompt_width: P; None takes the longest prompt.
         response_width: T; None takes the longest response.
+        prompt_positions: of the prompts' tokens, [B, P], or [B, k, P] with k positions per token; None counts them.
 
     Returns:
         Tensors `prompts` [B, P], `responses`, `response_mask` (the trajectories' masks, holes included),
         `rollout_log_probs`, `weight_versions` [B, T], and `input_ids`, `attention_mask` (all tokens, those of tools
-        included), `position_ids` [B, P + T]; where trajectories have it, `routed_experts` [B, P + T, L, K], 0 on
-        padding.
+        included), `position_ids` [B, P + T] or [B, k, P + T]; where trajectories have it, `routed_experts`
+        [B, P + T, L, K], 0 on padding.
         Non-tensors `uid` and `sample`, each extra field (None in rows without it), and, where any trajectory has one,
         `session_id` with `trajectory_index`, `trajectory_reward` (None leaves the row to the reward function),
         `turn_rewards` and `multi_modal_inputs`.
@@ -116,15 +118,15 @@ def batch_of(
         for version, tokens in one.versions:
             versions[row, first : first + tokens] = version
             first += tokens
-    prompt_positions = (attention_mask[:, :before].cumsum(dim=1) - 1).clamp(min=0)
-    last = (attention_mask[:, :before].sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    if prompt_positions is None:
+        prompt_positions = (attention_mask[:, :before].cumsum(dim=1) - 1).clamp(min=0)
     tensors = {
         "prompts": input_ids[:, :before].clone(),
         "responses": input_ids[:, before:].clone(),
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         # Padding on the right counts on, so that the positions of a row do not depend on its length.
-        "position_ids": torch.cat([prompt_positions, last + 1 + torch.arange(after)], dim=1),
+        "position_ids": torch.cat([prompt_positions, prompt_positions[..., -1:] + 1 + torch.arange(after)], dim=-1),
         "response_mask": response_mask,
         "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
         "weight_versions": versions,

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 from hybridrl.rollout.batch import batch_of, names_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
@@ -125,7 +126,7 @@ class InPlaceRollout(Rollout):
         self._trains = self._paused = False
 
     def generate(self, prompts: DataProto) -> DataProto:
-        known = [name for name in ("uid", "sample") if name in prompts.non_tensor_batch]
+        known = [name for name in ("uid", "sample", MULTI_MODAL_INPUTS) if name in prompts.non_tensor_batch]
         inputs = prompts.select(_MODEL_INPUTS, known)  # all that travels to the workers
         inputs.meta_info["weights_version"] = self.version
         batch: DataProto = self._policy.generate_sequences(inputs)

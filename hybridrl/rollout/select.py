@@ -6,6 +6,7 @@ from hybridrl.engine.capabilities import GeneratesInPlace, require
 from hybridrl.engine.train_engine import Engine, TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
+from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import InferenceEngines
@@ -13,6 +14,7 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import check_installed
 from hybridrl.utils import device
 
+_KEY = "actor_rollout_ref.rollout"
 #: settings that only engines with weights of their own read
 ENGINE_KEYS = (
     "tensor_model_parallel_size",
@@ -23,6 +25,7 @@ ENGINE_KEYS = (
     "gpu_memory_utilization",
     "sleep_level",
     "load_format",
+    "lora_transfer",
     "enforce_eager",
     "cudagraph_capture_sizes",
     "engine_kwargs",
@@ -50,10 +53,13 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     name = rollout.name
     if name == "auto":
         in_place = issubclass(_training_engine(config), GeneratesInPlace)
-        name = InferenceEngines.in_place(name) if in_place and not on_gpu else _fastest(config, on_gpu)
+        seeing = is_vision_model(config_of(config.model))  # which no engine of its own generates from yet
+        name = InferenceEngines.in_place(name) if in_place and (seeing or not on_gpu) else _fastest(config, on_gpu)
     _check_lengths(config)
     facts = InferenceEngines.facts(name)
     _check_routing(config, name)
+    _check_adapter(config, name)
+    _check_images(config, name)
     if facts.in_place:
         _check_engine(config)
         _check_dtype(config)
@@ -128,6 +134,36 @@ def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
         f"actor_rollout_ref.actor.router_replay.mode={config.actor.router_replay.mode} replays the experts that tokens "
         f"chose in generation, and what {name} (actor_rollout_ref.rollout.name={config.rollout.name}) records of them "
         f"is not read yet; set rollout.name to {' or '.join(known)}, or router_replay.mode to R2 or disabled"
+    )
+
+
+def _check_adapter(config: ActorRolloutRefConfig, name: str) -> None:
+    """Refuse to send an adapter alone to an engine that cannot apply it."""
+    facts, asked = InferenceEngines.facts(name), f"{_KEY}.lora_transfer={config.rollout.lora_transfer}"
+    if config.rollout.lora_transfer != "adapter" or facts.in_place:
+        return
+    if not config.model.adapted:
+        raise RolloutError(
+            f"{asked} without an adapter: set actor_rollout_ref.model.lora_rank, or leave lora_transfer out"
+        )
+    if not facts.takes_adapters:
+        known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).takes_adapters]
+        raise RolloutError(
+            f"{asked}: {name} ({_KEY}.name={config.rollout.name}) gets weights with the adapter merged; set "
+            f"lora_transfer=merged, or name to {' or '.join(known)}"
+        )
+
+
+def _check_images(config: ActorRolloutRefConfig, name: str) -> None:
+    """A vision-language model needs an engine that gets the very images that the trainer sees."""
+    model = config_of(config.model)
+    if not is_vision_model(model) or InferenceEngines.facts(name).sees_images:
+        return
+    known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).sees_images]
+    raise RolloutError(
+        f"actor_rollout_ref.rollout.name={config.rollout.name}: {config.model.path} is a vision-language model "
+        f"({model.model_type}), and generating from images with {name} is not built; set rollout.name to "
+        f"{' or '.join(known)}"
     )
 
 

@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from hybridrl.config import load_config
-from hybridrl.config.schema.node import default_of, default_tree, is_group
+from hybridrl.config.schema.node import declared, default_of, default_tree, is_group
 from hybridrl.config.schema.root import ROOTS
 from hybridrl.config.verl.keys import KeyBook
 
@@ -116,13 +116,22 @@ def key_tables(root: str, done: set[type]) -> str:
     return "\n".join(lines).strip()
 
 
+def _acts(prefix: str) -> bool:
+    """Whether any setting below a dotted prefix has an effect."""
+    return any(name.startswith(prefix) for root in ROOTS.values() for name in declared(root))
+
+
 def pending_table() -> str:
     """What verl has and this library does not, with the settings that ask for it."""
     entries = yaml.safe_load((ROOT / "hybridrl" / "config" / "verl" / "pending.yaml").read_text(encoding="utf-8"))
     lines = ["| settings | of | why | instead |", "|---|---|---|---|"]
     for entry in entries:
         groups = Counter(name.split(".")[0] for name in entry["keys"])
-        short = [name if groups[name.split(".")[0]] == 1 else f"{name.split('.')[0]}.*" for name in entry["keys"]]
+        partly = {group for group in groups for prefix in entry["prefixes"] if _acts(f"{prefix}.{group}.")}
+        short = [
+            name if groups[name.split(".")[0]] == 1 or name.split(".")[0] in partly else f"{name.split('.')[0]}.*"
+            for name in entry["keys"]
+        ]
         keys = ", ".join(f"`{name}`" for name in dict.fromkeys(short))
         places = ", ".join(f"`{prefix}`" for prefix in entry["prefixes"] if prefix)
         lines.append(f"| {keys} | {places} | {entry['why']} | {entry['instead']} |")

@@ -92,12 +92,10 @@ def test_a_waiting_key_with_another_value_is_refused_by_name_with_reason_and_way
 
 def test_the_last_value_of_a_waiting_key_counts():
     """A file may turn something on that the command line turns off again."""
-    on, off = (
-        BOOK.rewrite([Assignment("actor_rollout_ref.rollout.multi_turn.enable", value)]) for value in (True, False)
-    )
+    on, off = (BOOK.rewrite([Assignment("transfer_queue.enable", value)]) for value in (True, False))
     on.add(off)
     assert on.faults == []
-    off.add(BOOK.rewrite([Assignment("actor_rollout_ref.rollout.multi_turn.enable", True)]))
+    off.add(BOOK.rewrite([Assignment("transfer_queue.enable", True)]))
     assert len(off.faults) == 1
 
 
@@ -188,7 +186,6 @@ def test_old_names_act_under_the_new_with_a_notice(key, value, new, expected):
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("actor_rollout_ref.rollout.enable_vision", True, "actor_rollout_ref.rollout.enable_vision=true"),
         ("trainer.async_weight_update", True, "trainer.v1.trainer_mode"),
         ("sandbox_fusion.url", "http://x", "reward.sandbox_fusion.url"),
         ("actor_rollout_ref.model.backend", "tpu", "actor_rollout_ref.model.backend='tpu'"),
@@ -202,7 +199,7 @@ def test_old_names_of_what_is_not_built_are_refused(key, value, named):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("actor_rollout_ref.rollout.enable_vision", False),
+        ("actor_rollout_ref.rollout.enable_vision", True),
         ("trainer.async_weight_update", False),
         ("actor_rollout_ref.actor.tensor_model_parallel_size", 4),
         ("actor_rollout_ref.actor.pipeline_model_parallel_size", 2),

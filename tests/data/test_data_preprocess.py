@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 
 import pyarrow.parquet
 import pytest
+from PIL import Image
+from vision_tools import picture, png
 
 from hybridrl.data import DataError
+from hybridrl.data.preprocess.colours import COLOURS, write_colours
+from hybridrl.data.preprocess.geo3k import write_geo3k
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
 from hybridrl.data.preprocess.math import write_math
 from hybridrl.data.preprocess.sort import write_sort_data
@@ -87,6 +92,35 @@ def test_math(tmp_path):
     (tmp_path / "test.json").write_text(json.dumps([{"problem": "x", "solution": "none"}]))
     with pytest.raises(DataError, match=r"item 0.*no answer in \\boxed"):
         write_math(tmp_path / "out", tmp_path)
+
+
+def test_geo3k(tmp_path):
+    figure = png(picture((16, 16), 0))
+    for split in ("train", "test"):
+        rows = [{"images": [{"bytes": figure, "path": None}], "problem": "<image>Find x.", "answer": "3"}]
+        write_rows(tmp_path / f"{split}.parquet", rows)
+    assert write_geo3k(tmp_path / "out", tmp_path) == {"train": 1, "test": 1}
+    (row,) = pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert row["images"] == [{"bytes": figure, "path": None}] and row["prompt"][0]["content"].startswith("<image>Find")
+    answer = "<think>so</think> \\boxed{3}"
+    assert default_compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"]) == 1.0
+    write_rows(tmp_path / "test.parquet", [{"images": [], "problem": "<image>Find x.", "answer": "3"}])
+    with pytest.raises(DataError, match=r"row 0.*each of the 1 <image>.*found 0"):
+        write_geo3k(tmp_path / "out", tmp_path)
+
+
+def test_colours(tmp_path):
+    folders = [write_colours(tmp_path / name, seed=int(name == "c"), train_size=12, test_size=4) for name in "abc"]
+    first, again, other = (pyarrow.parquet.read_table(folder / "train.parquet") for folder in folders)
+    assert first.equals(again) and not first.equals(other)
+    for row in first.to_pylist():
+        image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
+        centre = image.getpixel((image.width // 2, image.height // 2))
+        truth, wanted = row["reward_model"]["ground_truth"], COLOURS[row["extra_info"]["colour"]]
+        assert max(abs(one - two) for one, two in zip(centre, wanted, strict=True)) <= 25
+        scores = [default_compute_score(row["data_source"], text, truth)["score"] for text in (truth, "gr", "x", "")]
+        assert scores == [1.0, 1.0 if truth == "g" else 0.1, 0.0, 0.0]
+    assert len({row["reward_model"]["ground_truth"] for row in first.to_pylist()}) == 4
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path, monkeypatch):

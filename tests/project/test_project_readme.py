@@ -38,7 +38,8 @@ def test_every_snippet_says_how_it_is_checked(page: str) -> None:
 
 def test_settings_of_commands_for_other_machines_compose() -> None:
     programs = []
-    for snippet in [one for page in ("README.md", "docs/reward_models.md") for one in snippets(page, "compose")]:
+    pages = (*PAGES, "docs/reward_models.md", "docs/distillation.md")
+    for snippet in [one for page in pages for one in snippets(page, "compose")]:
         for python, flag, module, *words in snippet.commands:
             assert (python, flag) == ("python", "-m")
             assert importlib.util.find_spec(module) is not None, module

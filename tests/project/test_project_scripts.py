@@ -275,3 +275,55 @@ esac
     assert status == 0, output + errors
     assert "installing hybridrl (cuda)" in output
     assert re.search(r"warning: .*no GPU can be used.*driver 535\.161\.07.*driver 580 or newer", output)
+
+
+@pytest.mark.parametrize(("line", "takes_uv"), [("global.progress-bar='off'", True), ("global.proxy='a:1'", False)])
+def test_uv_looks_where_pip_would_and_pip_does_what_uv_cannot(
+    repository: Path, call: Call, tmp_path: Path, line: str, takes_uv: bool
+) -> None:
+    """A Python whose pip writes down what it is to do, and "installs" a uv that fails for megatron-core."""
+    import shutil
+
+    for name in ("scripts", "constraints"):
+        shutil.copytree(repository / name, tmp_path / name)
+    shutil.copy(repository / "pyproject.toml", tmp_path)
+    done = tmp_path / "done"
+    uv = tmp_path / "uv"
+    uv.write_text(
+        f"""#!/bin/sh
+echo "uv $* [$UV_DEFAULT_INDEX] [$UV_INDEX] [$UV_FIND_LINKS] [$UV_HTTP_TIMEOUT]" >>"{done}"
+case "$*" in *megatron*) exit 1 ;; esac
+"""
+    )
+    python = tmp_path / "python3.11"
+    python.write_text(
+        f"""#!/usr/bin/env bash
+case "$*" in
+    --version*) echo Python 3.11.0 ;;
+    "-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "- pyproject.toml"*) cat >/dev/null; echo a-hash ;;
+    -) cat >/dev/null ;;
+    *"config list")
+        echo ":env:.find-links='/a /b'"; echo "global.find-links='/c'"; echo "{line}"
+        echo "global.index-url='http://here/simple'"; echo "global.extra-index-url='file:///d file:///e'" ;;
+    *" install -q uv") cp "{uv}" "{tmp_path}/env/bin/uv" ;;
+    *pip*) echo "pip ${{*:5}}" >>"{done}" ;;
+esac
+"""
+    )
+    for tool in (uv, python):
+        tool.chmod(0o755)
+    environment = {"PYTHON": str(python), "HYBRIDRL_VENV": str(tmp_path / "env"), "HYBRIDRL_INSTALLER": "uv"}
+    environment |= dict.fromkeys(("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS", "UV_HTTP_TIMEOUT"), "")
+    status, output, errors = call(str(tmp_path / "scripts" / "install.sh"), "cpu", "megatron", **environment)
+    assert status == 0, output + errors
+    calls = done.read_text().splitlines()
+    megatron = "install -c constraints/cpu.txt --no-deps megatron-core einops"
+    if takes_uv:
+        assert "note" not in output
+        assert [line.split()[:3] for line in calls[:3]] == [["uv", "pip", "install"]] * 3
+        assert all(line.endswith("[http://here/simple] [file:///d file:///e] [/a,/b] []") for line in calls[:3])
+        assert calls[3:] == [f"pip {megatron}"]
+    else:
+        assert "pip does it all" in output
+        assert len(calls) == 3 and calls[2] == f"pip {megatron}" and all(line.startswith("pip ") for line in calls)

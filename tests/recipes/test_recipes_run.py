@@ -23,7 +23,8 @@ PAIRS = ("dpo", "rm")  # on pairs of answers, by programs of their own
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
     "dpo rm ppo grpo grpo_lora grpo_megatron dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg "
-    "cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime"
+    "cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
+    "distillation"
 )
 #: a metric that the recipe alone, or few with it, reports
 SHOWS = {
@@ -36,6 +37,8 @@ SHOWS = {
     "remax": "critic/reward_baselines/mean",
     "pf_ppo": "critic/vf_loss",
     "rollout_correction": "rollout_corr/rollout_is_mean",
+    "distillation": "distillation/loss",
+    "sppo": "actor/sppo_error",
     "rloo": "actor/reward_kl_penalty",
 }
 
@@ -70,6 +73,9 @@ def size(name: str, model: Path, data: Path) -> list[str]:
         model = build_tiny_model(model.parent / "two_kv_heads", hidden=32, heads=2, kv_heads=2)
         engine = RECIPES.parent / "tests" / "rollout" / "plain_engine.py"
         words += [f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.name={engine}:PlainEngine"]
+    if name == "distillation":
+        teacher = build_tiny_model(model.parent / "teacher", hidden=32, heads=2, kv_heads=1, seed=1)
+        words.append(f"distillation.teacher_models.teacher.model_path={teacher}")
     if name == "dapo":
         words.append("reward.reward_kwargs.overlong_buffer_cfg.len=2")
     return words

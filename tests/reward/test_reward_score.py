@@ -174,7 +174,10 @@ def test_math_dapo_strict_box():
     assert math_dapo.compute_score(paused, "1", strict_box_verify=True, pause_tokens_index=[0, 1, 2, 110])["acc"]
 
 
-@pytest.mark.parametrize("source", [name.replace("*", "2024") for name in SCORERS])
+OTHERWISE = {"hybridrl/colours"}  # its answer is a letter: tests/data/test_data_preprocess.py
+
+
+@pytest.mark.parametrize("source", [name.replace("*", "2024") for name in SCORERS if name not in OTHERWISE])
 def test_every_known_source_scores(source):
     right, wrong = "<think>x</think> \\boxed{7}\nAnswer: 7 #### 7", "<think>x</think> \\boxed{8}\nAnswer: 8 #### 8"
     if source == "hiyouga/geometry3k":

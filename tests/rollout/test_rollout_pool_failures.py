@@ -88,6 +88,17 @@ def test_weights_that_training_is_changing_are_not_sent(pool, model) -> None:
     assert pool.health() == ["ready", "ready"]
 
 
+def test_a_replica_that_is_lost_after_a_lent_cache_gets_its_weights(pool) -> None:
+    """The trainer has its weights still: nothing else is to happen before a restarted replica may have them."""
+    pool.lend(["kv_cache"])
+    pool.resume(["kv_cache"])
+    before = pool.replicas[0].info.pid
+    os.kill(before, signal.SIGKILL)
+    until_restarted(pool, 0, before)
+    until_ready(pool)
+    assert len(pool.generate(requests(4, "lent"))) == 4
+
+
 def test_a_process_is_lost_once_however_many_calls_to_it_fail(pool) -> None:
     before = pool.restarts
     process = pool.replicas[0].process()

@@ -13,8 +13,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError
+from hybridrl.protocol import DataProto
+from hybridrl.rollout.rollout import InPlaceRollout
+from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.memory import memory_advice
+from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 MODEL = "reward.reward_model"
 TEMPLATE = "{% for one in messages %}{{ '[' + one['role'] + '] ' + one['content'] + '<|im_end|>' }}{% endfor %}"
@@ -74,6 +78,22 @@ def as_generated(reward_model: Path, batch: Any) -> list[torch.Tensor]:
     return found
 
 
+def lent(trainer: RayPPOTrainer, batch: DataProto) -> int:
+    """How often a rollout with memory of its own is asked for its cache while a batch is scored."""
+
+    class Lender(InPlaceRollout):
+        gives_memory_back = True
+        count = 0
+
+        def lend_cache(self) -> None:
+            self.count += 1
+
+    rollout = Lender(trainer.groups["actor_rollout"], trainer.config.actor_rollout_ref.rollout)
+    trainer.scorer.connect(trainer.groups, rollout)
+    trainer.scorer(trainer.reward_fn, batch, PhaseTimer())
+    return rollout.count
+
+
 def test_a_reward_model_alone_scores_in_the_policys_processes(
     ray_session, micro_model, micro_reward_model, sort_data, tmp_path: Path
 ) -> None:
@@ -83,8 +103,9 @@ def test_a_reward_model_alone_scores_in_the_policys_processes(
     common = words(micro_model, sort_data, micro_reward_model, tmp_path)
     own = [f"{MODEL}.weight=2", f"{MODEL}.fsdp_config.param_offload=True"]
     own.append(f'{MODEL}.model.custom_chat_template="{TEMPLATE}"')
-    with trained(*common, *filtering, *own) as (trainer, _):
+    with trained(*common, *filtering, *own) as (trainer, result):
         assert trainer.groups["reward_model"].resource_pool is trainer.groups["actor_rollout"].resource_pool
+        assert lent(trainer, result.batch) == 1
     for kind in ("rollouts", "validation"):
         rows = dumped(tmp_path, kind)
         scores = scores_of(micro_reward_model, rendered(micro_reward_model, rows))
@@ -115,6 +136,7 @@ def test_two_ranks_of_its_own_pool_score_the_same_and_a_function_adds_to_it(
     ]
     with trained(*words(micro_model, sort_data, micro_reward_model, tmp_path), *own) as (trainer, result):
         assert trainer.groups["reward_model"].world_size == 2 and trainer.groups["actor_rollout"].world_size == 1
+        assert lent(trainer, result.batch) == 0
     rows, fields = dumped(tmp_path, "rollouts"), result.batch.batch
     scores = scores_of(micro_reward_model, as_generated(micro_reward_model, fields))
     assert [row["rm_scores"] for row in rows] == pytest.approx(scores, abs=1e-5)

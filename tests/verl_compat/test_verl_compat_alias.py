@@ -149,7 +149,7 @@ if __name__ == "__main__":
     [
         ("import verl.workers.megatron_workers", ["verl.workers.megatron_workers", "Megatron is not supported"]),
         ("from verl.workers import megatron_workers", ["verl.workers.megatron_workers", "Megatron is not supported"]),
-        ("from verl.experimental.agent_loop import AgentLoopBase", ["verl.experimental.agent_loop", "agents"]),
+        ("from verl.experimental.agent_loop import utils", ["verl.experimental.agent_loop", "docs/agents.md"]),
         ("from verl.utils.nothing import x", ["verl.utils.nothing", "docs/compat.md"]),
         ("from verl.utils.seqlen_balancing import ceil_div", ["verl.utils.seqlen_balancing", "ceil_div", "ceildiv"]),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.checks.agents import check_agents, check_no_agents
 from hybridrl.config.checks.algorithm import (
     check_correction,
     check_estimator,
@@ -17,6 +18,7 @@ from hybridrl.config.checks.algorithm import (
     check_rewards_to_advantages,
 )
 from hybridrl.config.checks.consequences import consequences
+from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
 from hybridrl.config.checks.supervised import check_supervised
@@ -43,6 +45,7 @@ from hybridrl.registry import (
     OBJECTIVES,
     POLICY_LOSSES,
     REWARD_MANAGERS,
+    TOOL_PARSERS,
     TRAIN_ENGINES,
     Registry,
     has_replicas,
@@ -109,8 +112,10 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_rewards_to_advantages(config)
     yield check_correction(config)
     yield check_full_kl(config)
+    yield check_distillation(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_sampling(policy.rollout)
+    yield check_agents(policy.rollout)
     yield _check_trainable(policy.rollout)
     yield _check_replicas(policy.rollout)
     yield _check_transfer(policy.rollout, policy.model.adapted)
@@ -125,10 +130,11 @@ def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
     chosen: dict[str, tuple[Registry[Any], str]] = {
         "algorithm.adv_estimator": (ADV_ESTIMATORS, config.algorithm.adv_estimator),
         f"{_ACTOR}.policy_loss.loss_mode": (POLICY_LOSSES, policy.actor.policy_loss.loss_mode),
+        f"{_ROLLOUT}.multi_turn.format": (TOOL_PARSERS, policy.rollout.multi_turn.format),
     }
     if manager.source == "register":
         chosen["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
-    return chosen | _chosen_rollout(policy.rollout)
+    return chosen | chosen_by_name(config) | _chosen_rollout(policy.rollout)
 
 
 def _chosen_rollout(rollout: RolloutConfig) -> dict[str, tuple[Registry[Any], str]]:
@@ -160,6 +166,7 @@ def _generation_checks(config: GenerationConfig) -> Iterator[Iterable[str]]:
     yield _check_answers(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_greedy(policy.rollout, config.data.n_samples)
+    yield check_no_agents(policy.rollout)
     if policy.rollout.nnodes:
         yield [f"{_ROLLOUT}.nnodes={policy.rollout.nnodes}: all machines generate here; set trainer.nnodes instead"]
     places = [("actor_rollout_ref",)]

@@ -47,6 +47,9 @@ class PolicyLossConfig(ConfigNode):
     kl_cov_ratio: float = key(
         0.0002, "kl_cov: share of the tokens, those with the largest covariance, that is penalised", ge=0, le=1
     )
+    sppo_eta: float = key(
+        1.0, "sppo: step size; the log-ratio of a sequence moves towards eta times its advantage", gt=0
+    )
     ppo_kl_coef: float = key(0.1, "kl_cov: weight of that penalty", ge=0)
 
 
@@ -109,6 +112,7 @@ class ActorConfig(ConfigNode):
         choices=("auto", "always"),
     )
     router_replay: RouterReplayConfig = group(RouterReplayConfig)
+    freeze_vision_tower: bool = key(False, "train a vision-language model without its vision tower")
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
     rollout_n: int = key(1, "samples per prompt", follows="${oc.select:actor_rollout_ref.rollout.n,1}", gt=0)
     optim: OptimConfig = group(OptimConfig)
@@ -118,6 +122,7 @@ class ActorConfig(ConfigNode):
         FSDPConfig,
         strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"),
         use_torch_compile=Follow("${actor_rollout_ref.actor.use_torch_compile}", False),
+        freeze_vision_tower=Follow("${actor_rollout_ref.actor.freeze_vision_tower}", False),
     )
     megatron: MegatronConfig = group(MegatronConfig, strategy=Follow("${actor_rollout_ref.actor.strategy}", "fsdp2"))
     #: verl's old name, for code that builds these settings; on the command line it is renamed

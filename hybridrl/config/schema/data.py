@@ -34,7 +34,11 @@ class PromptConfig(ConfigNode):
     ground_truth_key: str | None = key(
         None, "column of the ground truth; null: reward_model holds it, as {style, ground_truth}"
     )
-    max_prompt_length: int = key(512, "maximum tokens per prompt", gt=0)
+    image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
+    mm_processor_kwargs: dict[str, Any] = key(
+        {}, "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}"
+    )
+    max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
     filter_overlong_prompts: bool = key(False, "drop prompts that are longer than max_prompt_length")
     filter_overlong_prompts_workers: int = key(1, "threads that tokenise prompts", gt=0)
@@ -63,6 +67,16 @@ class DataConfig(PromptConfig):
     validation_shuffle: bool = key(False, "shuffle validation prompts")
     dataloader_num_workers: int = key(0, "processes that read ahead; 0: the controller reads the data", ge=0)
     sampler: SamplerConfig = group(SamplerConfig)
+    tool_config_path: str | None = key(
+        None,
+        "YAML file with the tools that prompts describe to the model; null: none",
+        follows="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+    )
+    function_tool_path: str | None = key(
+        None,
+        "Python file or module with such tools; null: none",
+        follows="${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
+    )
 
 
 @dataclass

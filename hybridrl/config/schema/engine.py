@@ -67,6 +67,7 @@ class FSDPConfig(EngineConfig):
         "mixture of experts: weight of the routers' load-balancing loss, that of transformers, in an update; 0: none",
         ge=0,
     )
+    freeze_vision_tower: bool = key(False, "train a vision-language model without its vision tower")
     use_torch_compile: bool = key(False, "compile the model with torch.compile")
     full_determinism: bool = key(False, "use deterministic kernels only; slower")
 

@@ -6,7 +6,7 @@ from typing import Any
 from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.registry import INFERENCE_ENGINES
+from hybridrl.registry import INFERENCE_ENGINES, TOOL_PARSERS
 
 
 @dataclass
@@ -105,6 +105,53 @@ class OpenAIConfig(ConfigNode):
 
 
 @dataclass
+class MultiTurnConfig(ConfigNode):
+    """`rollout.multi_turn`: sessions of several turns with tools."""
+
+    enable: bool = key(False, "answer prompts by the loop tool_agent, unless agent.default_agent_loop names another")
+    format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS)
+    tool_config_path: str | None = key(None, "YAML file with tools; null: none")
+    function_tool_path: str | None = key(None, "Python file or module with functions marked @function_tool; null: none")
+    max_assistant_turns: int | None = key(None, "turns of the model in a session; null: any number", gt=0)
+    max_user_turns: int | None = key(None, "rounds of answers of tools in a session; null: any number", gt=0)
+    max_parallel_calls: int = key(
+        1, "tool calls of one turn that are run; further ones are answered with an error", gt=0
+    )
+    max_tool_response_length: int = key(256, "characters of a tool's answer; longer ones are cut", gt=0)
+    tool_response_truncate_side: str = key(
+        "middle", "what is cut off a longer answer: its beginning, middle or end", choices=("left", "middle", "right")
+    )
+    tool_timeout_s: float = key(60.0, "seconds that a tool may take for a call; then the model gets an error", gt=0)
+    tokenization_sanity_check_mode: str = key(
+        "strict",
+        "refuse chat templates that change earlier text of a conversation that goes on; ignore_strippable: whitespace "
+        "may change; disable: anything may",
+        choices=("strict", "ignore_strippable", "disable"),
+    )
+
+
+@dataclass
+class AgentConfig(ConfigNode):
+    """`rollout.agent`: the loops that hold sessions."""
+
+    default_agent_loop: str | None = key(
+        None,
+        "loop of rows without a column agent_name: its name, or module:Class; null: tool_agent with multi_turn.enable, "
+        "else single_turn_agent",
+    )
+    agent_loop_config_path: str | None = key(
+        None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
+    )
+    retries: int = key(1, "times that a failed session is run again", ge=0)
+    on_error: str = key(
+        "drop",
+        "a session that still fails: drop: its sample is left out, and the run ends if all of a batch fail; raise: the "
+        "run ends",
+        choices=("drop", "raise"),
+    )
+
+
+@dataclass
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout`: how the policy generates and how its log-probabilities are recomputed."""
 
@@ -161,6 +208,13 @@ class RolloutConfig(ConfigNode):
         choices=names.LOAD_FORMATS,
         synonyms=names.LOAD_FORMAT_SYNONYMS,
     )
+    lora_transfer: str = key(
+        "merged",
+        "engines: how an adapter (model.lora_rank) reaches them. merged: as whole weights with the adapter merged; "
+        "adapter: vLLM reads the base from model.path itself, gets the adapter alone, and keeps the base in host "
+        "memory while the policy trains",
+        choices=("merged", "adapter"),
+    )
     enforce_eager: bool = key(False, "engines: no CUDA graphs")
     cudagraph_capture_sizes: list[int] | None = key(
         None, "engines: batch sizes of CUDA graphs; null: the engine's default"
@@ -201,6 +255,8 @@ class RolloutConfig(ConfigNode):
         follows="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}",
         gt=0,
     )
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig)
+    agent: AgentConfig = group(AgentConfig)
     server: ServerConfig = group(ServerConfig)
     prometheus: PrometheusConfig = group(PrometheusConfig)
     openai: OpenAIConfig = group(OpenAIConfig)

@@ -27,6 +27,7 @@ SCORERS: dict[str, str] = {
     "numina_cn_k12": "prime_math",
     "numina_olympiads": "prime_math",
     "hiyouga/geometry3k": "geo3k",
+    "hybridrl/colours": "colours",
 }
 
 # data source -> what it would need: known and not supported yet.

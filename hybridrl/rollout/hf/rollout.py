@@ -18,8 +18,9 @@ from torch import nn
 from hybridrl.config import RolloutConfig
 from hybridrl.engine.capabilities import GeneratesInPlace, ReplaysRouting
 from hybridrl.errors import UserError
+from hybridrl.models.vision import ImageTensors, digest
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import ROUTED_EXPERTS
+from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.inference_engine import InferenceEngines
@@ -32,7 +33,7 @@ from hybridrl.utils.device import current_device
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch, because dropping copies the cache
 
 
-@InferenceEngines.register("hf", in_place=True, serves=False, records_routing=True)
+@InferenceEngines.register("hf", in_place=True, serves=False, records_routing=True, sees_images=True)
 class HFRollout:
     """Generates with the training engine's own module, inside each worker.
 
@@ -63,7 +64,8 @@ class HFRollout:
 
         With `finish_reasons` in the meta the batch has a column `finish_reason`: "stop" or "length". With
         `routed_experts` it has this field [B, P + T, L, K]: the experts that tokens used here. The last token of a row
-        is sampled and not computed; it has those of the token before it.
+        is sampled and not computed; it has those of the token before it. Where prompts have `multi_modal_inputs`, the
+        batch has the column `image_digest`: the images that each row was generated from.
         """
         meta = prompts.meta_info
         params = SamplingParams.from_meta(self.config, meta)
@@ -84,11 +86,12 @@ class HFRollout:
         log_probs = torch.zeros((rows, params.max_new_tokens), dtype=torch.float32, device=device)
         lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        images = _Images.of(prompts)
         experts: list[torch.Tensor | None] = []
         with self.engine.whole_weights() as module, self._recorded(meta) as chosen, torch.no_grad():
             for start in range(0, rows, self.config.max_num_seqs):
                 part = slice(start, min(start + self.config.max_num_seqs, rows))
-                distinct = _Prompts.distinct(ids[part], mask[part], positions[part])
+                distinct = _Prompts.distinct(ids[part], mask[part], positions[part], images[part])
                 record = None if chosen is None else _Record(chosen, distinct, params.max_new_tokens)
                 _decode(
                     module,
@@ -104,6 +107,7 @@ class HFRollout:
         version = int(meta.get("weights_version", NO_VERSION))
         reasons = ["stop" if done else "length" for done in ended.tolist()]
         extras = [{"finish_reason": reason} if meta.get("finish_reasons", False) else {} for reason in reasons]
+        extras = [extra | seen for extra, seen in zip(extras, images.extras(), strict=True)]
         rows_of = zip(
             prompt_ids_of(prompts),
             responses.tolist(),
@@ -128,7 +132,13 @@ class HFRollout:
             )
             for prompt, tokens, scores, count, uid, sample, extra, used in rows_of
         ]
-        return batch_of(trajectories, pad, prompt_width=ids.shape[1], response_width=params.max_new_tokens)
+        return batch_of(
+            trajectories,
+            pad,
+            prompt_width=ids.shape[1],
+            response_width=params.max_new_tokens,
+            prompt_positions=prompts.batch["position_ids"],
+        )
 
     def _recorded(self, meta: Mapping[str, Any]) -> AbstractContextManager[list[torch.Tensor] | None]:
         """Within the context, where the experts of what the module computes are added, if they are asked for."""
@@ -153,22 +163,65 @@ class HFRollout:
         return torch.from_numpy(uniforms(np.asarray(keys), params.max_new_tokens))
 
 
-class _Prompts:
-    """The distinct prompts of a batch, [U, P], and which of them each row has, [B]."""
+class _Images:
+    """The images of each row, with their digests; a group's rows share theirs, which are read once."""
 
-    def __init__(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, row_of: torch.Tensor) -> None:
-        self.ids, self.mask, self.positions, self.row_of = ids, mask, positions, row_of
+    def __init__(self, rows: Sequence[ImageTensors], digests: Sequence[str], given: bool) -> None:
+        self._rows, self._digests, self._given = rows, digests, given
 
     @classmethod
-    def distinct(cls, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> "_Prompts":
+    def of(cls, prompts: DataProto) -> "_Images":
+        column = prompts.non_tensor_batch.get(MULTI_MODAL_INPUTS)
+        rows = [{}] * len(prompts) if column is None else [one or {} for one in column.tolist()]
+        known = {id(one): digest(one) for one in {id(one): one for one in rows}.values()}
+        return cls(rows, [known[id(one)] for one in rows], column is not None)
+
+    def __getitem__(self, part: slice) -> "_Images":
+        return _Images(self._rows[part], self._digests[part], self._given)
+
+    def extras(self) -> list[dict[str, Any]]:
+        """The column of each row that says which images it was generated from."""
+        return [{IMAGE_DIGEST: one} if self._given else {} for one in self._digests]
+
+    def numbers(self, device: torch.device) -> torch.Tensor:
+        """[B]: equal for rows with the same images."""
+        number_of = {one: number for number, one in enumerate(dict.fromkeys(self._digests))}
+        return torch.tensor([number_of[one] for one in self._digests], device=device)
+
+    def joined(self, rows: Sequence[int], device: torch.device) -> ImageTensors:
+        """The images of these rows, one after the other; `{}` if there are none."""
+        found = [self._rows[row] for row in rows if self._rows[row]]
+        return {name: torch.cat([one[name] for one in found]).to(device) for name in (found[0] if found else ())}
+
+
+class _Prompts:
+    """The distinct prompts of a batch, [U, P], their images, and which of them each row has, [B]."""
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        row_of: torch.Tensor,
+        images: ImageTensors,
+    ) -> None:
+        self.ids, self.mask, self.row_of, self.images = ids, mask, row_of, images
+        # [U, P], or [k, U, P] with k positions per token, as models take them
+        self.positions = positions if positions.ndim == 2 else positions.transpose(0, 1)
+
+    @classmethod
+    def distinct(cls, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, images: _Images) -> "_Prompts":
         first = int(mask.any(dim=0).int().argmax()) if mask.any() else 0
-        ids, mask, positions = ids[:, first:], mask[:, first:], positions[:, first:]
-        # Padding and prompt may hold the same id, so prompts are compared by ids and mask together.
-        _, row_of = torch.unique(torch.cat([ids, mask.to(ids.dtype)], dim=1), dim=0, return_inverse=True)
+        ids, mask, positions = ids[:, first:], mask[:, first:], positions[..., first:]
+        # Padding and prompt may hold the same id, and different images have the same placeholders, so prompts are
+        # compared by ids, mask and images together.
+        seen = images.numbers(ids.device)[:, None].to(ids.dtype)
+        _, row_of = torch.unique(torch.cat([ids, mask.to(ids.dtype), seen], dim=1), dim=0, return_inverse=True)
         count = int(row_of.max()) + 1
         example = torch.empty(count, dtype=torch.int64, device=ids.device)
         example.scatter_(0, row_of, torch.arange(ids.shape[0], device=ids.device))
-        return cls(ids[example], mask[example], positions[example], row_of)
+        joined = images.joined(example.tolist(), ids.device)
+        return cls(ids[example], mask[example], positions[example], row_of, joined)
 
 
 class _Output:
@@ -244,13 +297,14 @@ def _decode(
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **prompts.images,
     )
     if record is not None:
         record.prompts_fed()
     rows = torch.arange(prompts.row_of.shape[0], device=prompts.ids.device)  # output row of each row in the batch
     logits = result.logits[:, -1].index_select(0, prompts.row_of)
     mask = prompts.mask.index_select(0, prompts.row_of)
-    position = prompts.positions[:, -1:].index_select(0, prompts.row_of)
+    position = prompts.positions[..., -1:].index_select(-2, prompts.row_of)
     select_rows(cache, prompts.row_of)
     ended = torch.zeros_like(rows, dtype=torch.bool)
     for step in range(params.max_new_tokens):
@@ -268,7 +322,7 @@ def _decode(
         if going.numel() == 0 or step + 1 == params.max_new_tokens:
             return
         if going.numel() <= _COMPACT_BELOW * rows.numel():
-            rows, tokens, mask, position = rows[going], tokens[going], mask[going], position[going]
+            rows, tokens, mask, position = rows[going], tokens[going], mask[going], position[..., going, :]
             ended = torch.zeros_like(rows, dtype=torch.bool)
             select_rows(cache, going)
         position = position + 1

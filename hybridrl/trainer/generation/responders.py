@@ -13,7 +13,9 @@ from hybridrl.data.loader import PromptCollator
 from hybridrl.data.rows import choose_rows, pad_token_id, seed_of
 from hybridrl.errors import UserError
 from hybridrl.models.chat import as_messages, fault_in_prompt
+from hybridrl.models.vision import processor_of
 from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 from hybridrl.trainer.generation.output import Response
 from hybridrl.trainer.generation.processes import Endings, Endpoint, Reply, sampling_of
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
@@ -63,7 +65,8 @@ class ClusterResponder:
             DataError: the files or rows cannot be used.
         """
         data = config.data
-        dataset = create_rl_dataset(data.path, data, tokenizer, data.max_samples, key="data.path")
+        processor = processor_of(config.actor_rollout_ref.model, data.mm_processor_kwargs)
+        dataset = create_rl_dataset(data.path, data, tokenizer, data.max_samples, "data.path", processor)
         if not isinstance(dataset, RLHFDataset):
             raise DataError(
                 f"data.custom_cls: {type(dataset).__name__} is not derived from hybridrl.data.RLHFDataset, so which "
@@ -76,8 +79,11 @@ class ClusterResponder:
         tensors, objects = self._collate(rows)
         uids = object_array([f"0-{index}" for index in objects["index"]])  # noise depends on the row, as in training
         n = self.config.data.n_samples
-        prompts = repeat_for_sampling(DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids}), n)
-        prompts = prompts.select(non_tensor_batch_keys=["uid", "sample"])
+        columns = {"uid": uids}
+        if MULTI_MODAL_INPUTS in objects:
+            columns[MULTI_MODAL_INPUTS] = object_array(objects[MULTI_MODAL_INPUTS])
+        prompts = repeat_for_sampling(DataProto.from_dict(tensors=tensors, non_tensors=columns), n)
+        prompts = prompts.select(non_tensor_batch_keys=[*columns, "sample"])
         prompts.meta_info = {"global_steps": 0, "validate": False, "seeded": True}
         return self._read(self.generate(prompts), [len(row["input_ids"]) for row in rows])
 

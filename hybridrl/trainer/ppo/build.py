@@ -11,7 +11,9 @@ from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.config.roles import active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
-from hybridrl.models.info import check_same_tokenizer, checked_identity, tokenizer_of
+from hybridrl.errors import ModelError
+from hybridrl.models.info import check_same_tokenizer, checked_identity, config_of, tokenizer_of
+from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
@@ -19,6 +21,7 @@ from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
+from hybridrl.trainer.ppo.teachers import check_rows, check_teachers
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import check_engine
 from hybridrl.workers.losses import check_kl_form, check_router_replay
@@ -40,11 +43,13 @@ def prepare(
     check_algorithm(config)
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
+    _check_images(config)
     if config.use_critic:
         check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
     _check_engines(config)
     check_kl_form(config)
     check_router_replay(config)
+    check_teachers(config, tokenizer)
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
@@ -73,6 +78,24 @@ def check_rollout(config: PPOTrainerConfig, use_gpu: bool) -> None:
     check_layout(devices_per_replica(policy), [rollout.n_gpus_per_node] * rollout.nnodes or list(shared))
 
 
+def _check_images(config: PPOTrainerConfig) -> None:
+    """Refuse roles that would read prompts without their images."""
+    policy = config.actor_rollout_ref.model
+    seeing = is_vision_model(config_of(policy))
+    for spec in active_roles(config):
+        model = getattr(spec.config_of(config), "model", None)
+        if isinstance(model, ModelConfig) and is_vision_model(config_of(model)) != seeing:
+            raise ModelError(
+                f"{spec.where}.model.path={model.path} and actor_rollout_ref.model.path={policy.path}: one reads "
+                "images and the other does not; use models of one kind for all roles"
+            )
+    if seeing and config.use_critic:
+        raise ModelError(
+            f"actor_rollout_ref.model.path={policy.path} is a vision-language model, and critics of images are not "
+            "built: set algorithm.adv_estimator to one without a critic, such as grpo"
+        )
+
+
 def _check_engines(config: PPOTrainerConfig) -> None:
     """Refuse settings of training engines that do not fit their processes or models, and models without weights."""
     for spec in active_roles(config):
@@ -96,10 +119,12 @@ def _with_data(
 ) -> RayPPOTrainer:
     """Read the data while the processes of the reward function start."""
     data = config.data
-    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")
+    processor = processor_of(config.actor_rollout_ref.model, data.mm_processor_kwargs)
+    train = create_rl_dataset(data.train_files, data, tokenizer, data.train_max_samples, "data.train_files", processor)
     val = None
     if data.val_files:
-        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")
+        val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files", processor)
+    check_rows(train, config)
     reward.check(train, val)
     if config.reward.runs_functions:
         report_missing(train, "data.train_files")

@@ -16,7 +16,7 @@ from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import ROUTED_EXPERTS
+from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
@@ -41,8 +41,10 @@ from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.trainer.ppo.roles import POLICY, ROLES, RoleSpec, Update, active_roles
 from hybridrl.trainer.ppo.sampler import Sampled
+from hybridrl.trainer.ppo.teachers import add_teacher_index
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
+from hybridrl.workers.distillation import Distillation
 from hybridrl.workers.loss_prepass import ROW_IDS
 from hybridrl.workers.update_plan import UpdatePlan
 
@@ -56,9 +58,10 @@ class StepResult:
     Attributes:
         step: the number of the step, from 1.
         batch: the batch that was learned from, with rows in the sampler's order and the fields computed on the way
-            (`old_log_probs`, `ref_log_prob`, `values`, `token_level_rewards`, `advantages`, `returns` [B, T]).
+            (`old_log_probs`, `ref_log_prob`, `teacher_log_probs`, `values`, `token_level_rewards`, `advantages`,
+            `returns` [B, T]).
         metrics: metrics of evaluation, correction, advantages and updates.
-        timing: seconds per phase: `old_log_prob`, `ref`, `values`, `rollout_corr`, `adv`, `update_critic`,
+        timing: seconds per phase: `old_log_prob`, `ref`, `teacher`, `values`, `rollout_corr`, `adv`, `update_critic`,
             `update_actor`.
     """
 
@@ -138,6 +141,7 @@ class Learner:
                 f"the rollout returned no field {ROUTED_EXPERTS} [B, S, L, K]; return it, by "
                 f"Trajectory.{ROUTED_EXPERTS}, or set router_replay.mode to R2 or disabled"
             )
+        add_teacher_index(batch, self.config)
         passes = [(spec, one) for spec in self.roles for one in spec.passes if one.needed(self.needs)]
         inputs = _inputs(batch, [name for _, one in passes for name in one.optional])
         inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
@@ -300,7 +304,7 @@ class Learner:
                 seed=settings.data_loader_seed + self.step,
             )
         )
-        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=[])
+        chosen = batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=[])
         if TRAINED_MASK in batch.batch.keys():
             chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
         chosen.batch[ROW_IDS] = torch.arange(len(batch))
@@ -316,6 +320,7 @@ class Learner:
                 response_length=self.config.actor_rollout_ref.rollout.response_length,
                 temperature=self.config.actor_rollout_ref.rollout.temperature,
                 rollout_correction=self.config.algorithm.rollout_correction,
+                distillation=Distillation.of(self.config),
             ).attach_to(spread)
 
     # ------------------------------------------------------------------ state
@@ -351,4 +356,9 @@ def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
     """Return the rows with `MODEL_INPUTS` and those of the further fields that the batch has."""
     fields = [*MODEL_INPUTS, *(name for name in dict.fromkeys(optional) if name in batch.batch.keys())]
     meta = [name for name in ("temperature", "ref_kl") if name in batch.meta_info]
-    return batch.select(batch_keys=fields, non_tensor_batch_keys=[], meta_info_keys=meta)
+    return batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=meta)
+
+
+def _images(batch: DataProto) -> list[str]:
+    """The columns that the models of the run need of the rows' images, if they have any."""
+    return [name for name in (MULTI_MODAL_INPUTS, IMAGE_DIGEST) if name in batch.non_tensor_batch]

@@ -16,7 +16,7 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import ROUTED_EXPERTS
+from hybridrl.protocol.names import DROPPED_SAMPLES, ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
@@ -101,6 +101,8 @@ class Sampler:
             with timer.phase("data"):
                 prompts = next(self._prompts)
             batch = self.generate(prompts, timer)
+            if not len(batch):
+                continue
             metrics = _merged(metrics, self.score(batch, timer))
             if self.needs.reward_baselines:
                 metrics = _merged(metrics, self.add_baselines(batch, prompts, timer))
@@ -117,7 +119,7 @@ class Sampler:
         """Generate `rollout.n` samples of each prompt, with the sampler's log-probabilities."""
         with timer.phase("gen"):
             asked = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
-            return self.respond(asked, **self._recorded)
+            return without_dropped(self.respond(asked, **self._recorded), self.config.actor_rollout_ref.rollout.n)
 
     def score(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
         """Add `token_level_scores` [B, T], each response's reward on its last token, and the function's columns.
@@ -144,6 +146,12 @@ class Sampler:
         """
         with timer.phase("gen_max"):
             greedy = self.respond(repeat_for_sampling(prompts, 1), do_sample=False)
+        if DROPPED_SAMPLES in greedy.meta_info:
+            raise RolloutError(
+                f"{len(greedy.meta_info[DROPPED_SAMPLES])} prompts have no greedy response, because their agent "
+                f"sessions failed, and algorithm.adv_estimator={self.config.algorithm.adv_estimator} compares with it; "
+                "raise actor_rollout_ref.rollout.agent.retries, or take an estimator that compares samples"
+            )
         result = self._ask(greedy, timer)
         scores = result["reward_tensor"].sum(dim=-1)
         uids = greedy.non_tensor_batch["uid"]
@@ -247,6 +255,23 @@ def without_failed(batch: DataProto, failed: Sequence[bool]) -> DataProto:
     return batch.select_idxs(torch.tensor(kept, dtype=torch.int64))
 
 
+def without_dropped(batch: DataProto, samples: int) -> DataProto:
+    """Return a batch without the rest of a group that the rollout left only one sample of, of several.
+
+    The rollout may leave out samples (`rollout.agent.on_error=drop`), which it lists in the meta.
+    """
+    hit = {str(uid) for uid, _ in batch.meta_info.pop(DROPPED_SAMPLES, ())}
+    if not hit or samples == 1:
+        return batch
+    uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+    numbers = [str(number) for number in batch.non_tensor_batch["sample"]]
+    left: dict[str, set[str]] = {}
+    for uid, number in zip(uids, numbers, strict=True):
+        left.setdefault(uid, set()).add(number)
+    kept = [row for row, uid in enumerate(uids) if uid not in hit or len(left[uid]) > 1]
+    return batch if len(kept) == len(batch) else batch.select_idxs(torch.tensor(kept, dtype=torch.int64))
+
+
 def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: Any) -> DataProto:
     """Have a rollout answer prompts. The answer also has the columns of the prompts.
 
@@ -264,7 +289,8 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
     asked = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
     answer = trim(rollout.generate(asked))
     answer.non_tensor_batch = _columns_of(prompts, answer) | answer.non_tensor_batch
-    answer.meta_info = {"temperature": temperature}
+    kept = {name: answer.meta_info[name] for name in (DROPPED_SAMPLES,) if name in answer.meta_info}
+    answer.meta_info = {"temperature": temperature, **kept}
     return answer
 
 
@@ -282,7 +308,8 @@ def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
     asked = _keys(carried, names)
     row_of = {key: row for row, key in reversed(list(enumerate(asked)))}
     answered = _keys(returned, names)
-    strange, lost = set(answered) - set(asked), set(asked) - set(answered)
+    dropped = {(str(uid), str(sample))[: len(names)] for uid, sample in answer.meta_info.get(DROPPED_SAMPLES, ())}
+    strange, lost = set(answered) - set(asked), set(asked) - set(answered) - dropped
     if strange or lost:
         what = "answered rows that were not asked for" if strange else "left rows without an answer"
         raise RolloutError(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.data import create_train_loader, create_val_loader
 from hybridrl.errors import RewardError
@@ -85,6 +86,7 @@ class RayPPOTrainer:
         generated_at_once = config.data.gen_batch_size or config.data.train_batch_size
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
+        self.agents = create_agents(config, tokenizer, (train_dataset, val_dataset))
         self.health = HealthMonitor(config.trainer.health)
         self.validation_failed = False  # of the step that is saved
         prompts_per_epoch = len(self.train_loader) * generated_at_once
@@ -175,6 +177,8 @@ class RayPPOTrainer:
         finally:
             for group in learners:
                 group.reserve_memory(False)
+        if self.agents is not None:
+            self.rollout = AgentRollout(self.rollout, self.agents)
         self.learner.on_weights_change.append(self.rollout.weights_will_change)
         if not self.rollout.in_place:
             awake = self.memory.note("with engines")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.models.vision import processor_of
 
 __all__ = ["hf_processor", "hf_tokenizer"]
 
@@ -28,5 +30,10 @@ def hf_tokenizer(
     return load_tokenizer(name_or_path, **kwargs)
 
 
-def hf_processor(name_or_path: str | Path, **kwargs: Any) -> None:
-    """Return None, as verl does for a model without images: hybridrl supports text only."""
+def hf_processor(name_or_path: str | Path, **kwargs: Any) -> Any:
+    """Return what prepares a model's images for `create_rl_dataset`; None for a model without vision.
+
+    Args:
+        kwargs: `trust_remote_code`; others, such as `use_fast`, have no effect.
+    """
+    return processor_of(ModelConfig(path=str(name_or_path), trust_remote_code=kwargs.get("trust_remote_code", False)))

@@ -4,7 +4,6 @@ from typing import Any
 
 from hybridrl import data
 from hybridrl.data.rl_dataset import with_defaults
-from hybridrl.errors import DataError
 from hybridrl.single_controller.base import Worker
 from hybridrl.trainer.ppo.roles import Role
 
@@ -27,15 +26,13 @@ def create_rl_dataset(
     data_paths: str | list[str],
     data_config: Any,
     tokenizer: Any,
-    processor: None = None,
+    processor: Any = None,
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Any:
     """Create the prompts of files: an `RLHFDataset`, or the class that `data_config.custom_cls` names."""
-    if processor is not None:
-        raise DataError("processor: images, audio and video are not supported; use a text-only data set and model.")
     key = "data.train_files" if is_train else "data.val_files"
-    return data.create_rl_dataset(data_paths, with_defaults(data_config), tokenizer, max_samples, key)
+    return data.create_rl_dataset(data_paths, with_defaults(data_config), tokenizer, max_samples, key, processor)
 
 
 def create_rl_sampler(data_config: Any, dataset: Any) -> Any:

@@ -1,0 +1,26 @@
+"""Agents: conversations of several turns with tools, trained on exactly the tokens that were generated."""
+
+from hybridrl.agents.agents import Agents, create_agents
+from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
+from hybridrl.agents.parsers.base import FunctionCall, MalformedCall, Parsed, ToolParser, register_tool_parser
+from hybridrl.agents.rollout import AgentRollout
+from hybridrl.agents.tools.base import BaseTool, ToolResponse, function_tool
+
+__all__ = [
+    "AgentLoopBase",
+    "AgentLoopOutput",
+    "AgentLoopMetrics",
+    "TokenOutput",
+    "register",
+    "BaseTool",
+    "ToolResponse",
+    "function_tool",
+    "ToolParser",
+    "FunctionCall",
+    "MalformedCall",
+    "Parsed",
+    "register_tool_parser",
+    "Agents",
+    "AgentRollout",
+    "create_agents",
+]

@@ -1,0 +1,179 @@
+"""What the sessions of a run share: tools, parser, templates and the loops by name; made and checked at start-up."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from hybridrl.agents.loop import AgentLoopBase, SessionClient
+from hybridrl.agents.parsers.base import ToolParser
+from hybridrl.agents.tools.base import BaseTool
+from hybridrl.agents.tools.load import close_tools, load_tools
+from hybridrl.agents.turns import Turns
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of, eos_token_ids
+from hybridrl.notify import notify
+from hybridrl.registry import AGENT_LOOPS, TOOL_PARSERS
+from hybridrl.utils.user_code import load_class
+
+SINGLE_TURN, TOOLS = "single_turn_agent", "tool_agent"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class LoopEntry:
+    """A loop, and the arguments of its entry in `agent_loop_config_path`."""
+
+    cls: type[AgentLoopBase]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Agents:
+    """Everything that sessions share.
+
+    Attributes:
+        config: the whole configuration.
+        tokenizer: a copy of the policy's, which no other thread uses.
+        default: the loop of rows without `agent_name`.
+        loops: by name.
+        tools: by name.
+        parser: of `multi_turn.format`.
+        turns: makes the tokens between turns.
+    """
+
+    config: PPOTrainerConfig
+    tokenizer: Any
+    default: str
+    loops: Mapping[str, LoopEntry]
+    tools: Mapping[str, BaseTool]
+    parser: ToolParser
+    turns: Turns
+
+    def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
+        """The loop of a session."""
+        entry = self.loops[name or self.default]
+        return entry.cls(
+            trainer_config=self.config,
+            server_manager=client,
+            tokenizer=self.tokenizer,
+            processor=None,
+            data_config=self.config.data,
+            tools=self.tools,
+            parser=self.parser,
+            turns=self.turns,
+            **entry.arguments,
+        )
+
+    def close(self) -> None:
+        """End the tools."""
+        paths = self.config.actor_rollout_ref.rollout.multi_turn
+        close_tools(paths.tool_config_path, paths.function_tool_path)
+
+
+def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[Any]) -> Agents | None:
+    """What the sessions of a run share, checked; None where every prompt is answered once, without agents.
+
+    Args:
+        datasets: whose rows may name a loop in the column `agent_name`; None entries are skipped.
+
+    Raises:
+        RolloutError: a loop, tool or setting cannot work, or the chat template cannot be continued.
+    """
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    settings = rollout.multi_turn
+    datasets = [data for data in datasets if data is not None]
+    default = rollout.agent.default_agent_loop or (TOOLS if settings.enable else SINGLE_TURN)
+    listed = _listed_loops(rollout.agent.agent_loop_config_path)
+    names = dict.fromkeys([default, *(name for data in datasets for name in _names_in(data))])
+    if names.keys() == {SINGLE_TURN} and not listed:
+        return None
+    if any(getattr(data, "return_multi_modal_inputs", False) for data in datasets):
+        raise RolloutError(
+            f"the data have images, which agent loops ({', '.join(names)}) do not pass on yet; use text, or no agents"
+        )
+    loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
+    tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
+    template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
+    own_tokenizer = copy.deepcopy(tokenizer)
+    ends = eos_token_ids(model.path, config_of(model), tokenizer)
+    turns = Turns(own_tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
+    if TOOLS in names:
+        _check_tools(tools, turns)
+    if config.actor_rollout_ref.actor.router_replay.records_in_generation:
+        raise RolloutError(
+            f"actor_rollout_ref.actor.router_replay.mode={config.actor_rollout_ref.actor.router_replay.mode} needs the "
+            "experts of a session's tokens, which agents do not record yet; set it to R2 or disabled"
+        )
+    notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}")
+    return Agents(config, own_tokenizer, default, loops, tools, TOOL_PARSERS.get(settings.format)(), turns)
+
+
+def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:
+    """Refuse a tool loop without tools, or with a template that cannot show their answers."""
+    if not tools:
+        raise RolloutError(
+            f"{_ROLLOUT}.multi_turn.enable=true with the loop {TOOLS}, which has no tools; name them with "
+            f"{_ROLLOUT}.multi_turn.tool_config_path or .function_tool_path, or choose another loop with "
+            f"{_ROLLOUT}.agent.default_agent_loop"
+        )
+    schemas = [tool.tool_schema for tool in tools.values()]
+    turns.check(schemas)
+    question = [{"role": "user", "content": "?"}]
+    if turns.prompt(question, schemas) == turns.prompt(question):
+        notify(
+            "the chat template does not show tools to the model: describe them in the prompts (data.system_prompt), or "
+            "give a template that does with actor_rollout_ref.model.custom_chat_template",
+            "warning",
+        )
+
+
+def _names_in(dataset: Any) -> list[str]:
+    """The loops that the rows of a dataset name."""
+    if "agent_name" not in getattr(dataset, "columns", ()):
+        return []
+    return [str(name) for name in dict.fromkeys(dataset.column("agent_name")) if name is not None]
+
+
+def _registered(name: str) -> type[AgentLoopBase]:
+    if not AGENT_LOOPS.knows(name):
+        raise RolloutError(
+            f"agent loop {name!r} (agent_name of a row, or {AGENT_LOOPS.key}): known are "
+            f"{', '.join(AGENT_LOOPS.names())}. Your own is registered with @register(name) in a module that "
+            "actor_rollout_ref.model.external_lib names, listed in rollout.agent.agent_loop_config_path, or named "
+            "itself as module:Class"
+        )
+    found = AGENT_LOOPS.get(name)
+    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+        raise RolloutError(f"agent loop {name!r}: {found!r} is not derived from hybridrl.agents.AgentLoopBase")
+    return found
+
+
+def _listed_loops(path: str | None) -> dict[str, LoopEntry]:
+    """The loops of `agent_loop_config_path`: a list of `{name: ..., _target_: MODULE.CLASS, further arguments}`."""
+    if path is None:
+        return {}
+    key, form = f"{_ROLLOUT}.agent.agent_loop_config_path={path}", "{name: NAME, _target_: MODULE.CLASS, ...}"
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise RolloutError(f"{key}: there is no such file")
+    try:
+        entries = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except Exception as error:  # errors of YAML and OmegaConf have no common base
+        raise RolloutError(f"{key}: it is not readable YAML: {error}") from error
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise RolloutError(f"{key}: it must be a list of entries {form}")
+    found = {}
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
+            raise RolloutError(f"{key}: entry {number} is {entry!r}, and must be {form}")
+        target = str(entry["_target_"])
+        module, _, short = target.rpartition(":" if ":" in target else ".")
+        cls = load_class(module, short, f"{key}: _target_", f"{key}: _target_", AgentLoopBase, RolloutError)
+        arguments = {str(name): value for name, value in entry.items() if name not in ("name", "_target_")}
+        found[str(entry["name"])] = LoopEntry(cls, arguments)
+    return found

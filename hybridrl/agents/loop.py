@@ -1,0 +1,254 @@
+"""What an agent loop is: the conversation of one session, with token ids in and out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from hybridrl.agents.parsers.base import ToolParser
+from hybridrl.agents.tools.base import BaseTool
+from hybridrl.agents.turns import Turns
+from hybridrl.errors import RolloutError
+from hybridrl.registry import AGENT_LOOPS, Facts
+from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.replicas.pool import request_number
+from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.sampling import SamplingParams
+
+T = TypeVar("T", bound="type[AgentLoopBase]")
+
+#: verl's names of sampling settings -> those of `SamplingParams`
+_NAMES = {"max_tokens": "max_new_tokens"}
+_SETTINGS = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos", "stop", "seed")
+_WITHOUT_EFFECT = ("logprobs",)  # log-probabilities are always returned
+
+
+@dataclass
+class AgentLoopMetrics:
+    """Seconds that a session spent."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
+
+
+@dataclass
+class AgentLoopOutput:
+    """What a session, or a part of one, gives to training; the fields are verl's.
+
+    Attributes:
+        prompt_ids: tokens before the first generated one.
+        response_ids: every token after them: those that the policy generated, and those of tools and users.
+        response_mask: 1 for each token to train on, which the policy must have generated at this place in this
+            session; 0 for the others.
+        response_logprobs: not read, because the sampler's own are known; verl's loops give them.
+        reward_score: the score; None leaves it to the reward function.
+        num_turns: of user, model and tools together.
+        metrics: seconds by what they were spent on.
+        extra_fields: further columns of the batch.
+        routed_experts: integers [prompt and response tokens, L, K]; see `Trajectory`.
+        multi_modal_data: verl's field for media, which are not supported.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    response_mask: Sequence[int]
+    response_logprobs: Sequence[float] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics | Mapping[str, float] = field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    routed_experts: torch.Tensor | None = None
+    multi_modal_data: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.response_mask) != len(self.response_ids):
+            raise RolloutError(
+                f"an agent loop returned {len(self.response_ids)} response_ids and a response_mask of "
+                f"{len(self.response_mask)}; give one entry per token"
+            )
+        if self.multi_modal_data:
+            raise RolloutError("an agent loop returned multi_modal_data, which is not supported; use text")
+
+
+@dataclass
+class TokenOutput:
+    """What the policy generated; the fields are verl's.
+
+    Attributes:
+        token_ids: generated tokens, the one that ends the turn included.
+        log_probs: of each, see `Completion`.
+        stop_reason: "stop", "length" or "abort".
+        versions: (version of the weights, tokens that they generated), in order.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    stop_reason: str
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    num_preempted: int | None = None
+    routed_experts: None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class GenerationFailedError(Exception):
+    """Generation as a whole failed, which is no fault of a session; the cause has the reason."""
+
+
+class SessionClient:
+    """Generates for one session, and remembers what was generated. Loops have it as `server_manager`.
+
+    Args:
+        client: of the rollout.
+        sampling: the settings of the step.
+        max_tokens: most tokens of a prompt and what follows it.
+        session: its name, for requests that share a replica.
+        seed_of: the seed of the turn with a number; None: the engine's own stream.
+    """
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        sampling: SamplingParams,
+        max_tokens: int,
+        session: str,
+        seed_of: Callable[[int], int | None],
+    ) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._max_tokens = max_tokens
+        self._session = session
+        self._seed_of = seed_of
+        #: (prompt, completion) of each call
+        self.generated: list[tuple[list[int], Completion]] = []
+        self._turns = 0
+
+    async def generate(
+        self,
+        request_id: str | None = None,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        **media: Any,
+    ) -> TokenOutput:
+        """What the policy writes after a prompt.
+
+        Args:
+            request_id: verl's argument; requests of a session share a replica without it.
+            prompt_ids: all tokens before.
+            sampling_params: settings that differ from those of the step: `temperature`, `top_p`, `top_k`,
+                `max_tokens` (or `max_new_tokens`), `do_sample`, `ignore_eos`, `stop`, `seed`.
+            media: must be empty.
+
+        Raises:
+            RolloutError: the request is refused; the session has failed.
+            GenerationFailedError: nothing can be generated any more.
+        """
+        if any(media.values()):
+            raise RolloutError(f"an agent loop asked for {', '.join(media)}, which is not supported; use text")
+        prompt, turn = list(prompt_ids), self._turns
+        self._turns += 1
+        sampling = self._settings(sampling_params or {}, turn)
+        room = self._max_tokens - len(prompt)
+        if room < 1:
+            raise RolloutError(
+                f"a session's prompt has {len(prompt)} tokens, and prompt and response may have {self._max_tokens}; "
+                "raise actor_rollout_ref.rollout.max_model_len or response_length, or end the session before"
+            )
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        request = Request(f"{self._session}-{request_number()}", prompt, sampling, session=self._session)
+        try:
+            completion = await self._client.generate(request)
+        except Exception as error:
+            raise GenerationFailedError from error
+        if completion.finish_reason == "error":
+            raise RolloutError(f"the rollout refused a session's request: {completion.error}")
+        self.generated.append((prompt, completion))
+        return TokenOutput(
+            list(completion.token_ids), list(completion.log_probs), completion.finish_reason, list(completion.versions)
+        )
+
+    def _settings(self, given: Mapping[str, Any], turn: int) -> SamplingParams:
+        changes = {_NAMES.get(name, name): value for name, value in given.items() if name not in _WITHOUT_EFFECT}
+        if changes.get("repetition_penalty") == 1.0:
+            changes.pop("repetition_penalty")
+        if unknown := changes.keys() - set(_SETTINGS):
+            raise RolloutError(
+                f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; known are {', '.join(_SETTINGS)}"
+            )
+        if "stop" in changes:
+            stop = changes["stop"] or ()
+            changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        return replace(self._sampling, **{"seed": self._seed_of(turn), **changes})
+
+
+class AgentLoopBase(ABC):
+    """The conversation of one session. Derive from it, and register the class with `register(name)`.
+
+    There is one object per session, and all of them share one event loop: `run` must not block. What it does besides
+    `await self.server_manager.generate(...)` takes time from all others.
+
+    Args:
+        trainer_config: `actor_rollout_ref` is read from it.
+        server_manager: generates.
+        tokenizer: the policy's.
+        tools: by name.
+        parser: finds the calls in a turn; None where there are no tools.
+        turns: makes the tokens between turns.
+        kwargs: verl's further arguments, and those of the loop's entry in `rollout.agent.agent_loop_config_path`.
+
+    Attributes:
+        rollout_config: `actor_rollout_ref.rollout`.
+        tool_schemas: descriptions of the tools, for the chat template.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer_config: Any,
+        server_manager: SessionClient,
+        tokenizer: Any,
+        tools: Mapping[str, BaseTool],
+        parser: ToolParser | None,
+        turns: Turns,
+        **kwargs: Any,
+    ) -> None:
+        self.config = trainer_config
+        self.rollout_config = trainer_config.actor_rollout_ref.rollout
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.tool_schemas = [tool.tool_schema for tool in tools.values()]
+        self.tool_parser = parser
+        self.turns = turns
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """The session from its prompt to its end.
+
+        Args:
+            sampling_params: the settings of the step, which `server_manager.generate` also takes.
+            kwargs: the row: `raw_prompt` (messages), `prompt_ids` (their tokens), and every other column.
+
+        Returns:
+            One output, or several whose order is that of the session, for example where the context was cut.
+        """
+
+    async def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The tokens of a conversation, and the opening of the model's turn."""
+        return self.turns.prompt([dict(message) for message in messages], tools)
+
+
+def register(agent_name: str) -> Callable[[T], T]:
+    """Class decorator: rows with this `agent_name`, or `rollout.agent.default_agent_loop`, use this loop."""
+
+    def add(loop: T) -> T:
+        AGENT_LOOPS.add(agent_name, loop, Facts())
+        return loop
+
+    return add

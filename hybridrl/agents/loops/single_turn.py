@@ -1,0 +1,15 @@
+"""One answer to the prompt."""
+
+from typing import Any
+
+from hybridrl.agents.loop import AgentLoopBase, AgentLoopOutput, register
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Answers the prompt once: what a rollout without agents does, next to rows with other loops."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt = kwargs["prompt_ids"]
+        output = await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling_params)
+        return AgentLoopOutput(prompt, output.token_ids, [1] * len(output.token_ids), num_turns=2)

@@ -1,0 +1,140 @@
+"""The model calls tools until it answers."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from hybridrl.agents.parsers.base import Call, FunctionCall
+from hybridrl.agents.tools.load import selected_tools
+from hybridrl.agents.tools.session import ToolResult, ToolSession
+from hybridrl.agents.turns import answers_of
+
+_UNREADABLE = "invalid_call"  # the name of a call that has none
+
+
+@dataclass
+class AgentData:
+    """The state of a session, as tools get it (`agent_data`).
+
+    Attributes:
+        messages: the conversation so far; turns of the model as text.
+        prompt_ids: tokens before the first generated one.
+        response_ids, response_mask: every token after them, and which of them were generated.
+        tools_kwargs: the row's column of this name.
+        extra_fields: columns of the batch that a tool adds.
+    """
+
+    messages: list[dict[str, Any]]
+    prompt_ids: list[int]
+    tools_kwargs: Mapping[str, Any]
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    user_turns: int = 0
+    assistant_turns: int = 0
+    tool_rewards: list[float] = field(default_factory=list)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
+    faults: dict[str, int] = field(default_factory=dict)
+    tool_calls: int = 0
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Generates, runs the calls of the turn, appends their answers, and goes on, until a turn has no call.
+
+    It also ends at `response_length` tokens after the prompt, at `max_assistant_turns` turns of the model and at
+    `max_user_turns` rounds of answers. An answer that does not fit is left out. Calls that cannot be read, unknown
+    tools, wrong arguments, errors and time-outs are answered with the reason.
+
+    `extra_info.tool_selection` of a row names the tools that it has. Reward functions get the rewards of calls and what
+    `calc_reward` of each tool returned as `extra_info["rollout_reward_scores"]`.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        settings = self.rollout_config.multi_turn
+        tools_kwargs = kwargs.get("tools_kwargs") or {}
+        data = AgentData(list(kwargs["raw_prompt"]), list(kwargs["prompt_ids"]), tools_kwargs)
+        chosen = selected_tools(kwargs.get("extra_info"), list(self.tools))
+        tools = {name: self.tools[name] for name in chosen}
+        schemas = [tool.tool_schema for tool in tools.values()]
+        session = ToolSession(tools, settings, tools_kwargs)
+        try:
+            while calls := await self._generate(data, sampling_params, schemas):
+                if not await self._answer(data, calls, session, schemas):
+                    break
+        finally:
+            scores = await session.close()
+        data.metrics.tool_calls = session.seconds
+        return AgentLoopOutput(
+            data.prompt_ids,
+            data.response_ids,
+            data.response_mask,
+            num_turns=1 + data.user_turns + data.assistant_turns,
+            metrics=data.metrics,
+            extra_fields={
+                **data.extra_fields,
+                "tool_call_counts": data.tool_calls,
+                "tool_rewards": data.tool_rewards,
+                "reward_scores": {**scores, "tool_rewards": data.tool_rewards},
+                "tool_faults": data.faults,
+            },
+        )
+
+    async def _generate(
+        self, data: AgentData, sampling_params: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
+    ) -> list[Call]:
+        """Add a turn of the model, and return the calls to run; none where the session ends with it."""
+        settings, limit = self.rollout_config.multi_turn, self.rollout_config.response_length
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            prompt_ids=[*data.prompt_ids, *data.response_ids],
+            sampling_params={**sampling_params, "max_new_tokens": limit - len(data.response_ids)},
+        )
+        data.metrics.generate_sequences += time.perf_counter() - started
+        data.response_ids += output.token_ids
+        data.response_mask += [1] * len(output.token_ids)
+        data.assistant_turns += 1
+        assert self.tool_parser is not None  # there are tools, or this loop is refused at start-up
+        parsed = self.tool_parser.parse(self.tokenizer.decode(output.token_ids, skip_special_tokens=False), schemas)
+        data.messages.append({"role": "assistant", "content": parsed.content})
+        ended = output.stop_reason != "stop" or not output.token_ids or len(data.response_ids) >= limit
+        if ended or data.assistant_turns >= (settings.max_assistant_turns or data.assistant_turns + 1):
+            return []
+        if data.user_turns >= (settings.max_user_turns or data.user_turns + 1):
+            return []
+        return parsed.calls
+
+    async def _answer(
+        self,
+        data: AgentData,
+        calls: Sequence[Call],
+        session: ToolSession,
+        schemas: Sequence[Mapping[str, Any]],
+    ) -> bool:
+        """Run the calls of a turn and append their answers; whether they fit."""
+        readable = [call for call in calls if isinstance(call, FunctionCall)]
+        results = iter(await session.call(readable, data))
+        answered: list[tuple[FunctionCall, str]] = []
+        for call in calls:
+            if isinstance(call, FunctionCall):
+                result = next(results)
+            else:
+                reason = f"Error: this call could not be read: {call.reason}"
+                call, result = FunctionCall(_UNREADABLE, {}), ToolResult(reason, fault="malformed")
+            if result.fault:
+                data.faults[result.fault] = data.faults.get(result.fault, 0) + 1
+            if result.reward is not None:
+                data.tool_rewards.append(result.reward)
+            answered.append((call, result.text))
+        data.tool_calls += len(readable)
+        messages = answers_of(answered)
+        tokens = self.turns.following(data.response_ids[-1], messages, schemas, [call for call, _ in answered])
+        if len(data.response_ids) + len(tokens) >= self.rollout_config.response_length:
+            return False
+        data.messages += messages
+        data.response_ids += tokens
+        data.response_mask += [0] * len(tokens)
+        data.user_turns += 1
+        return True

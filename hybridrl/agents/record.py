@@ -1,0 +1,82 @@
+"""From what a loop returned to a trajectory, against the record of what was generated for its session."""
+
+from collections.abc import Sequence
+
+from hybridrl.agents.loop import AgentLoopOutput
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.request import Completion
+from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
+
+
+def trajectory_of(
+    output: AgentLoopOutput,
+    generated: Sequence[tuple[Sequence[int], Completion]],
+    uid: str,
+    sample: int,
+    session: str,
+    turn: int,
+) -> Trajectory:
+    """The trajectory with the sampler's log-probabilities and versions of the weights.
+
+    A token is known as generated if the policy wrote it at this place: behind exactly the tokens that stand before it.
+
+    Args:
+        generated: (prompt, completion) of each call in the session.
+        session, turn: see `Trajectory`.
+
+    Raises:
+        RolloutError: a token of `response_mask` 1 is not one that the policy generated here.
+    """
+    start = len(output.prompt_ids)
+    whole = [*output.prompt_ids, *output.response_ids]
+    log_probs: list[float | None] = [None] * len(output.response_ids)
+    versions = [NO_VERSION] * len(output.response_ids)
+    for prompt, completion in generated:
+        first = len(prompt)
+        if first < start or whole[:first] != list(prompt):
+            continue
+        by = [version for version, count in completion.versions for _ in range(count)]
+        for number, token in enumerate(completion.token_ids):
+            place = first + number
+            if place >= len(whole) or whole[place] != token:
+                break
+            log_probs[place - start] = completion.log_probs[number]
+            versions[place - start] = by[number] if number < len(by) else NO_VERSION
+    for place, (mask, log_prob) in enumerate(zip(output.response_mask, log_probs, strict=True)):
+        if mask and log_prob is None:
+            raise RolloutError(
+                f"an agent loop returned response_mask=1 for token {place} of its response (id "
+                f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it; keep "
+                "generated token ids as they are, and give text of others response_mask=0"
+            )
+    # where the mask is 0, nothing of a token is trained on
+    kept = [version if mask else NO_VERSION for mask, version in zip(output.response_mask, versions, strict=True)]
+    return Trajectory(
+        uid,
+        sample,
+        list(output.prompt_ids),
+        list(output.response_ids),
+        [int(mask) for mask in output.response_mask],
+        [0.0 if log_prob is None else log_prob for log_prob in log_probs],
+        _spans(kept),
+        session=session,
+        turn=turn,
+        reward=output.reward_score,
+        extra={**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns},
+        routed_experts=output.routed_experts,
+    )
+
+
+#: columns that every row has, so that loops of different kinds share a batch
+_COLUMNS = {"tool_call_counts": 0}
+
+
+def _spans(values: Sequence[int]) -> list[tuple[int, int]]:
+    """(value, how often in succession)."""
+    spans: list[tuple[int, int]] = []
+    for value in values:
+        if spans and spans[-1][0] == value:
+            spans[-1] = (value, spans[-1][1] + 1)
+        else:
+            spans.append((value, 1))
+    return spans

@@ -1,0 +1,277 @@
+"""A rollout whose prompts are answered by agent loops, side by side, over any other rollout."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hybridrl.agents.agents import Agents
+from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
+from hybridrl.agents.record import trajectory_of
+from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
+from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import DROPPED_SAMPLES
+from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
+from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.noise import stream_keys
+from hybridrl.rollout.request import MEMORY_TAGS
+from hybridrl.rollout.rollout import Rollout
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.trajectory import Trajectory
+
+T = TypeVar("T")
+
+
+class AgentRollout(Rollout):
+    """Runs a session per row. Weights, memory and pauses are those of the rollout that generates.
+
+    A session that fails is run again (`agent.retries`), and then ends the run or is left out (`agent.on_error`); no
+    other session notices.
+
+    Args:
+        inner: generates.
+        agents: what the sessions share.
+    """
+
+    def __init__(self, inner: Rollout, agents: Agents) -> None:
+        self.inner = inner
+        self._agents = agents
+        self._config = agents.config.actor_rollout_ref.rollout
+        self.in_place = inner.in_place
+        self.gives_memory_back = inner.gives_memory_back
+        self._counts = _Counts()
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """Of the weights; see `Rollout`."""
+        return self.inner.version
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        """One or more rows per row of `prompts`, in their order; see `Rollout.generate` and `batch_of`.
+
+        The meta `dropped_samples` lists (uid, sample) of the rows without an answer.
+
+        Raises:
+            RolloutError: generation failed; a session failed and `agent.on_error` is `raise`; or all of them failed.
+        """
+        self.inner.resume()
+        trajectories, dropped = _run(self._sessions(prompts))
+        if not trajectories:
+            raise RolloutError(f"every one of {len(prompts)} agent sessions failed; the warnings say why")
+        batch = batch_of(
+            trajectories,
+            self._agents.tokenizer.pad_token_id,
+            prompt_width=max(prompts.batch["input_ids"].shape[1], *(len(one.prompt_ids) for one in trajectories)),
+            response_width=self._config.response_length,
+        )
+        if dropped:
+            batch.meta_info[DROPPED_SAMPLES] = dropped
+        return batch
+
+    async def _sessions(self, prompts: DataProto) -> tuple[list[Trajectory], list[tuple[str, int]]]:
+        rows = rows_of(prompts)
+        names = list(zip(*names_of(prompts), strict=True))
+        client = self.inner.client()
+        sampling = SamplingParams.from_meta(self._config, prompts.meta_info)
+        tasks = [
+            asyncio.ensure_future(self._session(client, sampling, prompts.meta_info, row, uid, sample))
+            for row, (uid, sample) in zip(rows, names, strict=True)
+        ]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        dropped = [name for name, one in zip(names, found, strict=True) if one is None]
+        return [trajectory for one in found for trajectory in one or ()], dropped
+
+    async def _session(
+        self,
+        client: GenerationClient,
+        sampling: SamplingParams,
+        meta: Mapping[str, Any],
+        row: Mapping[str, Any],
+        uid: str,
+        sample: int,
+    ) -> list[Trajectory] | None:
+        """The trajectories of one session; None where it failed and is left out."""
+        settings, longest = self._config.agent, self._config.max_model_len
+        for attempt in range(settings.retries + 1):
+            session = SessionClient(
+                client,
+                sampling,
+                longest or self._config.prompt_length + self._config.response_length,
+                f"{uid}/{sample}",
+                self._seeds(meta, uid, sample, attempt, sampling.do_sample),
+            )
+            try:
+                name = row.get("agent_name")
+                loop = self._agents.loop(name, session)
+                given = {key: getattr(sampling, key) for key in ("do_sample", "temperature", "top_p", "top_k")}
+                outputs = await loop.run(given, **row)
+                return self._trajectories(outputs, session, uid, sample)
+            except GenerationFailedError as error:
+                assert error.__cause__ is not None
+                raise error.__cause__ from None
+            except Exception as error:
+                failure = error
+            self._counts.failed(attempt < settings.retries)
+        what = f"agent session of uid {uid!r}, sample {sample} failed: {type(failure).__name__}: {failure}"
+        if settings.on_error == "raise":
+            raise RolloutError(f"{what}. rollout.agent.on_error=drop leaves such samples out") from failure
+        notify(f"{what}; the sample is left out (rollout.agent.on_error=drop)", "warning")
+        return None
+
+    def _trajectories(self, outputs: Any, session: SessionClient, uid: str, sample: int) -> list[Trajectory]:
+        several = outputs if isinstance(outputs, Sequence) else [outputs]
+        if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
+            raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
+        found = []
+        for number, output in enumerate(several):
+            name = f"sample {sample}" if len(several) > 1 else ""
+            found.append(trajectory_of(output, session.generated, uid, sample, name, number))
+            if len(output.response_ids) > self._config.response_length:
+                raise RolloutError(
+                    f"an agent loop returned {len(output.response_ids)} response_ids, more than "
+                    f"response_length={self._config.response_length}; end the session, or cut it"
+                )
+            self._counts.add(output)
+        return found
+
+    def _seeds(
+        self, meta: Mapping[str, Any], uid: str, sample: int, attempt: int, do_sample: bool
+    ) -> Callable[[int], int | None]:
+        """The seed of each turn, where seeds decide what is drawn: then a resumed run draws the same again."""
+        if not do_sample or not (self.in_place or self._config.full_determinism or meta.get("seeded", False)):
+            return lambda _: None
+        step, purpose = int(meta.get("global_steps", 0)), "validate" if meta.get("validate", False) else "train"
+
+        def seed_of(turn: int) -> int:
+            name = f"{uid} turn {turn} attempt {attempt}"
+            return int(stream_keys(self._config.seed, step, purpose, [name], [sample])[0]) % 2**63
+
+        return seed_of
+
+    # ------------------------------------------------------------------ the rollout that generates
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        return self.inner.update_weights(version)
+
+    def weights_will_change(self) -> None:
+        self.inner.weights_will_change()
+
+    def release(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        self.inner.release(tags)
+
+    def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        self.inner.resume(tags)
+
+    def pause(self) -> None:
+        self.inner.pause()
+
+    def unpause(self) -> None:
+        self.inner.unpause()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def client(self) -> GenerationClient:
+        return self.inner.client()
+
+    def health(self) -> list[str]:
+        return self.inner.health()
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the rollout, and of the sessions since the previous call.
+
+        `agent_loop/{generate_sequences,tool_calls}/{mean,max}` are seconds per session, `agent_loop/tool_faults/KIND`
+        the share of sessions with such a fault, `agent_loop/sessions_{retried,failed}` counts.
+        """
+        return self.inner.metrics() | self._counts.take()
+
+    def close(self) -> None:
+        try:
+            self.inner.close()
+        finally:
+            self._agents.close()
+
+
+class _Counts:
+    """What sessions did since the previous metrics."""
+
+    def __init__(self) -> None:
+        self._outputs: list[AgentLoopOutput] = []
+        self._retried = self._failed = 0
+
+    def add(self, output: AgentLoopOutput) -> None:
+        self._outputs.append(output)
+
+    def failed(self, again: bool) -> None:
+        self._retried += again
+        self._failed += not again
+
+    def take(self) -> dict[str, float]:
+        found = {"agent_loop/sessions_retried": float(self._retried), "agent_loop/sessions_failed": float(self._failed)}
+        for name in ("generate_sequences", "tool_calls"):
+            values = [_seconds(output.metrics, name) for output in self._outputs]
+            if values:
+                found[f"agent_loop/{name}/mean"], found[f"agent_loop/{name}/max"] = float(np.mean(values)), max(values)
+        faults = [output.extra_fields.get("tool_faults") or {} for output in self._outputs]
+        for kind in sorted({kind for one in faults for kind in one}):
+            found[f"agent_loop/tool_faults/{kind}"] = float(np.mean([kind in one for one in faults]))
+        self._outputs, self._retried, self._failed = [], 0, 0
+        return found
+
+
+def _seconds(metrics: AgentLoopMetrics | Mapping[str, float], name: str) -> float:
+    return float(metrics.get(name, 0.0) if isinstance(metrics, Mapping) else getattr(metrics, name))
+
+
+def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
+    """The keyword arguments of `AgentLoopBase.run` for each row: its columns, and `prompt_ids`.
+
+    `tools_kwargs` is that column, or the entry of `extra_info`, as verl's data sets have it.
+    """
+    columns = {str(name): column.tolist() for name, column in prompts.non_tensor_batch.items()}
+    rows = []
+    for number, ids in enumerate(prompt_ids_of(prompts)):
+        row = {name: column[number] for name, column in columns.items()}
+        info = row.get("extra_info")
+        if row.get("tools_kwargs") is None and isinstance(info, Mapping):
+            row["tools_kwargs"] = info.get("tools_kwargs")
+        rows.append(row | {"prompt_ids": ids, "raw_prompt": list(row.get("raw_prompt") or [])})
+    return rows
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, in a thread of its own: the caller may be inside of an event loop.
+
+    Where the caller is interrupted meanwhile, the coroutine is cancelled.
+    """
+    result: Future[T] = Future()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(coroutine)
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            result.set_result(loop.run_until_complete(task))
+        except BaseException as error:
+            result.set_exception(error)
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    thread = threading.Thread(target=run, name="agents", daemon=True)
+    thread.start()
+    try:
+        return result.result()
+    except BaseException:
+        if thread.is_alive() and not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+        raise

@@ -1,0 +1,123 @@
+"""The tools of a run: from a YAML file, from Python files, and from MCP servers."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridrl.agents.tools.base import BaseTool, tool_of
+from hybridrl.errors import RolloutError, UserError
+from hybridrl.registry import TOOLS
+from hybridrl.utils.user_code import load_class, load_module
+
+_KEY = "actor_rollout_ref.rollout.multi_turn"
+_ENTRY = "{class_name: MODULE.CLASS, config: {...}, tool_schema: {...}}"
+
+_loaded: dict[tuple[str | None, str | None], list[BaseTool]] = {}
+_loading = threading.Lock()
+
+
+def load_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[BaseTool]:
+    """The tools of both files; the same objects where they were loaded before.
+
+    Raises:
+        RolloutError: a file or an entry is wrong, or two tools have one name.
+    """
+    with _loading:
+        wanted = (tool_config_path, function_tool_path)
+        if wanted not in _loaded:
+            _loaded[wanted] = _load(*wanted)
+        return _loaded[wanted]
+
+
+def close_tools(tool_config_path: str | None, function_tool_path: str | None) -> None:
+    """End what `load_tools` started."""
+    with _loading:
+        for tool in _loaded.pop((tool_config_path, function_tool_path), []):
+            tool.close()
+
+
+def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -> list[dict[str, Any]] | None:
+    """The descriptions of the tools for the chat template; None without tools."""
+    return [tool.tool_schema for tool in load_tools(tool_config_path, function_tool_path)] or None
+
+
+def selected_tools(extra_info: Any, names: Sequence[str]) -> list[str]:
+    """The tools of a row: those that `extra_info.tool_selection` names, or all."""
+    wanted = extra_info.get("tool_selection") if isinstance(extra_info, Mapping) else None
+    return list(names) if not wanted else [name for name in names if name in list(wanted)]
+
+
+def _load(tool_config_path: str | None, function_tool_path: str | None) -> list[BaseTool]:
+    tools: list[BaseTool] = []
+    try:
+        if tool_config_path is not None:
+            for number, entry in enumerate(_entries(tool_config_path)):
+                tools += _of_entry(entry, f"{_KEY}.tool_config_path={tool_config_path}: tools[{number}]")
+        if function_tool_path is not None:
+            tools += _of_functions(function_tool_path)
+        names = [tool.name for tool in tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RolloutError(f"{_KEY}: several tools are called {', '.join(twice)}; rename all but one")
+    except BaseException:
+        for tool in tools:
+            tool.close()
+        raise
+    return tools
+
+
+def _entries(path: str) -> Sequence[Any]:
+    key = f"{_KEY}.tool_config_path"
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise RolloutError(f"{key}={path}: there is no such file")
+    try:
+        whole = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    except (OmegaConfBaseException, ValueError, OSError) as error:
+        raise RolloutError(f"{key}={path}: it is not readable YAML: {error}") from error
+    except Exception as error:  # yaml's errors have no base in what is imported here
+        raise RolloutError(f"{key}={path}: {type(error).__name__}: {error}") from error
+    entries = whole.get("tools") if isinstance(whole, Mapping) else None
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise RolloutError(f"{key}={path}: it must be {{tools: [...]}} with entries {_ENTRY}")
+    return entries
+
+
+def _of_entry(entry: Any, where: str) -> list[BaseTool]:
+    name = entry.get("class_name") if isinstance(entry, Mapping) else None
+    if not isinstance(name, str):
+        raise RolloutError(f"{where}: it has no class_name; an entry is {_ENTRY}")
+    if unknown := set(entry) - {"class_name", "config", "tool_schema"}:
+        raise RolloutError(f"{where} ({name}): it has {', '.join(sorted(unknown))}, and an entry is {_ENTRY}")
+    kind = _class(name, where)
+    config = dict(entry.get("config") or {})
+    try:
+        if hasattr(kind, "from_config"):  # one entry may stand for several tools
+            found: list[BaseTool] = list(kind.from_config(config))
+            return found
+        return [kind(config=config, tool_schema=entry.get("tool_schema"))]
+    except UserError as error:
+        raise RolloutError(f"{where}: {error}") from error
+    except Exception as error:  # the user's class may raise anything
+        raise RolloutError(f"{where}: making {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _class(name: str, where: str) -> Any:
+    if TOOLS.knows(name):
+        return TOOLS.get(name)
+    path, _, short = name.rpartition(":" if ":" in name else ".")
+    if not path:
+        raise RolloutError(f"{where}: there is no tool {name!r}; known are {', '.join(TOOLS.names())}, or MODULE.CLASS")
+    return load_class(path, short, where, f"{where}: class_name", BaseTool, RolloutError)
+
+
+def _of_functions(path: str) -> list[BaseTool]:
+    key = f"{_KEY}.function_tool_path"
+    module = load_module(path, key, RolloutError)
+    found = [tool for value in vars(module).values() if (tool := tool_of(value)) is not None]
+    if not found:
+        raise RolloutError(f"{key}={path}: it has no function with the decorator @function_tool")
+    return list(dict.fromkeys(found))

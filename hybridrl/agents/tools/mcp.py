@@ -1,0 +1,205 @@
+"""Tools of MCP servers, through the package `mcp` (extra `mcp`)."""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.agents.tools.builtin import register_tool
+from hybridrl.errors import RolloutError
+
+_START_S = 60.0
+
+
+@register_tool("mcp")
+class McpTool(BaseTool):
+    """A tool of an MCP server.
+
+    One entry of `multi_turn.tool_config_path` stands for all tools of its servers:
+
+        tools:
+          - class_name: mcp
+            config:
+              mcp_servers_config_path: servers.json   # {"mcpServers": {NAME: {"command": ..., "args": [...]}}}
+              tool_selected_list: [add]               # null: all
+              start_timeout: 60
+
+    A server is a command, with `args` and `env`, or a `url`. There is one connection to it, which all sessions share.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any, server: "_Server") -> None:
+        super().__init__(config, tool_schema)
+        self._server = server
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> list[BaseTool]:
+        """Connect to the servers, and return their tools.
+
+        Raises:
+            RolloutError: the package is missing, a server does not start, or a selected tool is none of theirs.
+        """
+        try:
+            import mcp  # noqa: F401
+        except ImportError as error:
+            raise RolloutError("tools of MCP servers need the package mcp: pip install hybridrl[mcp]") from error
+        wanted, found = config.get("tool_selected_list"), list[BaseTool]()
+        try:
+            for name, entry in _servers(config).items():
+                server = _Server(name, entry, float(config.get("start_timeout", _START_S)))
+                listed = server.tools()
+                tools = [cls(config, schema, server) for schema in listed if _chosen(schema, wanted)]
+                if not tools:
+                    server.close()
+                found += tools
+            names = [tool.name for tool in found]
+            if missing := [name for name in wanted or () if name not in names]:
+                raise RolloutError(f"tool_selected_list names {', '.join(missing)}, which no server has")
+        except BaseException:
+            for tool in found:
+                tool.close()
+            raise
+        return found
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """The text that the server answers."""
+        return ToolResponse(await asyncio.wrap_future(self._server.call(self.name, parameters))), None, {}
+
+    def close(self) -> None:
+        """End the connection; the other tools of the server end with it."""
+        self._server.close()
+
+
+class _Server:
+    """A connection, kept by an event loop in a thread of its own.
+
+    Args:
+        name: for messages.
+        entry: of `mcpServers`.
+        limit: seconds until it must have listed its tools.
+    """
+
+    def __init__(self, name: str, entry: Mapping[str, Any], limit: float) -> None:
+        self._name, self._entry = name, entry
+        self._loop = asyncio.new_event_loop()
+        self._ends = asyncio.Event()
+        self._ready: asyncio.Future[Any] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name=f"mcp {name}", daemon=True)
+        self._thread.start()
+        try:
+            self._client = asyncio.run_coroutine_threadsafe(self._connected(), self._loop).result(limit)
+        except Exception as error:
+            self.close()
+            why = f"it did not answer within {limit:g} s" if isinstance(error, TimeoutError) else _reason(error)
+            raise RolloutError(f"MCP server {name}: {why}") from error
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        """Hold the connection: it must be opened and closed by one task."""
+        from mcp import Client, StdioServerParameters
+
+        async with AsyncExitStack() as stack:
+            try:
+                if "url" in self._entry:
+                    target: Any = self._entry["url"]
+                else:
+                    target = StdioServerParameters(
+                        command=self._entry["command"],
+                        args=list(self._entry.get("args", ())),
+                        env={**os.environ, **self._entry["env"]} if self._entry.get("env") else None,
+                    )
+                self._ready.set_result(await stack.enter_async_context(Client(target)))
+            except Exception as error:
+                self._ready.set_exception(error)
+                return
+            await self._ends.wait()
+
+    async def _connected(self) -> Any:
+        return await self._ready
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The descriptions of its tools in OpenAI's format."""
+
+        async def pages() -> list[Any]:
+            found, cursor = [], None
+            while True:
+                page = await self._client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if not cursor:
+                    return found
+
+        try:
+            listed = asyncio.run_coroutine_threadsafe(pages(), self._loop).result(_START_S)
+        except Exception as error:
+            self.close()
+            raise RolloutError(f"MCP server {self._name}: it does not list its tools: {_reason(error)}") from error
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": dict(tool.input_schema or {"type": "object", "properties": {}}),
+                },
+            }
+            for tool in listed
+        ]
+
+    def call(self, name: str, parameters: dict[str, Any]) -> Any:
+        """A future of the text of a call's result; an error of the tool is an exception."""
+
+        async def ask() -> str:
+            result = await self._client.call_tool(name, parameters)
+            text = "\n".join(part.text for part in result.content if getattr(part, "text", None) is not None)
+            if result.is_error:
+                raise RuntimeError(text or "the tool failed")
+            return text
+
+        if self._loop.is_closed():
+            raise RuntimeError(f"the connection to the MCP server {self._name} has ended")
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop)
+
+    def close(self) -> None:
+        """End the connection, and a server that was started for it."""
+        if self._thread.is_alive() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ends.set)
+            self._thread.join(10.0)
+
+
+def _servers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    path = config.get("mcp_servers_config_path")
+    file = Path(str(path)).expanduser()
+    if path is None or not file.is_file():
+        raise RolloutError(f"mcp_servers_config_path={path}: there is no such file")
+    try:
+        servers = json.loads(file.read_text(encoding="utf-8"))["mcpServers"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RolloutError(f"mcp_servers_config_path={path}: it is not JSON with 'mcpServers': {error!r}") from error
+    for name, entry in servers.items():
+        if not isinstance(entry, Mapping) or not ({"command", "url"} & entry.keys()):
+            raise RolloutError(f"mcp_servers_config_path={path}: server {name} has neither 'command' nor 'url'")
+    return dict(servers)
+
+
+def _chosen(schema: Mapping[str, Any], wanted: Sequence[str] | None) -> bool:
+    return wanted is None or schema["function"]["name"] in wanted
+
+
+def _reason(error: BaseException) -> str:
+    """The first error of a group that says something."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

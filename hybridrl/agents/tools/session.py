@@ -1,0 +1,214 @@
+"""Runs the tool calls of one session: side by side, within time limits, and never to the harm of another session."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrl.agents.parsers.base import FunctionCall
+from hybridrl.agents.tools.base import BaseTool, ToolResponse
+from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.notify import notify
+
+_RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
+
+
+class ToolTimeoutError(Exception):
+    """A tool did not answer in time."""
+
+
+@dataclass
+class ToolResult:
+    """The answer to one call.
+
+    Attributes:
+        text: what the model gets.
+        reward: of this call; None: it has none.
+        metrics: by name.
+        fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" where it did.
+    """
+
+    text: str
+    reward: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+
+class ToolSession:
+    """The tools of one session.
+
+    Args:
+        tools: by name.
+        settings: `rollout.multi_turn`.
+        tools_kwargs: for each tool, `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`.
+    """
+
+    def __init__(
+        self, tools: Mapping[str, BaseTool], settings: MultiTurnConfig, tools_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tools = tools
+        self._settings = settings
+        self._kwargs = tools_kwargs or {}
+        self._instances: dict[str, asyncio.Task[str]] = {}
+        self._side: _SideLoop | None = None
+        self.seconds = 0.0
+
+    async def call(self, calls: Sequence[FunctionCall], agent_data: Any = None) -> list[ToolResult]:
+        """The results of calls that the model made in one turn, in their order.
+
+        The first `max_parallel_calls` run side by side. The others are answered with the reason why they do not run.
+        """
+        started = time.perf_counter()
+        limit = self._settings.max_parallel_calls
+        results = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:limit]))
+        refusal = f"Error: not run, because at most {limit} tool call{'s' * (limit > 1)} per turn can be made"
+        self.seconds += time.perf_counter() - started
+        return [*results, *(ToolResult(refusal, fault="limit") for _ in calls[limit:])]
+
+    async def close(self) -> dict[str, float]:
+        """End the session's use of its tools.
+
+        Returns:
+            What `calc_reward` of each tool that was used returned, by name.
+        """
+        scores: dict[str, float] = {}
+        for name, created in self._instances.items():
+            if created.done() and not created.cancelled() and created.exception() is None:
+                try:
+                    scores[name] = await self._end(self._tools[name], created.result())
+                except Exception as error:
+                    notify(f"tool {name}: ending a session's use of it failed: {error!r}", "warning", once=True)
+        if self._side is not None:
+            self._side.stop()
+        return scores
+
+    async def _end(self, tool: BaseTool, instance: str) -> float:
+        kwargs = self._kwargs.get(tool.name, {})
+        reward = await self._limited(lambda: tool.calc_reward(instance, **kwargs.get("calc_reward_kwargs", {})))
+        await self._limited(lambda: tool.release(instance, **kwargs.get("release_kwargs", {})))
+        return float(reward)
+
+    async def _answer(self, call: FunctionCall, agent_data: Any) -> ToolResult:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools) or "none"
+            return self._failed(f"there is no tool {call.name!r}; there are: {known}", "unknown")
+        if fault := _fault_in_arguments(tool, call.arguments):
+            return self._failed(fault, "arguments")
+        kwargs = self._kwargs.get(call.name, {}).get("execute_kwargs", {})
+        try:
+            instance = await self._instance(tool)
+            response, reward, metrics = await self._limited(
+                lambda: tool.execute(instance, dict(call.arguments), agent_data=agent_data, **kwargs)
+            )
+            text = response.text if isinstance(response, ToolResponse) else str(response)
+        except ToolTimeoutError as error:
+            return self._failed(str(error), "timeout")
+        except Exception as error:
+            return self._failed(f"{type(error).__name__}: {error}", "error")
+        return ToolResult(self._cut(text or ""), None if reward is None else float(reward), dict(metrics or {}))
+
+    async def _instance(self, tool: BaseTool) -> str:
+        """The id that `create` returned; parallel first calls share one."""
+        if tool.name not in self._instances:
+            given = self._kwargs.get(tool.name, {}).get("create_kwargs", {})
+
+            async def create() -> str:
+                return str((await self._limited(lambda: tool.create(create_kwargs=given)))[0])
+
+            self._instances[tool.name] = asyncio.ensure_future(create())
+        return await asyncio.shield(self._instances[tool.name])
+
+    async def _limited(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """The result of a coroutine in the session's side loop.
+
+        Raises:
+            ToolTimeoutError: it took longer than `tool_timeout_s`. A loop that it blocks is left to itself.
+        """
+        if self._side is None:
+            self._side = _SideLoop()
+        side, limit = self._side, self._settings.tool_timeout_s
+        future = asyncio.wrap_future(side.submit(make))
+        done, _ = await asyncio.wait([future], timeout=limit)
+        if not done:
+            future.cancel()
+            if not await side.responds() and self._side is side:
+                side.stop()  # once what blocks it returns
+                self._side = None
+            raise ToolTimeoutError(f"the tool did not answer within {limit:g} s")
+        result, error = future.result()
+        if error is not None:
+            raise error
+        return result
+
+    def _failed(self, reason: str, fault: str) -> ToolResult:
+        return ToolResult(self._cut(f"Error: {reason}"), fault=fault)
+
+    def _cut(self, text: str) -> str:
+        """Text that a tokenizer takes, of at most `max_tool_response_length` characters and a mark where it was cut."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        limit, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
+        if len(text) <= limit:
+            return text
+        if side == "left":
+            return "(truncated)..." + text[len(text) - limit :]
+        if side == "right":
+            return text[:limit] + "...(truncated)"
+        head = limit // 2
+        return text[:head] + "...(truncated)..." + text[len(text) - (limit - head) :]
+
+
+class _SideLoop:
+    """An event loop in a thread of its own, which does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="tools", daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def submit(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """A future of (result, None) or (None, error): an exit that a tool raises must not end the loop."""
+
+        async def run() -> tuple[Any, Exception | None]:
+            try:
+                return await make(), None
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                return None, error
+            except BaseException as error:
+                return None, RuntimeError(f"{type(error).__name__}: {error}")
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    async def responds(self) -> bool:
+        """Whether it runs anything."""
+        ran: Future[None] = Future()
+        ran.set_running_or_notify_cancel()
+        self._loop.call_soon_threadsafe(ran.set_result, None)
+        done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
+        return bool(done)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _fault_in_arguments(tool: BaseTool, arguments: Mapping[str, Any]) -> str | None:
+    """Which parameters of the tool's description are missing or unknown, or None."""
+    parameters = tool.tool_schema["function"]["parameters"]
+    known = parameters.get("properties", {})
+    if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
+        return f"{tool.name} needs {', '.join(missing)}; the call gave {', '.join(arguments) or 'no arguments'}"
+    unknown = [name for name in arguments if name not in known]
+    if unknown and not parameters.get("additionalProperties"):
+        return f"{tool.name} has no parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+    return None

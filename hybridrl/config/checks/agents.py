@@ -1,0 +1,35 @@
+"""Cross-checks of `rollout.multi_turn` and `rollout.agent`."""
+
+from collections.abc import Iterator
+
+from hybridrl.config.checks.paths import check_source_file
+from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig, RolloutConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def check_agents(rollout: RolloutConfig) -> Iterator[str]:
+    """Check that tools have a loop that calls them, and that files are there."""
+    settings, agent = rollout.multi_turn, rollout.agent
+    tools = {name: getattr(settings, name) for name in ("tool_config_path", "function_tool_path")}
+    given = [f"multi_turn.{name}={path}" for name, path in tools.items() if path is not None]
+    plain = agent.default_agent_loop in (None, "single_turn_agent") and agent.agent_loop_config_path is None
+    if given and plain and not settings.enable:
+        only = given[0].partition(".")[2].partition("=")[0]
+        yield (
+            f"{_ROLLOUT}.{given[0]} without a loop that calls tools; set {_ROLLOUT}.multi_turn.enable=true (or, to "
+            f"describe tools in the prompts and no more, data.{only} instead)"
+        )
+    yield from check_source_file(f"{_ROLLOUT}.multi_turn.function_tool_path", settings.function_tool_path)
+
+
+def check_no_agents(rollout: RolloutConfig) -> Iterator[str]:
+    """Refuse agents in programs that answer each prompt once."""
+    for group, plain in ((rollout.multi_turn, MultiTurnConfig()), (rollout.agent, AgentConfig())):
+        name = "multi_turn" if isinstance(group, MultiTurnConfig) else "agent"
+        changed = [key for key in plain.keys() if getattr(group, key) != getattr(plain, key)]
+        if changed:
+            yield (
+                f"{_ROLLOUT}.{name}.{changed[0]}={getattr(group, changed[0])}: this program answers each prompt once, "
+                "without tools; remove it"
+            )

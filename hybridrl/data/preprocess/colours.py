@@ -1,0 +1,94 @@
+"""The colour task: images of a tile in one of four colours, which a tiny vision-language model learns to name.
+
+    python -m hybridrl.data.preprocess.colours --out DIR [--seed 0]
+
+A prompt is `<image>Colour?`, its image is between 16 and 48 pixels wide and high, and its answer is the first letter of
+the colour. The text is the same in every row, so only the image tells which answer is right. The reward (data source
+`hybridrl/colours`) is 1 for the right letter as the first one of the response, and 0.1 for that of another colour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridrl.data.preprocess.source import write_rows
+from hybridrl.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+DATA_SOURCE = "hybridrl/colours"
+COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 70, 230), "yellow": (230, 220, 50)}
+BACKGROUND = (128, 128, 128)
+SIDES = (16, 24, 32, 40, 48)
+
+
+def draw_tile(colour: str, rng: random.Random) -> Image:
+    """Draw a tile on a grey background, of random sizes, in a shade of the colour."""
+    from PIL import Image, ImageDraw
+
+    width, height = rng.choice(SIDES), rng.choice(SIDES)
+    image = Image.new("RGB", (width, height), BACKGROUND)
+    left, top = rng.randrange(width // 4 + 1), rng.randrange(height // 4 + 1)
+    right, bottom = rng.randrange(3 * width // 4, width), rng.randrange(3 * height // 4, height)
+    red, green, blue = (min(max(part + rng.randrange(-25, 26), 0), 255) for part in COLOURS[colour])
+    ImageDraw.Draw(image).rectangle((left, top, right, bottom), fill=(red, green, blue))
+    return image
+
+
+def make_row(split: str, index: int, rng: random.Random) -> dict[str, Any]:
+    """Build one row, in the schema that every preprocessing script writes, with its image as the bytes of a PNG."""
+    colour = rng.choice(sorted(COLOURS))
+    file = io.BytesIO()
+    draw_tile(colour, rng).save(file, "PNG")
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": "<image>Colour?"}],
+        "images": [{"bytes": file.getvalue()}],
+        "ability": "vision",
+        "reward_model": {"style": "rule", "ground_truth": colour[0]},
+        "extra_info": {"split": split, "index": index, "colour": colour},
+    }
+
+
+def write_colours(out: str | Path, *, seed: int = 0, train_size: int = 2048, test_size: int = 128) -> Path:
+    """Write `train.parquet` and `test.parquet` into `out` (created if missing). The same arguments give the same rows.
+
+    Raises:
+        UserError: Pillow is not installed.
+    """
+    try:
+        import PIL  # noqa: F401  (only to say so at once)
+    except ImportError as error:
+        raise UserError("drawing images needs the package pillow: pip install pillow") from error
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, size in (("train", train_size), ("test", test_size)):
+        rng = random.Random(f"{seed} {split}")
+        write_rows(folder / f"{split}.parquet", [make_row(split, index, rng) for index in range(size)])
+    return folder
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line of this module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridrl.data.preprocess.colours", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--out", required=True, help="folder to write the parquet files into")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the images (0)")
+    parser.add_argument("--train-size", type=int, default=2048, help="number of training prompts (2048)")
+    parser.add_argument("--test-size", type=int, default=128, help="number of validation prompts (128)")
+    arguments = parser.parse_args(argv)
+    try:
+        folder = write_colours(**vars(arguments))
+    except UserError as error:
+        parser.error(str(error))
+    print(f"{arguments.train_size} training and {arguments.test_size} validation prompts written to {folder}")
+
+
+if __name__ == "__main__":
+    main()

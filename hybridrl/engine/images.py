@@ -1,0 +1,106 @@
+"""The images of a batch: counted against the placeholders of each row, and laid out for each micro-batch.
+
+Shapes: B rows, S their width, N patches of D numbers, K images, b rows of a micro-batch, W its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hybridrl.engine.microbatch import BatchPlan, Layout
+from hybridrl.models.vision import ImageTensors, digest, smallest_image, tokens_per_image
+from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS
+
+
+@dataclass(slots=True)
+class LayoutImages:
+    """The images of a micro-batch, in the order of its rows and of the placeholders in each."""
+
+    tensors: ImageTensors  # pixel_values [N, D], image_grid_thw [K, 3]
+    places: torch.Tensor  # [b, W] true where an image's token belongs
+
+    def to(self, target: torch.device) -> LayoutImages:
+        moved = {name: tensor.to(target, non_blocking=True) for name, tensor in self.tensors.items()}
+        return LayoutImages(moved, self.places.to(target, non_blocking=True))
+
+
+class BatchImages:
+    """The images of a batch's rows (`multi_modal_inputs`).
+
+    A placeholder is a token with the model's image id that was not generated: a policy may sample this id.
+
+    Args:
+        batch: with `multi_modal_inputs`, and where the sampler says what it saw, `image_digest`.
+        config: of the model.
+
+    Raises:
+        ValueError: a row has more or fewer placeholders than its images have tokens, or other images than the sampler
+            saw.
+    """
+
+    def __init__(self, batch: DataProto, config: PreTrainedConfig) -> None:
+        column = batch.non_tensor_batch.get(MULTI_MODAL_INPUTS)
+        rows = [{}] * len(batch) if column is None else [one or {} for one in column.tolist()]
+        self._rows: list[ImageTensors] = rows
+        self._config = config
+        self._token = int(config.image_token_id)
+        seen = batch.non_tensor_batch.get(IMAGE_DIGEST)
+        if seen is not None:
+            self._check_seen(seen.tolist())
+
+    def _check_seen(self, seen: Sequence[str | None]) -> None:
+        known: dict[int, str] = {}  # rows of a group share their images
+        for row, (images, expected) in enumerate(zip(self._rows, seen, strict=True)):
+            if id(images) not in known:
+                known[id(images)] = digest(images)
+            if expected is not None and known[id(images)] != expected:
+                raise ValueError(
+                    f"sequence {row}: its images are not those that its response was generated from (other pixels, or "
+                    "another order). Columns of the batch were reordered apart from each other, or images were changed "
+                    "after generation"
+                )
+
+    def add_to(self, layout: Layout, rows: Sequence[int], plan: BatchPlan) -> Layout:
+        """Return the micro-batch with the images of its rows."""
+        found = [self._rows[row] for row in rows]
+        assert layout.origins is not None  # images are refused with other layouts
+        start = plan.width - plan.response_width
+        generated = torch.zeros(plan.batch_size, plan.width, dtype=torch.bool)
+        generated[:, start:] = plan.response_mask
+        origins = layout.origins
+        places = (layout.input_ids.flatten() == self._token) & (origins >= 0)
+        places &= ~generated.flatten()[origins.clamp(min=0)]
+        places = places.view_as(layout.input_ids)
+        self._check_counts(places.sum(dim=1).tolist(), found, rows)
+        present = [one for one in found if one]
+        if not present:
+            return layout
+        tensors = {name: torch.cat([one[name] for one in present]) for name in ("pixel_values", "image_grid_thw")}
+        return replace(layout, images=LayoutImages(tensors, places))
+
+    def _check_counts(self, counts: Sequence[int], images: Sequence[ImageTensors], rows: Sequence[int]) -> None:
+        for count, own, row in zip(counts, images, rows, strict=True):
+            wanted = int(tokens_per_image(self._config, own["image_grid_thw"]).sum()) if own else 0
+            if count != wanted:
+                number = len(own["image_grid_thw"]) if own else 0
+                raise ValueError(
+                    f"sequence {row}: it has {count} image placeholders, and its {number} images have {wanted} tokens. "
+                    "Its tokens and its multi_modal_inputs belong to different prompts, or its prompt was truncated"
+                )
+
+
+def with_some_image(layout: Layout, config: Any) -> Layout:
+    """The micro-batch; one without images gets an image that no token reads.
+
+    Ranks gather the shards of the vision tower together, so each of them computes it as often as the others.
+    """
+    if layout.images is not None:
+        return layout
+    nowhere = torch.zeros_like(layout.input_ids, dtype=torch.bool)
+    return replace(layout, images=LayoutImages(smallest_image(config), nowhere))

@@ -1,0 +1,232 @@
+"""Vision-language models: which there are, and what a model reads of an image.
+
+An image is resized and cut into patches by the model's own image processor. The vision tower turns squares of
+`merge**2` patches into one token each, and the prompt has one placeholder for each of these tokens.
+
+Shapes: N patches, D numbers per patch, K images, L tokens of a sequence, b rows, W columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hybridrl.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from hybridrl.config import ModelConfig
+
+#: model types whose images are read here
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+#: positions of a token: its number in the sequence, and the temporal, vertical and horizontal one of rotary embeddings
+KINDS_OF_POSITIONS = 4
+#: files next to a model's weights that say how its images and videos are prepared
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+
+ImageTensors = dict[str, torch.Tensor]
+
+_places: ContextVar[torch.Tensor | None] = ContextVar("hybridrl_image_places", default=None)
+
+
+def is_vision_model(config: PreTrainedConfig) -> bool:
+    """Whether this is a vision-language model whose images are read here."""
+    return config.model_type in FAMILIES
+
+
+def tokens_per_image(config: PreTrainedConfig, grid: torch.Tensor) -> torch.Tensor:
+    """Placeholders of each image, `[K]`, by its patches `[K, 3]` in time, height and width."""
+    return grid.prod(dim=-1) // config.vision_config.spatial_merge_size**2
+
+
+class ImageProcessor:
+    """Turns images into what the model reads, and prompts into token ids with placeholders for them.
+
+    Args:
+        path: the model's directory or hub name.
+        config: its configuration.
+        options: settings that replace those of the model's image processor, such as `max_pixels`.
+
+    Raises:
+        ModelError: the model has no image processor, or one that does not fit it, or an option is unknown.
+    """
+
+    def __init__(self, path: str | Path, config: PreTrainedConfig, options: Mapping[str, Any] | None = None) -> None:
+        self.config = config
+        self.image_token_id = int(config.image_token_id)
+        self._processor = _load(path, dict(options or {}))
+        vision = config.vision_config
+        for own, expected in (
+            ("patch_size", vision.patch_size),
+            ("merge_size", vision.spatial_merge_size),
+            ("temporal_patch_size", vision.temporal_patch_size),
+        ):
+            if (found := getattr(self._processor, own, expected)) != expected:
+                raise ModelError(
+                    f"the image processor of {path} has {own}={found}, and the model's vision_config {expected}: "
+                    "preprocessor_config.json and config.json belong to different models"
+                )
+        self._positions = _positions_only(config)
+
+    def placeholders(self, image: Image) -> int:
+        """How many tokens an image becomes, by its size alone.
+
+        Raises:
+            ValueError: the image processor refuses this size.
+        """
+        width, height = image.size
+        patches = self._processor.get_number_of_image_patches(height, width, {})
+        return int(patches) // int(self.config.vision_config.spatial_merge_size) ** 2
+
+    def pixels(self, images: Sequence[Image]) -> ImageTensors:
+        """Return `pixel_values` `[N, D]`, float32, the patches of all images, and `image_grid_thw` `[K, 3]`."""
+        found = self._processor(images=list(images), return_tensors="pt")
+        return {"pixel_values": found["pixel_values"].float().contiguous(), "image_grid_thw": found["image_grid_thw"]}
+
+    def expand(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Return token ids with each placeholder repeated as often as its image has tokens.
+
+        Raises:
+            ValueError: there is another number of placeholders than of images.
+        """
+        found = sum(token == self.image_token_id for token in ids)
+        if found != len(counts):
+            raise ValueError(
+                f"the chat template writes {found} image placeholders (token {self.image_token_id}) for "
+                f"{len(counts)} images"
+            )
+        left = iter(counts)
+        return [one for token in ids for one in [token] * (next(left) if token == self.image_token_id else 1)]
+
+    def positions(self, ids: Sequence[int], grid: torch.Tensor | None) -> torch.Tensor:
+        """Return the positions `[4, L]` of a prompt: numbers of its tokens, and those of rotary embeddings.
+
+        The model's own `get_rope_index` computes the latter. Both count up by one after the prompt.
+        """
+        row = torch.tensor([list(ids)], dtype=torch.int64)
+        kinds = (row == self.image_token_id).int()
+        rotary, _ = self._positions.get_rope_index(row, mm_token_type_ids=kinds, image_grid_thw=grid)
+        return torch.cat([torch.arange(row.shape[1])[None], rotary[:, 0]])
+
+
+def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -> ImageProcessor | None:
+    """Return the image processor of a `model` group; None for a model without vision."""
+    from hybridrl.models.info import config_of
+
+    config = config_of(model)
+    return ImageProcessor(model.path, config, options) if is_vision_model(config) else None
+
+
+def digest(images: Mapping[str, torch.Tensor]) -> str:
+    """A fingerprint of a row's images: of their patches, in order; "" for a row without images."""
+    if not images:
+        return ""
+    hashed = hashlib.blake2b(digest_size=16)
+    for name in ("image_grid_thw", "pixel_values"):
+        values = images[name].detach().cpu().contiguous()
+        hashed.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        hashed.update(values.numpy().data)
+    return hashed.hexdigest()
+
+
+def smallest_image(config: PreTrainedConfig) -> ImageTensors:
+    """An image of one token, for ranks that have none where others compute some."""
+    vision = config.vision_config
+    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    merge = vision.spatial_merge_size
+    return {"pixel_values": torch.zeros(merge**2, size), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+
+
+def vision_tower(module: nn.Module) -> nn.Module:
+    """The part of a model that turns patches into embeddings of tokens."""
+    return module.get_submodule("model.visual")
+
+
+def place_images_by_position(module: nn.Module) -> None:
+    """Have a model put images where `placed_at` says, and not at every token with the placeholder's id.
+
+    A policy may sample the placeholder's id. Such a token is read as any other, in training as in generation.
+    """
+    inner: Any = module.get_submodule("model")
+    by_id = inner.get_placeholder_mask
+
+    def mask(input_ids: Any, inputs_embeds: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        places = _places.get()
+        if places is None:
+            return by_id(input_ids, inputs_embeds, *arguments, **named)
+        return places[..., None], torch.zeros_like(places)[..., None]
+
+    inner.get_placeholder_mask = mask
+
+
+@contextlib.contextmanager
+def placed_at(places: torch.Tensor | None) -> Iterator[None]:
+    """Within the context, images are put at the true elements of `places` `[b, W]`; None: at every placeholder."""
+    token = _places.set(places)
+    try:
+        yield
+    finally:
+        _places.reset(token)
+
+
+def copy_processor(path: str | Path, folder: Path) -> None:
+    """Write the files of the image processor next to saved weights."""
+    from transformers.utils import cached_file
+
+    for name in PROCESSOR_FILES:
+        found = cached_file(
+            str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else str(path),
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            (folder / name).write_bytes(Path(found).read_bytes())
+
+
+def _load(path: str | Path, options: dict[str, Any]) -> Any:
+    """The model's image processor in the implementation that needs neither a GPU nor torchvision."""
+    try:
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+    except Exception as error:  # transformers may raise anything for a broken file
+        raise ModelError(
+            f"the image processor of {path} cannot be loaded: {type(error).__name__}: {error}. A vision-language model "
+            "needs its preprocessor_config.json, and the package pillow"
+        ) from error
+    if not options:
+        return processor
+    known = {*processor.valid_kwargs.__annotations__, "size"}
+    if unknown := sorted(options.keys() - known):
+        raise ModelError(
+            f"data.mm_processor_kwargs: {type(processor).__name__} has no {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(known))}"
+        )
+    size = {"shortest_edge": processor.size.shortest_edge, "longest_edge": processor.size.longest_edge}
+    size |= {key: options.pop(name) for name, key in _LIMITS.items() if name in options}
+    return type(processor).from_dict({**processor.to_dict(), "size": size, **options})
+
+
+#: names of limits of an image's size in pixels -> those of transformers
+_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
+
+def _positions_only(config: PreTrainedConfig) -> Any:
+    """An object with the model's `get_rope_index`, without its layers."""
+    from transformers import MODEL_MAPPING
+
+    model_class: Any = MODEL_MAPPING[type(config)]
+    model = model_class.__new__(model_class)
+    nn.Module.__init__(model)
+    model.config = config
+    return model

@@ -1,0 +1,284 @@
+"""Sessions on a real model: what is trained on is what was sampled, and a fault spoils its own session only."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from families import FAMILIES, write_model
+
+from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents, register
+from hybridrl.config import load_config
+from hybridrl.engine.microbatch import MicroBatching
+from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.registry import import_external_lib
+from hybridrl.rollout import HFRollout, InPlaceRollout
+
+ECHO = Path(__file__).with_name("echo_tools.py")
+PROMPT, RESPONSE = 1200, 400
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(scope="module")
+def model(micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import_external_lib(str(ECHO))
+    return write_model(micro_model, tmp_path_factory.mktemp("families"))
+
+
+def config_for(model: Path, template: str, *more: str):
+    config = load_config(
+        "ppo_trainer",
+        [
+            f"actor_rollout_ref.model.path={model}",
+            f"actor_rollout_ref.model.external_lib={ECHO}",
+            f"data.max_prompt_length={PROMPT}",
+            f"data.max_response_length={RESPONSE}",
+            f"{ROLLOUT}.multi_turn.enable=True",
+            f"{ROLLOUT}.multi_turn.function_tool_path={ECHO}",
+            f"{ROLLOUT}.multi_turn.format=every_turn",
+            f"{ROLLOUT}.stop=[{','.join('ABCDEFGHIJKLMNOPQ')}]",  # a random model rarely ends a turn
+            *more,
+        ],
+    )
+    config.actor_rollout_ref.model.custom_chat_template = template
+    return config
+
+
+class Recorded:
+    """A client that notes what passes."""
+
+    def __init__(self, client) -> None:
+        self.client, self.calls = client, []
+
+    async def generate(self, request):
+        completion = await self.client.generate(request)
+        self.calls.append((list(request.prompt_ids), completion))
+        return completion
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path):
+    settings = config_for(model, "").actor_rollout_ref
+    engine = TrainEngines.create("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
+    engine.initialize()
+    return engine
+
+
+@pytest.fixture
+def started(engine):
+    """Makes a rollout of agents over the engine; ends it afterwards."""
+    made = []
+
+    def start(config) -> tuple[AgentRollout, Recorded]:
+        policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
+        ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
+        local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
+        inner = InPlaceRollout(SimpleNamespace(generate_sequences=local.generate, world_size=1), policy.rollout)
+        inner.update_weights(0)
+        recorded = Recorded(inner.client())
+        inner.client = lambda: recorded
+        agents = create_agents(config, tokenizer, [])
+        assert agents is not None
+        made.append(AgentRollout(inner, agents))
+        return made[-1], recorded
+
+    yield start
+    for rollout in made:
+        rollout.close()
+
+
+def prompts_of(rollout: AgentRollout, count: int, **columns) -> DataProto:
+    """Prompts of different lengths."""
+    messages = [[{"role": "user", "content": "Sort: " + "3 1 2 " * (number + 1)}] for number in range(count)]
+    turns, schemas = rollout._agents.turns, [tool.tool_schema for tool in rollout._agents.tools.values()]
+    ids = [turns.prompt(one, schemas) for one in messages]
+    width = max(map(len, ids))
+    tensor = torch.tensor([[0] * (width - len(one)) + one for one in ids])
+    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in ids])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    names = {"uid": [f"0-{n}" for n in range(count)], "sample": [0] * count, "raw_prompt": messages, **columns}
+    return DataProto.from_dict(
+        tensors={"input_ids": tensor, "attention_mask": mask, "position_ids": positions},
+        non_tensors={name: object_array(values) for name, values in names.items()},
+        meta_info={"global_steps": 1},
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_trained_on_is_what_was_sampled(started, engine, model, name) -> None:
+    rollout, recorded = started(config_for(model, FAMILIES[name].template))
+    batch = rollout.generate(prompts_of(rollout, 6))
+    tokenizer = rollout._agents.tokenizer
+    calls = {tuple(prompt): completion for prompt, completion in recorded.calls}
+    assert len(calls) == len(recorded.calls) > 12  # several turns
+    fields = batch.batch
+    for row in range(6):
+        prompt = fields["prompts"][row][fields["attention_mask"][row, : fields["prompts"].shape[1]].bool()].tolist()
+        length = int(fields["attention_mask"][row, fields["prompts"].shape[1] :].sum())
+        response, mask = fields["responses"][row, :length].tolist(), fields["response_mask"][row].tolist()
+        place, turns = 0, 0
+        while place < length:
+            made = calls.pop(tuple(prompt + response[:place]))  # each request continues exactly the tokens before
+            count = len(made.token_ids)
+            assert response[place : place + count] == made.token_ids and mask[place : place + count] == [1] * count
+            assert fields["rollout_log_probs"][row, place : place + count].tolist() == pytest.approx(made.log_probs)
+            place, turns = place + count, turns + 1
+            if place < length:
+                answer = f"{len(tokenizer.decode(made.token_ids))} characters"
+                behind = FAMILIES[name].behind.replace("ANSWER", answer)
+                ended = tokenizer.decode(made.token_ids[-1:]) == FAMILIES[name].end
+                text = behind if ended else FAMILIES[name].end + behind
+                tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+                assert response[place : place + len(tokens)] == tokens
+                assert not any(mask[place : place + len(tokens)])
+                place += len(tokens)
+        assert not any(mask[length:])
+        assert batch.non_tensor_batch["__num_turns__"][row] in (2 * turns, 2 * turns + 1)
+        rewards = batch.non_tensor_batch["tool_rewards"][row]
+        assert len(rewards) >= turns - 1 and set(rewards) <= {0.25}
+    assert not calls
+    generated = fields["response_mask"].bool()
+    assert torch.equal(fields["weight_versions"] == 0, generated)
+    trained = engine.infer(batch, MicroBatching(size=3), 1.0, {"log_probs"})["log_probs"]
+    difference = (trained - fields["rollout_log_probs"])[generated].abs().max()
+    assert difference < 1e-5, difference
+
+
+def test_sessions_are_the_same_again_and_differ_from_each_other(started, model) -> None:
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template))
+    prompts = prompts_of(rollout, 2)
+    prompts = DataProto.concat([prompts, prompts])
+    prompts.non_tensor_batch["sample"] = object_array([0, 0, 1, 1])
+    first, second = rollout.generate(prompts), rollout.generate(prompts)
+    assert torch.equal(first.batch["responses"], second.batch["responses"])
+    assert not torch.equal(first.batch["responses"][:2], first.batch["responses"][2:])
+
+
+def test_limits_end_a_session(started, model) -> None:
+    turns = [f"{ROLLOUT}.multi_turn.max_assistant_turns=2", f"{ROLLOUT}.multi_turn.max_user_turns=9"]
+    rollout, recorded = started(config_for(model, FAMILIES["qwen"].template, *turns))
+    batch = rollout.generate(prompts_of(rollout, 3))
+    assert len(recorded.calls) <= 6 and max(batch.non_tensor_batch["__num_turns__"]) == 4
+    rounds = [f"{ROLLOUT}.multi_turn.max_user_turns=1"]
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, *rounds))
+    assert max(rollout.generate(prompts_of(rollout, 3)).non_tensor_batch["__num_turns__"]) == 4
+
+
+@register("forges")
+class Forges(AgentLoopBase):
+    """Says of tokens of its own that the policy generated them."""
+
+    async def run(self, sampling_params, **kwargs):
+        out = await self.server_manager.generate(prompt_ids=kwargs["prompt_ids"], sampling_params=sampling_params)
+        return AgentLoopOutput(kwargs["prompt_ids"], [*out.token_ids[:-1], 3, 3], [1] * (len(out.token_ids) + 1))
+
+
+@register("cuts_context")
+class CutsContext(AgentLoopBase):
+    """Two parts of one session: the second has a context of its own."""
+
+    async def run(self, sampling_params, **kwargs):
+        parts = []
+        for question in ("What is first?", "And now?"):
+            prompt = await self.apply_chat_template([{"role": "user", "content": question}])
+            out = await self.server_manager.generate(
+                "verl gives an id",
+                prompt_ids=prompt,
+                sampling_params={**sampling_params, "max_tokens": 5, "logprobs": True},
+            )
+            mask = [0] + [1] * (len(out.token_ids) - 1)  # a part of what was generated may be left out
+            parts.append(AgentLoopOutput(prompt, out.token_ids, mask, reward_score=0.5, num_turns=2))
+        return parts
+
+
+class Flaky(AgentLoopBase):
+    """Fails at rows whose `fails` says so: always, the first time, or by asking for too much."""
+
+    seen: ClassVar[set] = set()
+
+    def __init__(self, *, greeting: str, **kwargs) -> None:
+        super().__init__(**kwargs)
+        assert greeting == "hello"
+
+    async def run(self, sampling_params, **kwargs):
+        key = (kwargs["uid"], kwargs["sample"])
+        if kwargs["fails"] == "always" or (kwargs["fails"] == "once" and key not in self.seen):
+            self.seen.add(key)
+            raise ConnectionError("the environment is gone")
+        if kwargs["fails"] == "long":
+            await self.server_manager.generate(prompt_ids=[3] * 5000)
+        out = await self.server_manager.generate(prompt_ids=kwargs["prompt_ids"], sampling_params={"max_tokens": 4})
+        return AgentLoopOutput(kwargs["prompt_ids"], out.token_ids, [1] * len(out.token_ids))
+
+
+def own_loops(tmp_path: Path) -> str:
+    file = tmp_path / "loops.yaml"
+    file.write_text(f"- {{name: flaky, _target_: {__name__}.Flaky, greeting: hello}}\n")
+    return f"{ROLLOUT}.agent.agent_loop_config_path={file}"
+
+
+def test_tokens_that_the_policy_did_not_generate_are_refused(started, model) -> None:
+    loop = f"{ROLLOUT}.agent.default_agent_loop=forges"
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, loop, f"{ROLLOUT}.agent.on_error=raise"))
+    with pytest.raises(RolloutError, match="which the policy did not generate"):
+        rollout.generate(prompts_of(rollout, 1))
+
+
+def test_a_session_of_several_parts_is_several_rows(started, model, engine) -> None:
+    loop = f"{ROLLOUT}.agent.default_agent_loop=cuts_context"
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, loop))
+    batch = rollout.generate(prompts_of(rollout, 2))
+    objects = batch.non_tensor_batch
+    assert objects["uid"].tolist() == ["0-0", "0-0", "0-1", "0-1"]
+    assert objects["session_id"].tolist() == ["sample 0"] * 4 and objects["trajectory_index"].tolist() == [0, 1, 0, 1]
+    assert objects["trajectory_reward"].tolist() == [0.5] * 4
+    generated = batch.batch["response_mask"].bool()
+    assert not generated[:, 0].any() and generated.sum() > 4
+    trained = engine.infer(batch, MicroBatching(size=4), 1.0, {"log_probs"})["log_probs"]
+    assert (trained - batch.batch["rollout_log_probs"])[generated].abs().max() < 1e-5
+
+
+def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, capsys) -> None:
+    config = config_for(model, FAMILIES["qwen"].template, own_loops(tmp_path))
+    rollout, _ = started(config)
+    Flaky.seen.clear()
+    names, fails = ["flaky", "flaky", "flaky", None], ["always", "once", "no", "no"]
+    batch = rollout.generate(prompts_of(rollout, 4, agent_name=names, fails=fails))
+    assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-2", "0-3"]
+    assert batch.meta_info["dropped_samples"] == [("0-0", 0)]
+    metrics = rollout.metrics()
+    assert (metrics["agent_loop/sessions_retried"], metrics["agent_loop/sessions_failed"]) == (2.0, 1.0)
+    assert "the environment is gone" in capsys.readouterr().err
+    with pytest.raises(RolloutError, match="every one of 2"):
+        rollout.generate(prompts_of(rollout, 2, agent_name=["flaky"] * 2, fails=["always", "long"]))
+    assert "prompt has 5000 tokens" in capsys.readouterr().err
+    config.actor_rollout_ref.rollout.agent.on_error = "raise"
+    with pytest.raises(RolloutError, match="environment is gone"):
+        rollout.generate(prompts_of(rollout, 2, agent_name=["flaky"] * 2, fails=["always", "no"]))
+
+
+def test_generation_that_fails_ends_all_sessions(started, model) -> None:
+    rollout, recorded = started(config_for(model, FAMILIES["qwen"].template))
+    recorded.client.close()
+    with pytest.raises(RolloutError, match="the rollout was closed"):
+        rollout.generate(prompts_of(rollout, 3))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (f"{ROLLOUT}.multi_turn.function_tool_path=null", "which has no tools"),
+        (f"{ROLLOUT}.multi_turn.function_tool_path=no_such.py", "no such file"),
+        (f"{ROLLOUT}.agent.default_agent_loop=unheard_of", "known are .*tool_agent"),
+        (f"{ROLLOUT}.agent.agent_loop_config_path=no_such.yaml", "no such file"),
+        ("actor_rollout_ref.actor.router_replay.mode=R3", "agents do not record"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start_up(model, setting, message) -> None:
+    config = config_for(model, FAMILIES["qwen"].template, setting)
+    with pytest.raises(RolloutError, match=message):
+        create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])

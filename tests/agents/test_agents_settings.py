@@ -1,0 +1,76 @@
+"""Settings of agents that cannot work are refused by name, and verl's modules are there."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from hybridrl.agents import AgentLoopBase, BaseTool
+from hybridrl.config import load_config
+from hybridrl.config.checks.agents import check_agents, check_no_agents
+from hybridrl.errors import ConfigError
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.names import DROPPED_SAMPLES
+from hybridrl.trainer.ppo.sampler import without_dropped
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def rollout(*words: str):
+    return load_config("ppo_trainer", [f"{ROLLOUT}.{word}" for word in words]).actor_rollout_ref.rollout
+
+
+def test_tools_need_a_loop() -> None:
+    (fault,) = check_agents(rollout("multi_turn.tool_config_path=x.yaml"))
+    assert "multi_turn.enable=true" in fault and "data.tool_config_path" in fault
+    assert not list(check_agents(rollout("multi_turn.tool_config_path=x.yaml", "multi_turn.enable=True")))
+    assert not list(check_agents(rollout("multi_turn.tool_config_path=x.yaml", "agent.default_agent_loop=tool_agent")))
+    (fault,) = check_agents(rollout("multi_turn.function_tool_path=no_such.py", "multi_turn.enable=True"))
+    assert "no_such.py: no such file" in fault
+
+
+def test_other_programs_refuse_agents() -> None:
+    assert not list(check_no_agents(rollout()))
+    faults = list(check_no_agents(rollout("multi_turn.enable=True", "agent.retries=3")))
+    assert len(faults) == 2 and "multi_turn.enable=True" in faults[0] and "agent.retries=3" in faults[1]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("multi_turn.interaction_config_path=x.yaml", "multi_turn.use_inference_chat_template=True"),
+        *("multi_turn.num_repeat_rollouts=2", "agent.custom_async_server.path=x.py", "multi_turn.max_parallel_calls=0"),
+        *("multi_turn.tool_response_truncate_side=top", "multi_turn.tokenization_sanity_check_mode=off"),
+    ],
+)
+def test_what_is_not_built_stays_refused(word) -> None:
+    with pytest.raises(ConfigError, match=word.partition("=")[0]):
+        rollout(word)
+
+
+def test_data_follow_the_tools_of_the_rollout() -> None:
+    config = load_config("ppo_trainer", [f"{ROLLOUT}.multi_turn.tool_config_path=x.yaml"])
+    assert config.data.tool_config_path == "x.yaml" and config.data.function_tool_path is None
+
+
+def test_a_group_without_enough_samples_is_left_out() -> None:
+    names = {"uid": ["a", "b", "b", "b", "c"], "sample": [0, 0, 0, 2, 1]}
+    columns = {name: object_array(column) for name, column in names.items()}
+    batch = DataProto.from_dict(tensors={"x": torch.zeros(5, 1)}, non_tensors=columns)
+    batch.meta_info[DROPPED_SAMPLES] = [("a", 1), ("b", 1)]
+    kept = without_dropped(batch, 3)
+    assert kept.non_tensor_batch["uid"].tolist() == ["b", "b", "b", "c"]  # two samples of b, one of them in two rows
+    assert DROPPED_SAMPLES not in kept.meta_info
+
+
+def test_verls_modules_are_there() -> None:
+    agent_loop = importlib.import_module("hybridrl.verl_compat.experimental.agent_loop")
+    schemas = importlib.import_module("hybridrl.verl_compat.tools.schemas")
+    base_tool = importlib.import_module("hybridrl.verl_compat.tools.base_tool")
+    assert agent_loop.AgentLoopBase is AgentLoopBase and base_tool.BaseTool is BaseTool
+    given = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}}}
+    schema = schemas.OpenAIFunctionToolSchema.model_validate(given)
+    assert schema.model_dump(exclude_unset=True) == given
+    assert base_tool.BaseTool(config={}, tool_schema=schema).name == "f"

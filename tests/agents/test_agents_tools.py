@@ -1,0 +1,391 @@
+"""Tools: descriptions, files that name them, built-in ones, and calls that fail, hang, block or say too much."""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool
+from hybridrl.agents.tools.base import tool_of
+from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, evaluate
+from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
+from hybridrl.agents.tools.session import ToolSession
+from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.errors import RolloutError
+
+SETTINGS = MultiTurnConfig(max_parallel_calls=8, tool_timeout_s=5.0)
+
+
+@function_tool
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def run(tools: list[BaseTool], calls: list[tuple[str, dict]], settings=SETTINGS, **kwargs):
+    """The results of calls of one turn, and what `calc_reward` gave."""
+
+    async def session():
+        tools_of = ToolSession({tool.name: tool for tool in tools}, settings, kwargs)
+        return await tools_of.call([FunctionCall(*call) for call in calls]), await tools_of.close()
+
+    return asyncio.run(session())
+
+
+class Stateful(BaseTool):
+    """Counts its calls, in the instance that `create` made."""
+
+    def __init__(self, config, tool_schema=None):
+        super().__init__(config, tool_schema)
+        self.log: list[str] = []
+        self.counts: dict[str, int] = {}
+
+    def get_openai_tool_schema(self):
+        return {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
+
+    async def create(self, instance_id=None, **kwargs):
+        await asyncio.sleep(0.01)
+        instance, response = await super().create(instance_id)
+        self.counts[instance] = kwargs["create_kwargs"]["start"]
+        self.log.append("create")
+        return instance, response
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.counts[instance_id] += 1
+        return ToolResponse(text=str(self.counts[instance_id])), 0.5, {"calls": 1}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return float(self.counts[instance_id])
+
+    async def release(self, instance_id, **kwargs):
+        self.log.append("release")
+
+
+def test_a_function_is_described_by_its_hints_and_docstring() -> None:
+    schema = tool_of(add).tool_schema["function"]
+    assert (schema["name"], schema["description"]) == ("add", "Add two numbers.")
+    assert schema["parameters"]["properties"]["a"] == {"type": "integer", "description": "the first."}
+    assert schema["parameters"]["required"] == ["a"] and add(1, 2) == 3
+    with pytest.raises(RolloutError, match="function tool bare"):
+
+        @function_tool
+        def bare(x):
+            return x
+
+
+def test_a_tool_has_one_state_per_session_even_where_calls_are_parallel() -> None:
+    tool = Stateful({})
+    results, scores = run([tool], [("count", {})] * 3, count={"create_kwargs": {"start": 10}})
+    assert sorted(one.text for one in results) == ["11", "12", "13"] and [one.reward for one in results] == [0.5] * 3
+    assert scores == {"count": 13.0} and tool.log == ["create", "release"]
+
+
+def test_calls_that_cannot_be_made_are_answered_with_the_reason() -> None:
+    calls = [("add", {"a": 1}), ("sub", {"a": 1}), ("add", {"b": 1}), ("add", {"a": 1, "c": 2}), ("add", {"a": "x"})]
+    results, _ = run([tool_of(add)], calls)
+    assert [one.fault for one in results] == ["", "unknown", "arguments", "arguments", "error"]
+    assert results[0].text == "2" and "there are: add" in results[1].text and "needs a" in results[2].text
+    assert "no parameter c" in results[3].text and "TypeError" in results[4].text
+    results, _ = run([tool_of(add)], [("add", {"a": 1})] * 3, MultiTurnConfig(max_parallel_calls=2))
+    assert [one.fault for one in results] == ["", "", "limit"] and "at most 2" in results[2].text
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [("left", "(truncated)...6789"), ("right", "0123...(truncated)"), ("middle", "01...(truncated)...89")],
+)
+def test_long_answers_are_cut(side, text) -> None:
+    @function_tool
+    def say() -> str:
+        """Say it."""
+        return "0123456789"
+
+    settings = MultiTurnConfig(max_tool_response_length=4, tool_response_truncate_side=side)
+    assert run([tool_of(say)], [("say", {})], settings)[0][0].text == text
+
+
+def test_answers_that_no_tokenizer_takes_are_repaired() -> None:
+    @function_tool
+    def half() -> str:
+        """Half of a character."""
+        return "a\ud800b"
+
+    assert run([tool_of(half)], [("half", {})])[0][0].text == "a?b"
+
+
+RELEASED = threading.Event()
+
+
+@function_tool
+def waits() -> str:
+    """Waits in a thread."""
+    RELEASED.wait(60)
+    return "late"
+
+
+@function_tool
+async def blocks() -> str:
+    """Blocks its event loop."""
+    RELEASED.wait(60)
+    return "late"
+
+
+@function_tool
+async def sleeps() -> str:
+    """Sleeps as it should."""
+    await asyncio.sleep(60)
+    return "late"
+
+
+@function_tool
+async def exits() -> str:
+    """Ends the process, it thinks."""
+    raise SystemExit(3)
+
+
+@function_tool
+def leaves() -> str:
+    """Ends the process, it thinks."""
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("tool", [waits, blocks, sleeps])
+def test_a_tool_that_hangs_costs_its_session_the_time_limit_and_others_nothing(tool) -> None:
+    name, settings = tool.__name__, MultiTurnConfig(max_parallel_calls=4, tool_timeout_s=0.3)
+    took: list[float] = []
+
+    async def hangs():
+        session = ToolSession({one.name: one for one in (tool_of(tool), tool_of(add))}, settings)
+        first = await session.call([FunctionCall(name, {})])
+        second = await session.call([FunctionCall("add", {"a": 1})])  # the session goes on
+        await session.close()
+        return [first[0].fault, second[0].text]
+
+    async def works():
+        session = ToolSession({"add": tool_of(add)}, settings)
+        started = time.monotonic()
+        for _ in range(5):
+            assert (await session.call([FunctionCall("add", {"a": 1})]))[0].text == "2"
+        took.append(time.monotonic() - started)
+        await session.close()
+
+    async def both():
+        return await asyncio.gather(hangs(), works())
+
+    RELEASED.clear()
+    try:
+        assert asyncio.run(both())[0] == ["timeout", "2"]
+    finally:
+        RELEASED.set()
+    assert len(took) == 1
+
+
+@pytest.mark.parametrize("tool", [exits, leaves])
+def test_a_tool_that_exits_is_an_error_of_the_tool(tool) -> None:
+    results, _ = run([tool_of(tool), tool_of(add)], [(tool.__name__, {}), ("add", {"a": 1})])
+    assert results[0].fault == "error" and "SystemExit" in results[0].text and results[1].text == "2"
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        *(
+            ("(3 + 4) * 2", 14),
+            ("2^10", 1024),
+            ("7 // 2 % 2", 1),
+            ("-3 - -5", 2),
+            ("10 / 4", 2.5),
+            ("sqrt(16) + pi * 0", 4),
+        ),
+        *(("max(1, 2, 3)", 3), ("round(2.567, 2)", 2.57), ("1e3", 1000), ("2 ** -1", 0.5)),
+    ],
+)
+def test_the_calculator_computes(expression, value) -> None:
+    assert evaluate(expression) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(
+            "__import__('os').system('id')",
+            "open('/etc/passwd')",
+            "().__class__",
+            "[1][0]",
+            "lambda: 1",
+            "'a' * 9",
+            "True",
+        ),
+        *("9**9**9**9", "10**301", "2**(10**9)", "round(5, -10**9)", "1/0", "(-8) ** 0.5", "1 +", "", "x", "sqrt(-1)"),
+        *("(" * 400 + "1" + ")" * 400, "1" * 5000, "factorial(1000000)", "1e308 * 10", "round(1, 0.5)", "min()"),
+    ],
+)
+def test_the_calculator_computes_nothing_else(expression) -> None:
+    started = time.process_time()
+    with pytest.raises(ValueError):
+        evaluate(expression)
+    assert time.process_time() - started < 1  # nothing large was computed
+
+
+@given(st.text(alphabet="0123456789.+-*/%^()e ,minax", max_size=30))
+def test_any_expression_has_a_value_or_none(expression) -> None:
+    with contextlib.suppress(ValueError):
+        assert isinstance(evaluate(expression), (int, float))
+
+
+def test_calculator_and_answer_check_as_tools() -> None:
+    kwargs = {"check_answer": {"create_kwargs": {"ground_truth": "72"}}}
+    calls = (
+        [("check_answer", {"answer": "71"})],
+        [("check_answer", {"answer": "72"})],
+        [("check_answer", {"answer": "70"})],
+    )
+
+    async def session():
+        tools = ToolSession({"check_answer": Gsm8kAnswer({})}, SETTINGS, kwargs)
+        results = [(await tools.call([FunctionCall(*one) for one in turn]))[0] for turn in calls]
+        return results, await tools.close()
+
+    results, scores = asyncio.run(session())
+    assert [(one.text, one.reward) for one in results] == [("wrong", 0.0), ("right", 0.0), ("wrong", -0.05)]
+    assert scores == {"check_answer": 0.0}
+    assert run([Calculator({})], [("calculator", {"expression": "6 * 7"})])[0][0].text == "42"
+    missing, _ = run([Gsm8kAnswer({})], [("check_answer", {"answer": "1"})])
+    assert missing[0].fault == "error" and "tools_kwargs" in missing[0].text
+
+
+class Search(http.server.BaseHTTPRequestHandler):
+    """A retrieval server as Search-R1's."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = [
+            [{"document": {"contents": f"{query}\nAll of it."}, "score": 1.0}] * asked["topk"]
+            for query in asked["queries"]
+        ]
+        body = b"no JSON" if "broken" in asked["queries"] else json.dumps({"result": found}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_search_asks_a_server() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Search)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        tool = HttpSearch({"retrieval_service_url": f"http://127.0.0.1:{server.server_port}/retrieve", "topk": 2})
+        calls = [("search", {"query_list": ["cats", "dogs"]}), ("search", {"query_list": ["broken"]})]
+        (found, broken), _ = run([tool], [*calls])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "Doc 1 (Title: cats)\nAll of it." in found.text and "Doc 2" in found.text and "---" in found.text
+    assert broken.fault == "error" and "without 'result'" in broken.text
+    assert "cannot be reached" in run([tool], [("search", {"query_list": ["cats"]})])[0][0].text
+    with pytest.raises(RolloutError, match="retrieval_service_url"):
+        HttpSearch({})
+
+
+def written(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "tools.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_tools_of_a_yaml_file_and_of_a_python_file(tmp_path: Path) -> None:
+    functions = tmp_path / "my_tools.py"
+    functions.write_text(
+        "from hybridrl.agents import function_tool\n\n@function_tool('shout')\ndef f(text: str) -> str:\n"
+        "    '''Shout.\n\n    Args:\n        text: what.\n    '''\n    return text.upper()\n"
+    )
+    entry = "{type: function, function: {name: tally, description: Count., parameters: {type: object, properties: {}}}}"
+    path = written(
+        tmp_path,
+        f"tools:\n- class_name: calculator\n- class_name: {__name__}.Stateful\n  config: {{type: native}}\n"
+        f"  tool_schema: {entry}\n",
+    )
+    tools = load_tools(path, str(functions))
+    assert [tool.name for tool in tools] == ["calculator", "tally", "shout"]
+    assert tools[1].config == {"type": "native"} and load_tools(path, str(functions))[0] is tools[0]
+    assert run(tools, [("shout", {"text": "hey"})])[0][0].text == "HEY"
+    assert selected_tools({"tool_selection": ["shout"]}, [tool.name for tool in tools]) == ["shout"]
+    close_tools(path, str(functions))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tools: []", r"must be \{tools"),
+        ("tools: [", "tools.yaml"),
+        ("tools:\n- config: {}", r"tools\[0\]: it has no class_name"),
+        ("tools:\n- class_name: calculater", "known are"),
+        ("tools:\n- class_name: json.JSONDecoder", "no class derived from"),
+        ("tools:\n- class_name: calculator\n- class_name: calculator", "several tools are called calculator"),
+        ("tools:\n- class_name: search", "retrieval_service_url"),
+        ("tools:\n- class_name: calculator\n  schema: {}", "has schema"),
+        ("tools:\n- class_name: calculator\n  tool_schema: {name: x}", "tool_schema must be"),
+        ("tools:\n- class_name: mcp\n  config: {}", "mcp_servers_config_path=None"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text, message) -> None:
+    with pytest.raises(RolloutError, match=message):
+        load_tools(written(tmp_path, text), None)
+
+
+SERVER = """
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("demo")
+
+@server.tool()
+def multiply(a: int, b: int) -> int:
+    "Multiply two numbers."
+    return a * b
+
+@server.tool()
+def fails(why: str) -> str:
+    "Fails."
+    raise ValueError(why)
+
+server.run()
+"""
+
+
+def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text(SERVER)
+    servers = {"mcpServers": {"demo": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}}}
+    (tmp_path / "servers.json").write_text(json.dumps(servers))
+    path = written(
+        tmp_path,
+        "tools:\n- class_name: mcp\n  config:\n    mcp_servers_config_path: " + str(tmp_path / "servers.json") + "\n",
+    )
+    tools = load_tools(path, None)
+    try:
+        assert sorted(tool.name for tool in tools) == ["fails", "multiply"]
+        calls = [("multiply", {"a": 6, "b": 7}), ("fails", {"why": "no luck"}), ("multiply", {"a": 6})]
+        results, _ = run(tools, calls)
+        assert [one.fault for one in results] == ["", "error", "arguments"]
+        assert results[0].text == "42" and "Error executing tool fails" in results[1].text
+    finally:
+        close_tools(path, None)
+    assert run(tools, [("multiply", {"a": 6, "b": 7})])[0][0].fault == "error"  # the connection has ended
+    servers["mcpServers"]["demo"]["args"] = ["-c", "raise SystemExit"]
+    (tmp_path / "servers.json").write_text(json.dumps(servers))
+    with pytest.raises(RolloutError, match="MCP server demo"):
+        load_tools(path, None)

@@ -1,0 +1,21 @@
+"""The commands of docs/agents.md run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from snippets import run_snippets
+
+
+@pytest.mark.slow
+def test_the_runs_of_the_page(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets("docs/agents.md", tmp_path, finish, "run", python=forked)
+    for name, turns in (("run", 2), ("run_asks", 4)):
+        rows = [json.loads(line) for line in (tmp_path / "tools" / name / "metrics.jsonl").read_text().splitlines()]
+        (step,) = [row for row in rows if "num_turns/mean" in row]
+        assert step["num_turns/min"] >= turns and step["agent_loop/sessions_failed"] == 0
+        assert step["rollout_corr/kl"] == pytest.approx(0, abs=1e-5)
