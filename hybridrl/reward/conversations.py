@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import ModelError
-from hybridrl.models.classifier import check_reward_model, scored_length
+from hybridrl.models.classifier import check_reward_model, ends_with_turn, scored_length
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.notify import notify
@@ -29,7 +29,8 @@ class Conversations:
     If its tokenizer and chat template are those of the policy, the tokens of prompt and response are used as they are,
     and what the template writes after an answer is added where the response lacks it. Otherwise the messages of the
     prompt and the text of the response are rendered with its own template and tokenized. In both cases the score is
-    that of transformers for the rendered conversation.
+    that of transformers for the rendered conversation; for a model that was trained here, for the conversation without
+    the whitespace behind the last turn, as in its training.
 
     Args:
         config: the run's configuration.
@@ -64,7 +65,7 @@ class Conversations:
         if self.renders:
             what = "chat template" if not same_template else "tokenizer"
             notify(f"the reward model has a {what} of its own: conversations are rendered and tokenized for it")
-        self._closing = [] if self.renders else closing_of(self._own)
+        self._closing = [] if self.renders else self._closing_tokens()
         self._told = False
 
     def __call__(self, batch: DataProto) -> DataProto:
@@ -105,21 +106,20 @@ class Conversations:
         answers = self._policy.batch_decode(generated, skip_special_tokens=True)
         prompts = batch.non_tensor_batch["raw_prompt"]
         texts = [
-            _render(self._own, [*prompt, {"role": "assistant", "content": answer}])
+            self._render([*prompt, {"role": "assistant", "content": answer}])
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         rows: list[list[int]] = self._own(texts, add_special_tokens=False)["input_ids"]
         return rows
 
+    def _closing_tokens(self) -> list[int]:
+        """The tokens that the chat template writes after the last answer; none without a template."""
+        if self._own.chat_template is None:
+            return []
+        answer = "ANSWER"
+        text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
+        return self._own.encode(text.rpartition(answer)[2], add_special_tokens=False)
 
-def closing_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that the chat template writes after the last answer; none without a template."""
-    if tokenizer.chat_template is None:
-        return []
-    answer = "ANSWER"
-    text = _render(tokenizer, [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
-    return tokenizer.encode(text.rpartition(answer)[2], add_special_tokens=False)
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Any]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+    def _render(self, messages: list[Any]) -> str:
+        text = str(self._own.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+        return text.rstrip() if ends_with_turn(self._config) else text

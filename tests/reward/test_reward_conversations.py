@@ -1,5 +1,6 @@
 """What a reward model reads and scores, against transformers' own classifier on the rendered text."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.engine import TrainEngines
 from hybridrl.engine.train_engine import MicroBatching
 from hybridrl.errors import ModelError
+from hybridrl.models.info import config_of
 from hybridrl.models.tiny import build_tokenizer
 from hybridrl.models.tokenizer import load_tokenizer
-from hybridrl.models.value import head_shapes
+from hybridrl.models.value import head_shapes, value_config
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward.conversations import Conversations
 
@@ -42,13 +44,13 @@ def settings(folder: Path, **changed: Any) -> PPOTrainerConfig:
     return config
 
 
-def answered(tokenizer: Any) -> DataProto:
+def answered(tokenizer: Any, answers: list[str] = ANSWERS) -> DataProto:
     """The prompts with their answers, as a rollout returns them."""
     heads = [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in PROMPTS]
     prompts = tokenizer(heads, add_special_tokens=False)["input_ids"]
     responses = [
         [*tokenizer.encode(text, add_special_tokens=False), *[tokenizer.eos_token_id] * done]
-        for text, done in zip(ANSWERS, FINISHED, strict=True)
+        for text, done in zip(answers, FINISHED, strict=True)
     ]
     left, right = max(map(len, prompts)), max(map(len, responses))
     ids = torch.full((len(prompts), left + right), tokenizer.pad_token_id)
@@ -148,6 +150,36 @@ def test_a_padding_token_that_ends_turns_is_not_scored(micro_model: Path, micro_
     with torch.no_grad():
         found = model(input_ids=ids, attention_mask=batch.batch["attention_mask"][3:, :-1]).logits[:, 0]
     torch.testing.assert_close(scored(config, shorter)[3:], found, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_was_trained_here_reads_what_it_was_trained_on(
+    micro_model: Path, micro_reward_model: Path, tmp_path: Path
+) -> None:
+    """Also where its padding token ends turns, and whichever way conversations are read."""
+    from hybridrl.config.schema.data import PairsDataConfig
+    from hybridrl.data.preference_dataset import PreferenceDataset
+
+    tokenizer = load_tokenizer(micro_model)
+    trained = value_config(config_of(settings(micro_reward_model).reward.reward_model.model), bias=False)
+    trained.pad_token_id = tokenizer.eos_token_id
+    folder = tmp_path / "trained"
+    shutil.copytree(micro_reward_model, folder)
+    trained.save_pretrained(folder)
+    answers = [f"{answer or '-'}" for answer in ANSWERS]
+    pairs = [
+        {"chosen": [*prompt, {"role": "assistant", "content": answer}],
+         "rejected": [*prompt, {"role": "assistant", "content": "no"}]}
+        for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]  # fmt: skip
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    data = PreferenceDataset(str(file), tokenizer, PairsDataConfig(max_length=200))
+    conversations = Conversations(settings(folder), tokenizer)
+    for renders in (False, True):
+        conversations.renders = renders
+        batch = conversations(answered(tokenizer, answers)).batch
+        for item, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)):
+            assert ids[mask].tolist()[:-1] == data[item]["chosen"]["input_ids"]
 
 
 def test_long_conversations_are_cut(micro_model: Path, micro_reward_model: Path, capsys) -> None:
