@@ -110,6 +110,7 @@ class InferenceFacts(Facts):
         install: how to install it, for messages.
         reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
+        takes_adapters: it applies an adapter (LoRA) that it is sent next to weights that it has.
         sees_images: it generates from the images of prompts (`multi_modal_inputs`).
     """
 
@@ -121,6 +122,7 @@ class InferenceFacts(Facts):
     install: str = ""
     reserves_of_total: bool = False
     records_routing: bool = False
+    takes_adapters: bool = False
     sees_images: bool = False
 
     @property

@@ -99,6 +99,10 @@ class HasAdapters(ABC):
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapter's tensors, whole, by the names of PEFT's files. All ranks iterate together."""
 
+    @abstractmethod
+    def adapter_config(self) -> str:
+        """The content of PEFT's `adapter_config.json`."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:

@@ -22,7 +22,7 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.weight_sync.send import Target, TransferReport, stream, transports_to
+from hybridrl.weight_sync.send import Target, TransferReport, send_adapter, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
 from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.forecast import Forecast, forecast_roles
@@ -157,6 +157,9 @@ class ActorRolloutRefWorker(ModelWorker):
         dtype = resolve_dtype(rollout.dtype, "rollout.dtype")
         bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
         with self.loaded("send_weights"):
+            if self.config.model.adapted and rollout.lora_transfer == "adapter":
+                assert isinstance(self.engine, HasAdapters)  # checked at start-up, by check_engine
+                return send_adapter(self.engine.adapter_config(), self.engine.export_adapter(dtype), targets)
             if self._plans(targets, dtype, bucket_bytes):
                 assert isinstance(self.engine, ExportsShards) and self._shard_sender is not None
                 return self._shard_sender.send(self.engine.export_shards(dtype), targets)

@@ -44,7 +44,8 @@ from hybridrl.engine.fsdp.offload import Offload
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
-from hybridrl.engine.fsdp.sharding import ShardedModule, Weights
+from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.fsdp.source import Source
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.logits_functions import LogitsFunction
@@ -60,7 +61,6 @@ from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
-from hybridrl.models.kinds import KINDS
 from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
@@ -170,12 +170,13 @@ class FSDPEngine(
         self.packed = bool(model.use_remove_padding) and not self.shares_prefixes and self._may_pack()
         if self.packed:
             self.work = work_of(self.config)
+        source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
         if self._is_sharded():
-            self._sharded = ShardedModule(self._prepare(self._build()), engine, self.compute_dtype)
-            self._sharded.fill(self._open)
+            self._sharded = ShardedModule(self._prepare(source.build()), engine, self.compute_dtype)
+            self._sharded.fill(source.open)
             self.module = self._sharded.module
         else:
-            self.module = self._prepare(self._load()).to(device.current_device())
+            self.module = self._prepare(source.load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
@@ -184,6 +185,7 @@ class FSDPEngine(
             check_router_loss(model, engine)
             top_k = int(self.config.get_text_config().num_experts_per_tok)
             self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k)
+        self.adapter = source.adapter
         self.exported = Exported(self.module, self._masters, self.compute_dtype, self.adapter)
         self._trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
         if self.optim_config is not None:
@@ -266,41 +268,6 @@ class FSDPEngine(
     def _tell_not_fused(self, reason: str) -> None:
         if distributed.get_rank() == 0:
             notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
-
-    def _build(self) -> nn.Module:
-        build = KINDS[self.model_type].build
-        return self._adapted(build(self.config, self._base_dtype, self.model_config.trust_remote_code))
-
-    def _load(self) -> nn.Module:
-        load = KINDS[self.model_type].load
-        module = self._adapted(
-            load(self.model_config.path, self.config, self._base_dtype, self.model_config.trust_remote_code)
-        )
-        if self.adapter is not None:
-            lora.fill(module, self._first_values())
-        return module
-
-    def _open(self) -> Weights:
-        """The weights to shard, in the dtype of the checkpoint."""
-        read = KINDS[self.model_type].open
-        weights = read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
-        if self.adapter is None:
-            return weights
-        assert self._sharded is not None
-        return adapted.AdaptedWeights(weights, self._first_values(), self._sharded.module)
-
-    @property
-    def _base_dtype(self) -> torch.dtype:
-        """Nothing accumulates in frozen weights, so they need no more precision than the computation."""
-        return self.compute_dtype if self.model_config.adapted else self.model_dtype
-
-    def _adapted(self, module: nn.Module) -> nn.Module:
-        if self.model_config.adapted:
-            self.adapter = adapted.attach(module, self.model_config, self.model_dtype)
-        return module
-
-    def _first_values(self) -> dict[str, torch.Tensor]:
-        return adapted.adapter_of(self).first_values(self.engine_config.seed, self.model_config.lora_adapter_path)
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
@@ -565,6 +532,9 @@ class FSDPEngine(
 
     def without_adapter(self) -> contextlib.AbstractContextManager[None]:
         return adapted.adapter_of(self).off()
+
+    def adapter_config(self) -> str:
+        return adapted.config_text(self)
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         adapted.adapter_of(self)
