@@ -24,7 +24,8 @@ from matplotlib.figure import Figure
 from hybridrl.config import load_config
 
 RECIPES = REPOSITORY / "recipes"
-ELSEWHERE = ("distillation",)  # learn from something else than a reward: benchmarks/distillation_learns.py
+#: learn from something else than a reward: from teachers (benchmarks/distillation_learns.py), from pairs of answers
+ELSEWHERE = ("distillation", "dpo", "rm")
 NAMES = sorted(file.parent.name for file in RECIPES.glob("*/run.sh") if file.parent.name not in ELSEWHERE)
 SAMPLES = 256  # a step, whatever the recipe's rollout.n
 MINI_BATCHES = 4  # updates of a batch, as recipes/common.sh has it, except where the recipe is on-policy
