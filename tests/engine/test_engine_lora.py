@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import spawn
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2MoeConfig
 
+from hybridrl.config import ModelConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp.adapted import BASE_FILE
 from hybridrl.errors import ModelError
@@ -240,11 +242,27 @@ def test_resuming_is_bitwise(micro_model: Path, tmp_path: Path, how: dict[str, A
     engine.save(tmp_path, PARTS)
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert size < sum(tensor.nbytes for tensor in weights(engine).values()) / 2
+    in_background = engine.copy_state([*PARTS, "hf_model"])
     train(resumed, 1)
     resumed.load(tmp_path, PARTS)
     assert train(engine, 2) == train(resumed, 2)
     assert torch.equal(log_probs(engine), log_probs(resumed))
     close(adapter(resumed), adapter(engine), atol=0)
+    in_background.write(tmp_path / "copy")  # what it was before the last two steps
+    resumed.load(tmp_path / "copy", PARTS)
+    train(resumed, 2)
+    close(adapter(resumed), adapter(engine), atol=0)
+    assert (tmp_path / "copy" / "hf_model" / lora.FOLDER / lora.WEIGHTS_FILE).is_file()
+
+
+def test_a_quantized_base_is_refused(micro_model: Path, tmp_path: Path) -> None:
+    for file in micro_model.iterdir():
+        shutil.copy(file, tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match=r"lora_rank=4 with .*quantized .*QLoRA\) is not built"):
+        lora.check(ModelConfig(path=str(tmp_path), **MODEL))
 
 
 def test_a_checkpoint_of_another_base_or_of_whole_weights_is_refused(micro_model: Path, tmp_path: Path) -> None:
