@@ -47,7 +47,12 @@ def attention_implementation(config: PreTrainedConfig, override: Mapping[str, An
         return "flash_attention_2"
     if device.supports_varlen_attention() and not (why_not_packed(config) or why_not_varlen(config)):
         return VARLEN
-    return "sdpa"
+    return plain_attention(config)
+
+
+def plain_attention(config: PreTrainedConfig) -> str:
+    """The attention that needs no package and no GPU: sdpa, or eager where transformers has no sdpa (gpt-oss)."""
+    return "sdpa" if getattr(model_class_of(config), "_supports_sdpa", True) else "eager"
 
 
 def takes_boundaries(implementation: str) -> bool:

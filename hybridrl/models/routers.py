@@ -6,6 +6,7 @@ Shapes: L layers with experts, T tokens of a micro-batch (padding included), E e
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,41 @@ def why_no_router_loss(config: PreTrainedConfig) -> str | None:
     missing = [name for name in ("router_aux_loss_coef", "num_experts_per_tok") if not hasattr(text, name)]
     if missing:
         return f"transformers defines no such loss for {text.model_type} (its configuration has no {missing[0]})"
-    return why_no_routers(config)
+    return why_no_routers(config) or _why_other_logits(config)
+
+
+def _why_other_logits(config: PreTrainedConfig) -> str | None:
+    """Why the logits that a model records are not one row per token; None if they are, or if that cannot be tried."""
+    tokens = 3
+    tried = try_router(config, tokens)
+    if tried is None:
+        return None
+    router, output = tried
+    logits = output if isinstance(output, torch.Tensor) else output[_recorder(model_class_of(config)).index]
+    if logits.numel() == tokens * logits.shape[-1]:
+        return None
+    shape = list(logits.shape)
+    return f"{type(router).__name__} records logits {shape} for {tokens} tokens; the loss needs a row per token"
+
+
+def try_router(config: PreTrainedConfig, tokens: int) -> tuple[nn.Module, Any] | None:
+    """Run the first router of a model without weights, on the meta device.
+
+    Args:
+        config: of a model for which `why_no_routers` is None.
+        tokens: how many hidden states it gets.
+
+    Returns:
+        The router and its output; None for a router that cannot be called with hidden states alone.
+    """
+    size = config.get_text_config().hidden_size
+    with torch.device("meta"), contextlib.suppress(Exception):  # any of this family's own code; the first pass decides
+        router = routers_of(model_class_of(config)(copy.deepcopy(config)))[0]
+        hidden = torch.empty(tokens, size, dtype=next(router.parameters()).dtype)
+        for given in (hidden, hidden[None]):  # most families put the tokens of all rows in one dimension
+            with contextlib.suppress(ValueError):
+                return router, router(given)
+    return None
 
 
 def check_overrides(override: Mapping[str, Any], instead: str) -> None:
@@ -139,9 +174,18 @@ def router_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def experts_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token uses."""
+    """How many experts a layer has, and how many of them a token uses.
+
+    Raises:
+        ModelError: the configuration does not say it under a known name.
+    """
     text: Any = config.get_text_config()
-    names = [name for name in ("n_routed_experts", "num_local_experts", "num_experts") if getattr(text, name, None)]
+    known = ("n_routed_experts", "num_local_experts", "num_experts")
+    names = [name for name in known if getattr(text, name, None)]
+    if not names:
+        raise ModelError(
+            f"the configuration of {text.model_type} has none of {', '.join(known)}: how many experts are there?"
+        )
     return int(getattr(text, names[0])), int(text.num_experts_per_tok)
 
 

@@ -265,7 +265,11 @@ def test_sft_that_works_passes(here):
         (["trainer.device=cuda"], "trainer.device=cuda", "no GPU"),
         # placement
         (["placement.roles.ref=other"], "placement.roles.ref=other", "no such pool"),
-        (["placement.roles.actor=global"], "placement.roles.actor", "there are actor_rollout_ref, ref, critic"),
+        (
+            ["placement.roles.actor=global"],
+            "placement.roles.actor",
+            "there are actor_rollout_ref, ref, teacher, critic",
+        ),
         (["placement.pools.second=[1]"], "placement.pools.second", "holds no role"),
         (["placement.pools.second=[]", "placement.roles.ref=second"], "placement.pools.second", "is empty"),
         (["placement.pools.global=[2]"], "placement.pools.global=[2]", "same thing"),

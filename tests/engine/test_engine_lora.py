@@ -123,6 +123,8 @@ def test_merged_adapted_and_exported_models_agree_and_without_it_is_the_base(mic
     frozen = dict(base.export_weights())
     changed = {name for name, tensor in engine.export_weights() if not torch.equal(tensor, frozen[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+    half = dict(engine.export_weights(torch.bfloat16))
+    assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in engine.export_weights())
     assert engine.weight_bytes() == sum(tensor.nbytes for _, tensor in engine.export_weights())
     engine.save(tmp_path, ["hf_model"])
     merged = make_engine(tmp_path / "hf_model")

@@ -13,7 +13,7 @@ import torch
 from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, plain_outputs, policy_loss, value_loss
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DogeConfig, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from hybridrl.config.schema.engine import FSDPConfig
@@ -52,6 +52,7 @@ CONFIGS: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(**EXPERTS, head_dim=8, mlp_only_layers=[1]),
     "qwen2_moe": Qwen2MoeConfig(**EXPERTS, shared_expert_intermediate_size=24),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
 }
 
 
@@ -115,7 +116,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*(("qwen3_moe", mode) for mode in MODES), ("qwen2_moe", "packed"), ("mixtral", "packed")]
+    ("name", "mode"),
+    [*(("qwen3_moe", mode) for mode in MODES), ("qwen2_moe", "packed"), ("mixtral", "packed"), ("gpt_oss", "padded")],
 )
 def test_an_update_adds_the_router_loss_of_transformers(models: dict[str, Path], name: str, mode: str) -> None:
     engine: Any = make_engine(models[name], optim=SGD, model=MODES[mode], router_aux_loss_coef=COEFFICIENT)
@@ -139,6 +141,13 @@ def test_a_value_model_has_the_loss_of_its_backbone(models: dict[str, Path]) -> 
     assert step(engine, batch, micro, value_loss)["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
     moved = dict(engine.module.named_parameters())
     assert before and all(not torch.equal(moved[name], old) for name, old in before.items())
+
+
+def test_a_router_that_records_other_logits_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    """Doge records scores of two sets of keys per token."""
+    DogeConfig(**SIZES, is_moe=True, num_experts=16, num_experts_per_tok=2).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"router_aux_loss_coef=0\.5: DogeCDMoE records logits \[.*\] for 3 tokens"):
+        TRAIN_ENGINES.get("fsdp2").check(ModelConfig(path=str(tmp_path)), FSDPConfig(router_aux_loss_coef=0.5), 1)
 
 
 def test_routers_that_record_something_else_are_refused_by_name(models: dict[str, Path]) -> None:

@@ -12,7 +12,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    JambaConfig,
     MixtralConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
@@ -212,3 +214,25 @@ def test_routers_that_would_give_replayed_experts_no_weight_are_refused(tmp_path
     else:
         with pytest.raises(ModelError, match="topk_method=group_limited_greedy gives experts outside"):
             check_routing(ModelConfig(path=str(tmp_path)), FSDPConfig())
+
+
+@pytest.mark.parametrize(
+    ("config", "router"),
+    [
+        (JambaConfig(**SIZES, num_experts=4, num_experts_per_tok=2, use_mamba_kernels=False), "Linear"),
+        (PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), "PhimoeTopKRouter"),
+    ],
+    ids=["jamba", "phimoe"],
+)
+def test_routers_that_choose_in_another_way_are_refused_before_the_weights_are_read(
+    tmp_path: Path, config: Any, router: str
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"its router, {router}, does not choose 2 of 4 experts by one torch\.topk"):
+        check_routing(ModelConfig(path=str(tmp_path)), FSDPConfig())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_routers_that_can_be_replayed_pass_the_check(tmp_path: Path, config: Any) -> None:
+    config.save_pretrained(tmp_path)
+    check_routing(ModelConfig(path=str(tmp_path)), FSDPConfig())

@@ -16,6 +16,7 @@ from hybridrl.checkpoint.merge import main as merge
 from hybridrl.config import load_config
 from hybridrl.config.checks.run import check
 from hybridrl.errors import ConfigError, ModelError, RolloutError
+from hybridrl.rollout import resolve_rollout
 from hybridrl.trainer.ppo.adapter_probe import AdapterProbe, measure
 from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.run_ppo import started_trainer
@@ -131,6 +132,22 @@ def test_an_engine_that_ignores_the_adapter_is_caught(ray_session: None, grpo: l
     assert steps[-1] == 1
 
 
+@pytest.mark.slow
+def test_an_engine_that_gets_merged_weights_passes(ray_session: None, grpo: list[str], tmp_path: Path) -> None:
+    """The samples of step 2 follow the adapter, by log-probabilities that agree with the trainer's."""
+    words = [
+        f"actor_rollout_ref.rollout.name={TESTS / 'rollout' / 'plain_engine.py'}:PlainEngine",
+        "trainer.total_training_steps=2",
+        "trainer.save_last=False",
+    ]
+    with trained(*grpo, *words, f"trainer.default_local_dir={tmp_path}") as (trainer, result):
+        assert trainer.learner.adapter_probe.done
+        assert result.metrics["rollout_corr/adapter_share"] == pytest.approx(1, abs=1e-3)
+        fields = result.batch.batch
+        mask = fields["response_mask"].bool()
+        torch.testing.assert_close(fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=1e-5, rtol=0)
+
+
 def _samples(share: float, noise: float, effect: float, tokens: int = 400) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     base = -torch.rand(1, tokens, generator=generator)
@@ -186,6 +203,30 @@ def test_settings_that_exclude_each_other(grpo: list[str]) -> None:
     assert any("param_offload=True has no effect with an adapter" in notice for notice in notices)
     with pytest.raises(ConfigError, match=r"lora\.dropout"):
         load_config("ppo_trainer", [*grpo, f"{MODEL}.lora.dropout=0.1"])
+
+
+def test_settings_of_verls_script_for_lora_pass(grpo: list[str]) -> None:
+    model = ["use_shm=True", "lora_rank=64", "lora_alpha=32", "target_modules=all-linear", "exclude_modules=null"]
+    more = ["rollout.load_format=safetensors", "rollout.layered_summon=True", "ref.fsdp_config.param_offload=True"]
+    words = [*(f"{MODEL}.{word}" for word in model), *(f"actor_rollout_ref.{word}" for word in more)]
+    config = load_config("ppo_trainer", [*grpo, *words])
+    check(config)
+    assert config.actor_rollout_ref.model.lora_rank == 64 and config.actor_rollout_ref.rollout.load_format == "auto"
+
+
+def test_an_adapter_alone_is_sent_to_engines_that_take_one(grpo: list[str]) -> None:
+    rollout = "actor_rollout_ref.rollout"
+
+    def resolved(*words: str) -> str:
+        return resolve_rollout(load_config("ppo_trainer", [*grpo, *words]).actor_rollout_ref)
+
+    engine = f"{rollout}.name={TESTS / 'rollout' / 'plain_engine.py'}:PlainEngine"
+    alone = f"{rollout}.lora_transfer=adapter"
+    with pytest.raises(RolloutError, match=r"lora_transfer=adapter: .*plain_engine.*merged; set lora_transfer=merged"):
+        resolved(engine, alone)
+    with pytest.raises(RolloutError, match=r"lora_transfer=adapter without an adapter"):
+        resolved(engine, alone, f"{MODEL}.lora_rank=0")
+    assert resolved(alone) == "hf"
 
 
 def test_verls_group_of_an_adapter_means_the_same(micro_model: Path) -> None:

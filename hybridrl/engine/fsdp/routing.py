@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
 from hybridrl.models.info import config_of
-from hybridrl.models.routers import experts_of, routers_of, why_no_routers
+from hybridrl.models.routers import experts_of, routers_of, try_router, why_no_routers
 
 
 def check_routing(model: Any, engine: Any) -> None:
@@ -44,8 +44,20 @@ def check_routing(model: Any, engine: Any) -> None:
             problem = "its configuration has no num_experts_per_tok"
         elif problem is None and getattr(config.get_text_config(), "topk_method", None) == "group_limited_greedy":
             problem = "topk_method=group_limited_greedy gives experts outside of the groups chosen now no weight"
+        elif problem is None:
+            problem = _why_not_chosen_once(config)
     if problem is not None:
         raise ModelError(f"the experts of {model.path} cannot be recorded and replayed: {problem}")
+
+
+def _why_not_chosen_once(config: PreTrainedConfig) -> str | None:
+    """Why a model's routers do not choose by one `torch.topk`; None if they do, or if that cannot be tried."""
+    experts, top_k = experts_of(config)
+    with _Choice(experts, top_k, None) as choice:
+        tried = try_router(config, 3)
+    if tried is None or len(choice.chosen) == 1:
+        return None
+    return f"its router, {type(tried[0]).__name__}, does not choose {top_k} of {experts} experts by one torch.topk"
 
 
 class Routing:
