@@ -11,6 +11,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 if [ -n "$smoke" ]; then
     model=$out/smoke_model
     data=$out/smoke_data
+    if [ "$name" = grpo_vlm ]; then
+        model=$out/smoke_vision_model
+        data=$out/smoke_vision_data
+        [ -f "$model/config.json" ] || "$python" -m hybridrl.models.tiny_vision --out "$model"
+        [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.colours --out "$data" --train-size 64 --test-size 16
+    fi
     [ -f "$model/config.json" ] || "$python" -m hybridrl.models.tiny --out "$model" --hidden 64 --heads 2 --kv-heads 2
     [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.sort --out "$data" --train-size 64 --test-size 16
     size=(
@@ -29,12 +35,18 @@ if [ -n "$smoke" ]; then
     teacher=$out/smoke_teacher
     [ "$name" != distillation ] || [ -f "$teacher/config.json" ] ||
         "$python" -m hybridrl.models.tiny --out "$teacher" --hidden 64 --heads 2 --kv-heads 2 --seed 1
+    [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=80)
     [ "$name" != dapo ] || size+=(reward.reward_kwargs.overlong_buffer_cfg.len=2)
 else
     model=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
     teacher=${TEACHER:-Qwen/Qwen2.5-1.5B-Instruct}
-    data=$out/gsm8k
-    [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.gsm8k --out "$data"
+    task=gsm8k
+    if [ "$name" = grpo_vlm ]; then
+        model=${MODEL:-Qwen/Qwen2.5-VL-3B-Instruct}
+        task=geo3k
+    fi
+    data=$out/$task
+    [ -f "$data/train.parquet" ] || "$python" -m "hybridrl.data.preprocess.$task" --out "$data"
     gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
     [ "$gpus" -gt 0 ] || fail "no GPU on this machine; recipes/$name/run.sh --smoke runs on any"
     size=(
@@ -53,6 +65,7 @@ else
         trainer.experiment_name="$name"
         trainer.default_local_dir="$out/$name"
     )
+    [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=1024 data.mm_processor_kwargs.max_pixels=262144)
     [ "$name" != grpo_lora ] || size+=(actor_rollout_ref.actor.optim.lr=1e-5)
     [ ! -f "recipes/$name/reward.py" ] || size+=(reward.custom_reward_function.path="$root/recipes/$name/reward.py")
 fi

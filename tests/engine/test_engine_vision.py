@@ -16,7 +16,7 @@ from vision_tools import PROMPTS, peer_inputs, prompts_of, write_prompts
 
 from hybridrl.config import RolloutConfig
 from hybridrl.engine import MicroBatching
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, RolloutError
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.vision import smallest_image
 from hybridrl.protocol import DataProto, object_array
@@ -96,6 +96,15 @@ def test_prompts_that_differ_in_their_image_are_not_taken_for_one(vision_model: 
     first = batch.batch["rollout_log_probs"][:2, 0]
     same = batch.batch["responses"][0, 0] == batch.batch["responses"][1, 0]
     assert not same or abs(float(first[0] - first[1])) > 1e-6
+
+
+def test_a_prompt_whose_images_did_not_arrive_is_not_answered(vision_model: Path, file: Path) -> None:
+    engine, prompts = make_engine(vision_model), prompts_of(file, vision_model)
+    prompts.non_tensor_batch["sample"] = object_array([0] * len(PROMPTS))
+    del prompts.non_tensor_batch["multi_modal_inputs"]
+    rollout = HFRollout(RolloutConfig(response_length=2), engine, [2], 0)
+    with pytest.raises(RolloutError, match=r"prompt 0 of the batch has 4 image placeholders, and its images have 0"):
+        rollout.generate(prompts)
 
 
 def test_a_sampled_placeholder_is_no_image(vision_model: Path, file: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from hybridrl.config import load_config
+from hybridrl.data.preprocess.colours import write_colours
 from hybridrl.models.tiny import build_tiny_model
+from hybridrl.models.tiny_vision import build_tiny_vision_model
 from hybridrl.trainer.ppo.learner import StepResult
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
@@ -22,8 +24,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 PAIRS = ("dpo", "rm")  # on pairs of answers, by programs of their own
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
-    "dpo rm ppo grpo grpo_lora grpo_megatron dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg "
-    "cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
+    "dpo rm ppo grpo grpo_lora grpo_megatron grpo_vlm dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax "
+    "opo gpg cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
     "distillation"
 )
 #: a metric that the recipe alone, or few with it, reports
@@ -32,6 +34,7 @@ SHOWS = {
     "grpo": "actor/kl_loss",
     "grpo_lora": "actor/kl_loss",
     "grpo_megatron": "actor/kl_loss",
+    "grpo_vlm": "actor/kl_loss",
     "dapo": "filter_groups/generated",
     "prime": "prime/loss",
     "remax": "critic/reward_baselines/mean",
@@ -73,6 +76,11 @@ def size(name: str, model: Path, data: Path) -> list[str]:
         model = build_tiny_model(model.parent / "two_kv_heads", hidden=32, heads=2, kv_heads=2)
         engine = RECIPES.parent / "tests" / "rollout" / "plain_engine.py"
         words += [f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.name={engine}:PlainEngine"]
+    if name == "grpo_vlm":
+        model = build_tiny_vision_model(model.parent / "vision", hidden=32, heads=2, kv_heads=1, vision_hidden=16)
+        data = write_colours(data.parent / "colours", train_size=8, test_size=2)
+        words += [f"actor_rollout_ref.model.path={model}", f"data.train_files={data / 'train.parquet'}"]
+        words.append("data.max_prompt_length=80")
     if name == "distillation":
         teacher = build_tiny_model(model.parent / "teacher", hidden=32, heads=2, kv_heads=1, seed=1)
         words.append(f"distillation.teacher_models.teacher.model_path={teacher}")
