@@ -72,11 +72,10 @@ def test_signals_reach_nothing_outside(isolated) -> None:
 
 
 def test_it_has_no_capabilities(isolated) -> None:
-    assert (
-        "0000000000000000" in isolated("print([l for l in open('/proc/self/status') if l.startswith('CapEff')])").output
-    )
-    code = "import ctypes; print(ctypes.CDLL(None).unshare(0x10000000), ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, 0))"
-    assert isolated(code).output.split()[1] == "-1"
+    status = isolated("print(*[line for line in open('/proc/self/status') if line[:6] == 'CapEff'])").output
+    assert "0000000000000000" in status
+    code = "import ctypes; print(ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, 0))"
+    assert isolated(code).output == "-1\n"
 
 
 @pytest.mark.parametrize("ways", [("root",), ("user",), ()], ids=["root", "user", "none"])
@@ -128,10 +127,8 @@ def test_endless_programs_are_ended() -> None:
     short = Limits(wall_s=1.0)
     ended = run_python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", short)
     assert ended.ended == "time"
-    bomb = run_python(
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", Limits(wall_s=1.0, processes=16)
-    )
-    assert bomb.ended == "time"
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert run_python(bomb, Limits(wall_s=1.0, processes=16)).ended == "time"
 
 
 def test_as_a_tool() -> None:
