@@ -187,7 +187,10 @@ def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> Non
 def test_a_second_model_as_reference_is_counted(micro_model: Path) -> None:
     """`dpo.reference=cache` takes as much as the model alone, and is what a run that does not fit is told first."""
     settings: Any = [
-        load_config("dpo_trainer", tuning_words(micro_model, **{"dpo.loss_type": "ipo"})) for _ in range(2)
+        load_config(
+            "dpo_trainer", tuning_words(micro_model, **{"dpo.loss_type": "ipo", "model.use_fused_kernels": True})
+        )
+        for _ in range(2)
     ]
     settings[1].dpo.reference = "cache"
     two, one = (tuning.forecast_tuning(config) for config in settings)
