@@ -61,10 +61,11 @@ class Task:
         folder = out / self.name / "data"
         return "[" + ",".join(f"'{folder / str(n) / name}.parquet'" for n in lengths or self.lengths) + "]"
 
-    def model(self, out: Path) -> Path:
-        """What all of its runs start from: a random model after a few supervised steps on right answers; made once."""
+    def model(self, out: Path, steps: int = WARM_START_STEPS) -> Path:
+        """A random model after supervised steps on right answers; made once. All runs start from that of 60 steps."""
         folder = out / self.name
-        model = folder / "warm_start" / f"global_step_{WARM_START_STEPS}" / "model" / "hf_model"
+        name = "warm_start" if steps == WARM_START_STEPS else f"sft_{steps}"
+        model = folder / name / f"global_step_{steps}" / "model" / "hf_model"
         if (model / "config.json").exists():
             return model
         build_tiny_model(folder / "model")
@@ -80,13 +81,13 @@ class Task:
             "optim.lr=3e-3",
             "optim.lr_warmup_steps=20",
             "checkpoint.save_contents=[hf_model]",
-            f"trainer.default_local_dir='{folder / 'warm_start'}'",
+            f"trainer.default_local_dir='{folder / name}'",
             "trainer.threads_per_worker=1",
-            f"trainer.total_training_steps={WARM_START_STEPS}",
-            f"trainer.save_freq={WARM_START_STEPS}",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.save_freq={steps}",
             "trainer.resume_mode=disable",
         ]
-        command(["hybridrl.trainer.main_sft", *words], folder / "warm_start.log")
+        command(["hybridrl.trainer.main_sft", *words], folder / f"{name}.log")
         return model
 
 

@@ -16,11 +16,11 @@ from hybridrl.version import __version__
 if TYPE_CHECKING:
     from hybridrl.config import load_config, validate
     from hybridrl.protocol import DataProto, DataProtoFuture, DataProtoItem
-    from hybridrl.trainer.api import Trainer, TrainingResult, grpo, ppo, sft
+    from hybridrl.trainer.api import Trainer, TrainingResult, dpo, grpo, ppo, rm, sft
 
 # Lazy: `import hybridrl` (and with it the command line) must not import torch.
 _HOMES = {
-    **dict.fromkeys(("grpo", "ppo", "sft", "Trainer", "TrainingResult"), "hybridrl.trainer.api"),
+    **dict.fromkeys(("grpo", "ppo", "sft", "dpo", "rm", "Trainer", "TrainingResult"), "hybridrl.trainer.api"),
     **dict.fromkeys(("load_config", "validate"), "hybridrl.config"),
     **dict.fromkeys(("DataProto", "DataProtoFuture", "DataProtoItem"), "hybridrl.protocol"),
 }
@@ -29,6 +29,8 @@ __all__ = [
     "grpo",
     "ppo",
     "sft",
+    "dpo",
+    "rm",
     "Trainer",
     "TrainingResult",
     "load_config",

@@ -76,6 +76,23 @@ class LossFacts(Facts):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationFacts(Facts):
+    """A distillation loss.
+
+    Attributes:
+        reads: log-probabilities of the sampled `tokens`, of the teacher's `top` tokens, or of the `vocabulary`.
+        direct: its gradient leads to the teacher. False: it is only a reward, for `use_policy_gradient`.
+    """
+
+    reads: str = "tokens"
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reads not in ("tokens", "top", "vocabulary"):
+            raise AlgorithmError(f"reads={self.reads!r}: a distillation loss reads tokens, top or vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ManagerFacts(Facts):
     """A reward manager. Its settings belong to `reward.reward_kwargs`."""
 
@@ -93,6 +110,7 @@ class InferenceFacts(Facts):
         install: how to install it, for messages.
         reserves_of_total: it takes `rollout.gpu_memory_utilization` of a device's whole memory, not of what is free.
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
+        takes_adapters: it applies an adapter (LoRA) that it is sent next to weights that it has.
         sees_images: it generates from the images of prompts (`multi_modal_inputs`).
     """
 
@@ -104,6 +122,7 @@ class InferenceFacts(Facts):
     install: str = ""
     reserves_of_total: bool = False
     records_routing: bool = False
+    takes_adapters: bool = False
     sees_images: bool = False
 
     @property
@@ -321,6 +340,14 @@ POLICY_LOSSES = Registry(
     ("policy_loss", "register_policy_loss"),
     "algorithms/policy_losses/*.py",
     LossFacts,
+    AlgorithmError,
+)
+DISTILLATION_LOSSES = Registry(
+    "distillation loss",
+    "distillation.distillation_loss.loss_mode",
+    ("register_distillation_loss",),
+    "algorithms/distillation.py",
+    DistillationFacts,
     AlgorithmError,
 )
 REWARD_MANAGERS = Registry(

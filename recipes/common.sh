@@ -3,33 +3,20 @@
 #
 #   bash recipes/common.sh NAME [--smoke] [KEY=VALUE ...]
 #
-# HYBRIDRL_PYTHON sets the interpreter, MODEL the model, and OUT the output folder.
+# HYBRIDRL_PYTHON sets the interpreter, MODEL the model, TEACHER that of a recipe with a teacher, and OUT the output folder.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cd "$root"
-fail() { printf '%s\n' "$*" >&2; exit 2; }
-name=${1:?name of a recipe}
-shift
-[ -f "recipes/$name/$name.yaml" ] || fail "recipes/common.sh: there is no recipe $name"
-smoke=""
-words=()
-for word in "$@"; do
-    case "$word" in
-        --smoke) smoke=yes ;;
-        -h | --help) sed -n '2,5s/^# \{0,1\}//p' "recipes/$name/run.sh"; exit 0 ;;
-        -*) fail "unknown option $word; there are --smoke and settings KEY=VALUE" ;;
-        *) words+=("$word") ;;
-    esac
-done
-python=${HYBRIDRL_PYTHON:-${HYBRIDRL_VENV:-.venv}/bin/python}
-command -v "$python" >/dev/null || fail "no interpreter $python; install with scripts/install.sh, or set HYBRIDRL_PYTHON"
-out=${OUT:-outputs/recipes}
-mkdir -p "$out"
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 
 if [ -n "$smoke" ]; then
     model=$out/smoke_model
     data=$out/smoke_data
+    if [ "$name" = grpo_vlm ]; then
+        model=$out/smoke_vision_model
+        data=$out/smoke_vision_data
+        [ -f "$model/config.json" ] || "$python" -m hybridrl.models.tiny_vision --out "$model"
+        [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.colours --out "$data" --train-size 64 --test-size 16
+    fi
     [ -f "$model/config.json" ] || "$python" -m hybridrl.models.tiny --out "$model" --hidden 64 --heads 2 --kv-heads 2
     [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.sort --out "$data" --train-size 64 --test-size 16
     size=(
@@ -45,11 +32,21 @@ if [ -n "$smoke" ]; then
         trainer.resume_mode=disable
         trainer.test_freq=2
     )
+    teacher=$out/smoke_teacher
+    [ "$name" != distillation ] || [ -f "$teacher/config.json" ] ||
+        "$python" -m hybridrl.models.tiny --out "$teacher" --hidden 64 --heads 2 --kv-heads 2 --seed 1
+    [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=80)
     [ "$name" != dapo ] || size+=(reward.reward_kwargs.overlong_buffer_cfg.len=2)
 else
     model=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
-    data=$out/gsm8k
-    [ -f "$data/train.parquet" ] || "$python" -m hybridrl.data.preprocess.gsm8k --out "$data"
+    teacher=${TEACHER:-Qwen/Qwen2.5-1.5B-Instruct}
+    task=gsm8k
+    if [ "$name" = grpo_vlm ]; then
+        model=${MODEL:-Qwen/Qwen2.5-VL-3B-Instruct}
+        task=geo3k
+    fi
+    data=$out/$task
+    [ -f "$data/train.parquet" ] || "$python" -m "hybridrl.data.preprocess.$task" --out "$data"
     gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
     [ "$gpus" -gt 0 ] || fail "no GPU on this machine; recipes/$name/run.sh --smoke runs on any"
     size=(
@@ -68,9 +65,11 @@ else
         trainer.experiment_name="$name"
         trainer.default_local_dir="$out/$name"
     )
+    [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=1024 data.mm_processor_kwargs.max_pixels=262144)
     [ "$name" != grpo_lora ] || size+=(actor_rollout_ref.actor.optim.lr=1e-5)
     [ ! -f "recipes/$name/reward.py" ] || size+=(reward.custom_reward_function.path="$root/recipes/$name/reward.py")
 fi
+[ "$name" != distillation ] || size+=(distillation.teacher_models.teacher.model_path="$teacher")
 mini_batches=4 # updates of a batch, except where the recipe is on-policy
 case "$name" in
     opo | gpg) ;;

@@ -46,6 +46,8 @@ OPEN_GROUPS = (
     OpenGroup(f"{_POLICY}.ref.fsdp_config", f"{_POLICY}.ref.strategy", TRAIN_ENGINES, _POLICY_LIB),
     OpenGroup(f"{_POLICY}.actor.megatron", f"{_POLICY}.actor.strategy", TRAIN_ENGINES, _POLICY_LIB),
     OpenGroup(f"{_POLICY}.ref.megatron", f"{_POLICY}.ref.strategy", TRAIN_ENGINES, _POLICY_LIB),
+    OpenGroup("distillation.fsdp_config", "distillation.strategy", TRAIN_ENGINES, _POLICY_LIB),
+    OpenGroup("distillation.megatron", "distillation.strategy", TRAIN_ENGINES, _POLICY_LIB),
     OpenGroup("critic.fsdp", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
     OpenGroup("critic.megatron", "critic.strategy", TRAIN_ENGINES, _CRITIC_LIB),
     OpenGroup(f"{_REWARD}.fsdp_config", f"{_REWARD}.strategy", TRAIN_ENGINES, f"{_REWARD}.model.external_lib"),

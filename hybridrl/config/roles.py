@@ -14,6 +14,7 @@ from typing import Any
 from hybridrl.config.own_settings import read_own
 from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.config.teachers import TEACHER_FIELDS, TEACHER_INDEX, teachers_of
 from hybridrl.errors import ConfigError
 from hybridrl.registry import ADV_ESTIMATORS
 
@@ -125,7 +126,8 @@ class RoleSpec:
         mesh: the dispatch mesh of the worker's methods.
         settings: dataclass of its settings, which are `roles.<name>`; None if they are at `path`, or if it has none.
         path: where the settings of a built-in role are.
-        config: path of what the worker's constructor gets as `config`; by default the settings.
+        config: path of what the worker's constructor gets as `config`, or a function of the whole configuration that
+            returns it; by default the settings.
         arguments: further arguments of the worker's constructor.
         passes: forward passes before the update.
         scoring: how it scores responses before groups are chosen; None if it does not.
@@ -142,7 +144,7 @@ class RoleSpec:
     mesh: str
     settings: type | None = None
     path: str = ""
-    config: str = ""
+    config: str | Callable[[PPOTrainerConfig], Any] = ""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     own_pool: Callable[[PPOTrainerConfig], list[int]] = _no_pool
     passes: tuple[Pass, ...] = ()
@@ -171,6 +173,8 @@ class RoleSpec:
 
     def config_of(self, config: PPOTrainerConfig) -> Any:
         """Return what the worker's constructor gets as `config`; raises like `settings_of`."""
+        if callable(self.config):
+            return self.config(config)
         return part_of(config, self.config) if self.config else self.settings_of(config)
 
 
@@ -243,7 +247,14 @@ register_role(
             "update_actor",
             "update_actor",
             fields=("advantages",),
-            optional=("old_log_probs", "rollout_log_probs", "ref_log_prob", "rollout_is_weights", "routed_experts"),
+            optional=(
+                "old_log_probs",
+                "rollout_log_probs",
+                "ref_log_prob",
+                "rollout_is_weights",
+                "routed_experts",
+                *TEACHER_FIELDS,
+            ),
             after=lambda config: config.trainer.critic_warmup,
             advice=_TRAINING.format(_ACTOR, f"{_ACTOR}.fsdp_config"),
         ),
@@ -261,6 +272,28 @@ register_role(
         mesh="ref",
         arguments={"role": "ref"},
         passes=(_REFERENCE_PASS,),
+    )
+)
+register_role(
+    RoleSpec(
+        name="teacher",
+        worker=_class("hybridrl.workers.teacher", "TeacherWorker"),
+        path="distillation",
+        config=teachers_of,
+        needed=lambda config: config.distillation.enabled,
+        placement=("teacher", "actor_rollout_ref"),  # with the actor unless it is placed elsewhere
+        own_pool=lambda config: [config.distillation.n_gpus_per_node] * config.distillation.nnodes,
+        mesh="teacher",
+        passes=(
+            Pass(
+                "teacher",
+                "compute_teacher",
+                needed=lambda needs: needs.teacher,
+                advice="lower distillation.teacher_models.NAME.inference.max_num_batched_tokens, or set "
+                "distillation.fsdp_config.param_offload=True",
+                optional=(TEACHER_INDEX,),
+            ),
+        ),
     )
 )
 register_role(

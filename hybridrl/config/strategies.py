@@ -17,6 +17,7 @@ _CHOSEN_BY = {
     "actor_rollout_ref.ref.": "actor_rollout_ref.ref.strategy",
     "actor_rollout_ref.model.": "actor_rollout_ref.actor.strategy",
     "critic.": "critic.strategy",
+    "distillation.": "distillation.strategy",
     "reward.reward_model.": "reward.reward_model.strategy",
     **dict.fromkeys(("engine.", "optim.", "model.", "checkpoint."), "engine.strategy"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,25 @@ if TYPE_CHECKING:
 _CHUNK = 512
 
 Conversation = list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A conversation: its tokens [T], and where the answer begins and ends."""
+
+    ids: np.ndarray
+    first: int
+    end: int
+
+    def item(self) -> dict[str, list[int]]:
+        mask = np.zeros(len(self.ids), dtype=np.int64)
+        mask[self.first : self.end] = 1
+        return {"input_ids": self.ids.tolist(), "loss_mask": mask.tolist()}
+
+    def cut(self, start: int, length: int) -> _Side:
+        """The `length` tokens from `start` on, or as many as there are."""
+        ids = self.ids[start : start + length]
+        return _Side(ids, self.first - start, min(self.end - start, len(ids)))
 
 
 class _UnusablePair(ValueError):
@@ -48,7 +68,8 @@ class PreferenceDataset(ConversationDataset):
     `config.margin_key` names a column of numbers: by how much the chosen answer is better.
 
     An item is `{"chosen": {"input_ids", "loss_mask"}, "rejected": {...}, "index": int}`, with `margin` if there are
-    margins. The masks cover the answer with the template's end-of-turn token, which is the last token.
+    margins. The masks cover the answer with the template's end-of-turn token, but not what the template writes after
+    it.
 
     Args:
         data_files, tokenizer, max_samples, key: see `ConversationDataset`, as for the errors.
@@ -77,7 +98,7 @@ class PreferenceDataset(ConversationDataset):
         self._columns = {name: self.table.column(name) for name in columns if name in self.table.columns}
         self._left_out: collections.Counter[str] = collections.Counter()
         self._cut = 0
-        self._sides: list[tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]] = []
+        self._sides: list[tuple[_Side, _Side]] = []
         kept: list[int] = []
         for start in range(0, len(self._rows), _CHUNK):
             kept += self._add(range(start, min(start + _CHUNK, len(self._rows))))
@@ -86,14 +107,12 @@ class PreferenceDataset(ConversationDataset):
         self._margins = None if config.margin_key is None else self._read_margins(config.margin_key)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        sides = {
-            name: {
-                "input_ids": ids.tolist(),
-                "loss_mask": [0] * first + [1] * (len(ids) - first),
-            }
-            for name, (ids, first) in zip(("chosen", "rejected"), self._sides[item], strict=True)
+        chosen, rejected = self._sides[item]
+        row: dict[str, Any] = {
+            "chosen": chosen.item(),
+            "rejected": rejected.item(),
+            "index": int(self._rows[item]),
         }
-        row: dict[str, Any] = {**sides, "index": int(self._rows[item])}
         return row if self._margins is None else {**row, "margin": self._margins[item]}
 
     # ------------------------------------------------------------------ reading
@@ -109,12 +128,14 @@ class PreferenceDataset(ConversationDataset):
                 self._refuse(item, error)
                 continue
             chosen.append(item)
+        if not chosen:
+            return []
         owners = [item for item in chosen for _ in range(2)]
         found = self.tokenize(conversations, owners, lambda i: [len(conversations[i]) - 1])
         kept = []
         for number, item in enumerate(chosen):
             try:
-                sides = [self._answer(*found[2 * number + side]) for side in range(2)]
+                sides = [self._side(*found[2 * number + side]) for side in range(2)]
                 self._sides.append(self._within_limit(sides[0], sides[1]))
             except _UnusablePair as error:
                 self._refuse(item, error)
@@ -214,23 +235,20 @@ class PreferenceDataset(ConversationDataset):
 
     # ------------------------------------------------------------------ lengths
 
-    def _answer(self, ids: np.ndarray, turn_of: np.ndarray) -> tuple[np.ndarray, int]:
-        """Token ids up to the end of the answer, and the position of its first token."""
+    def _side(self, ids: np.ndarray, turn_of: np.ndarray) -> _Side:
         inside = turn_of.nonzero()[0]
         if not len(inside):
             raise _UnusablePair("an empty answer", "an answer has no tokens of its own")
-        return ids[: inside[-1] + 1], int(inside[0])
+        return _Side(ids, int(inside[0]), int(inside[-1]) + 1)
 
-    def _within_limit(
-        self, chosen: tuple[np.ndarray, int], rejected: tuple[np.ndarray, int]
-    ) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
+    def _within_limit(self, chosen: _Side, rejected: _Side) -> tuple[_Side, _Side]:
         """Both sides within `data.max_length`. A prompt that is cut at the left is cut equally in both.
 
         Raises:
             _UnusablePair: they are too long, or nothing would be left of the prompt or of an answer.
         """
         limit, side = self.config.max_length, self.config.truncation
-        longest = max(len(chosen[0]), len(rejected[0]))
+        longest = max(len(chosen.ids), len(rejected.ids))
         if longest <= limit:
             return chosen, rejected
         too_long = f"the longer conversation has {longest} tokens, more than data.max_length={limit}"
@@ -239,14 +257,14 @@ class PreferenceDataset(ConversationDataset):
                 "too many tokens", f"{too_long}; raise data.max_length, or set data.truncation to left or right"
             )
         start = longest - limit if side == "left" else 0
-        cut = [(ids[start : start + limit], first - start) for ids, first in (chosen, rejected)]
-        if any(first < 1 or first >= len(ids) for ids, first in cut):
+        first, second = (one.cut(start, limit) for one in (chosen, rejected))
+        if any(one.first < 1 or one.first >= one.end for one in (first, second)):
             what = "the whole prompt" if side == "left" else "a whole answer"
             raise _UnusablePair("too many tokens", f"{too_long}, and data.truncation={side} would cut {what} away")
-        if np.array_equal(cut[0][0], cut[1][0]):
+        if np.array_equal(first.ids, second.ids):
             raise _UnusablePair("too many tokens", f"{too_long}, and cut to it the two answers are the same")
         self._cut += 1
-        return cut[0], cut[1]
+        return first, second
 
     def _tell(self, total: int) -> None:
         """Say how many pairs were left out or cut.

@@ -15,6 +15,7 @@ from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.topology import Layout
 
 if TYPE_CHECKING:
+    from hybridrl.engine.logits_functions import LogitsFunction
     from hybridrl.engine.saved_parts import State
 
 
@@ -40,6 +41,21 @@ class ComparesVocabulary(ABC):
 
         Raises:
             ModelError: the two engines cannot read the same micro-batches.
+        """
+
+
+class ComputesFromLogits(ABC):
+    """The engine can compute outputs of the caller's own from the logits of response tokens."""
+
+    @abstractmethod
+    def computing(self, function: LogitsFunction) -> AbstractContextManager[None]:
+        """Within the context, `infer` computes the function's outputs where it is asked for them by name.
+
+        `train_batch` computes them always, and hands them to the loss function.
+
+        Raises:
+            ModelError: the function reads fields of rows, and the engine computes tokens once that rows share; or it
+                compares with an engine that cannot read the same micro-batches.
         """
 
 
@@ -82,6 +98,10 @@ class HasAdapters(ABC):
     @abstractmethod
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapter's tensors, whole, by the names of PEFT's files. All ranks iterate together."""
+
+    @abstractmethod
+    def adapter_config(self) -> str:
+        """The content of PEFT's `adapter_config.json`."""
 
 
 @dataclass(frozen=True, slots=True)

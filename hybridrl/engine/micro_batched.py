@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from hybridrl.engine.capabilities import ReplaysRouting
+from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
 from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
@@ -42,10 +43,12 @@ class Wanted:
     Attributes:
         outputs: names, see `Engine.infer`.
         temperature: the logits are divided by it.
+        function: computes some of the outputs from the logits.
     """
 
     outputs: tuple[str, ...]
     temperature: float
+    function: LogitsFunction | None = None
 
 
 Computed = TypeVar("Computed")
@@ -73,6 +76,7 @@ class MicroBatchedEngine(Engine):
     packed: bool = False
     work: Work = Work()
     shares_prefixes: bool = False
+    _function: LogitsFunction | None = None  # within `computing` of an engine with `ComputesFromLogits`
 
     @functools.cached_property
     def _budgets(self) -> dict[str, int]:
@@ -127,15 +131,16 @@ class MicroBatchedEngine(Engine):
         outputs: Collection[str] = ("log_probs",),
     ) -> dict[str, torch.Tensor]:
         self._check_outputs(outputs)
-        wanted = Wanted(tuple(outputs), temperature)
+        function = None if self._function is None or not set(self._function.outputs) & set(outputs) else self._function
+        wanted = Wanted(tuple(outputs), temperature, function)
         plan, computed = self._within_memory(
-            "infer", batch, micro, lambda plan: self.forward_only(self._layouts(plan), wanted)
+            "infer", batch, micro, lambda plan: self.forward_only(self._layouts(plan, function), wanted)
         )
         if computed is None:
             return {}
         found = {name: [part[name] for part in computed] for name in outputs}
         return {
-            name: plan.scatter_tokens(parts) if name == ROUTED_EXPERTS else plan.scatter(parts[: len(plan.groups)])
+            name: plan.scatter_tokens(parts) if name == ROUTED_EXPERTS else plan.scatter(parts)
             for name, parts in found.items()
         }
 
@@ -157,11 +162,13 @@ class MicroBatchedEngine(Engine):
         outputs: tuple[str, ...] = OUTPUTS[self.model_type]
         if self.model_type == "language_model":
             outputs = ("log_probs", *(["entropy"] if entropy else []), *(["ref_kl"] if ref_kl else []))
+            outputs += self._function.outputs if self._function is not None else ()
+        wanted = Wanted(outputs, temperature, self._function)
 
         def add_gradients(plan: BatchPlan) -> _LossShares:
             shares = _LossShares(plan, batch, loss_fn)
             self.discard_gradients()
-            self.forward_backward(self._layouts(plan), Wanted(outputs, temperature), shares)
+            self.forward_backward(self._layouts(plan, self._function), wanted, shares)
             return shares
 
         plan, shares = self._within_memory("train_batch", batch, micro, add_gradients)
@@ -228,19 +235,28 @@ class MicroBatchedEngine(Engine):
             return PrefixPlan(fields(batch), micro)
         return BatchPlan(fields(batch), micro, self.packed, self.work)
 
-    def _layouts(self, plan: BatchPlan) -> list[Layout]:
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
         """The micro-batches, on each data-parallel rank as many as on the rank with the most.
 
-        A rank with too few rows adds dummies.
+        A rank with too few rows adds dummies. Each has the fields that the function reads.
         """
         count = max(1, distributed.all_reduce_max(len(plan.groups), group=self.geometry.dp_group))
         if count > len(plan.groups):
             plan.balance(count)
         missing = count - len(plan.groups)
-        return [*(plan.layout(rows) for rows in plan.groups), *(dummy_layout() for _ in range(missing))]
+        layouts = [*(plan.layout(rows) for rows in plan.groups), *(dummy_layout() for _ in range(missing))]
+        if function is not None and function.fields:
+            empty = plan.token_inputs([], function.fields)
+            for number, layout in enumerate(layouts):
+                if number < len(plan.groups):
+                    layout.inputs = plan.token_inputs(plan.groups[number], function.fields)
+                else:
+                    layout.inputs = {name: one.new_zeros(1, *one.shape[1:]) for name, one in empty.items()}
+        return layouts
 
     def _check_outputs(self, outputs: Collection[str]) -> None:
         known = (*OUTPUTS[self.model_type], *([ROUTED_EXPERTS] if isinstance(self, ReplaysRouting) else []))
+        known += () if self._function is None else self._function.outputs
         unknown = sorted(set(outputs) - set(known))
         if unknown or not outputs:
             raise ValueError(
@@ -286,7 +302,8 @@ class _LossShares:
         mask = self.plan.response_mask[torch.tensor(rows)][:, :columns].to(target, non_blocking=True)
         grids = {}
         for name, flat in computed.items():
-            grids[name] = torch.zeros(mask.shape, device=target).masked_scatter(mask, flat)
+            cells = mask.reshape(*mask.shape, *(1 for _ in flat.shape[1:]))
+            grids[name] = torch.zeros(*mask.shape, *flat.shape[1:], device=target).masked_scatter(cells, flat)
         part = DataProto(
             batch=TensorDict(self.plan.slice_tensors(rows, columns, target), batch_size=[len(rows)]),
             non_tensor_batch={name: array[rows] for name, array in self.batch.non_tensor_batch.items()},

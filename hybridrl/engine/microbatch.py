@@ -54,6 +54,8 @@ class Layout:
     origins: torch.Tensor | None = None
     # [b * W, L, K] or [L, L, K]: the experts that each token is to use; in main memory. None: as the routers choose.
     experts: torch.Tensor | None = None
+    # fields of the batch at the N response tokens, `[N, ...]` each, that a `LogitsFunction` reads
+    inputs: dict[str, torch.Tensor] | None = None
     images: LayoutImages | None = None  # of a vision-language model
 
     def to(self, target: torch.device) -> Layout:
@@ -68,6 +70,7 @@ class Layout:
             None if self.attention_mask is None else self.attention_mask.to(target, non_blocking=True),
             self.origins,
             self.experts,
+            None if self.inputs is None else {n: x.to(target, non_blocking=True) for n, x in self.inputs.items()},
             None if self.images is None else self.images.to(target),
         )
 
@@ -218,6 +221,11 @@ class BatchPlan:
             sliced[name] = part if target.type == "cpu" else part.to(target, non_blocking=True)
         return sliced
 
+    def token_inputs(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Fields `[B, T, ...]` at the rows' response tokens, `[N, ...]`, in the order of `Layout.selected`."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        return {name: _required(self.tensors, name)[index][self.response_mask[index]] for name in names}
+
     def token_positions(self, rows: Sequence[int]) -> torch.Tensor:
         """Positions of the rows' response tokens in the flattened `[B, T]`, in the order of `Layout.selected`."""
         index = torch.tensor(rows)
@@ -225,12 +233,17 @@ class BatchPlan:
         return grid[self.response_mask[index]]
 
     def scatter(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One output of every micro-batch, each `[N]`, as float32 `[B, T]` in main memory; 0 elsewhere."""
-        flat = torch.zeros(self.batch_size * self.response_width)
-        if parts:
+        """One output of every micro-batch, each `[N, ...]`, as `[B, T, ...]` in main memory; 0 elsewhere.
+
+        Args:
+            parts: at least one; those after the last micro-batch are of dummies. What is not integers becomes float32.
+        """
+        shape, dtype = parts[0].shape[1:], torch.float32 if parts[0].is_floating_point() else parts[0].dtype
+        flat = torch.zeros(self.batch_size * self.response_width, *shape, dtype=dtype)
+        if self.groups:
             positions = torch.cat([self.token_positions(rows) for rows in self.groups])
-            flat[positions] = torch.cat(list(parts)).float().cpu()
-        return flat.view(self.batch_size, self.response_width)
+            flat[positions] = torch.cat(list(parts[: len(self.groups)])).to(dtype).cpu()
+        return flat.view(self.batch_size, self.response_width, *shape)
 
     def scatter_tokens(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """What every micro-batch has for each of its real tokens, `[N', ...]`, as `[B, S, ...]`; 0 on padding.

@@ -54,13 +54,14 @@ def checked_identity(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
     return model_identity(config, tokenizer)
 
 
-def check_same_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+def check_same_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, key: str, path: str = "path") -> None:
     """Refuse a model whose tokenizer gives other ids than the tokenizer that made the batches.
 
     Args:
         model: the other model's group.
         tokenizer: the policy's tokenizer.
         key: the group's name in the configuration, e.g. `critic.model`.
+        path: the setting in this group that names the model. A group with another name for it has no tokenizer_path.
 
     Raises:
         ModelError: it has no readable tokenizer, or one with another vocabulary; the error names the first difference.
@@ -72,8 +73,11 @@ def check_same_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase,
     raise ModelError(
         f"{key}: the tokenizer of {model.tokenizer_path or model.path} is not the policy's: token {token!r} has id "
         f"{theirs.get(token, 'none')} there and {ours.get(token, 'none')} in the policy's. It would read the policy's "
-        f"token ids as other text: set {key}.path to a model with the policy's tokenizer, or, if its embeddings are "
-        f"made for that tokenizer, {key}.tokenizer_path to it."
+        f"token ids as other text: set {key}.{path} to a model with the policy's tokenizer"
+        + (
+            f", or, if its embeddings are made for that tokenizer, {key}.tokenizer_path to it." * (path == "path")
+            or "."
+        )
     )
 
 

@@ -177,7 +177,8 @@ def _inject(module: nn.Module, config: LoraConfig, chosen: Sequence[str], layers
     settings.target_modules = set(chosen)
     with _quiet():
         _peft().inject_adapter_in_model(config, within, adapter_name=_NAME, low_cpu_mem_usage=True)
-    settings.target_modules = _shortened(chosen, layers)
+    # PEFT takes short names for those of experts, too, where a layer keeps all experts in one tensor.
+    settings.target_modules = set(chosen) if has_fused_experts(module) else _shortened(chosen, layers)
     return Adapter(module, config)
 
 
@@ -248,11 +249,23 @@ def save(folder: Path, config: LoraConfig, tensors: Mapping[str, torch.Tensor]) 
     Args:
         tensors: by their names in files.
     """
+    save_text(folder, as_text(config, heads=tensors), tensors)
+
+
+def save_text(folder: Path, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Like `save`, with the content of `adapter_config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(as_text(config, heads=tensors), encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(held, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     use_umask(folder / WEIGHTS_FILE)
+
+
+def rank_of(model: ModelConfig) -> int:
+    """The rank of the adapter that a `model` group describes."""
+    if model.lora_adapter_path is None:
+        return model.lora_rank
+    return int(read_config(Path(model.lora_adapter_path).expanduser()).r)
 
 
 def as_text(config: LoraConfig, heads: Iterable[str] = ()) -> str:

@@ -174,8 +174,10 @@ def _update(facts: _Facts, phase: str) -> tuple[str, str]:
             return f"a micro-batch has at most {tokens} tokens", f"{part}.{tokens_key}={2 * _FEW_TOKENS}"
     else:
         size = facts.setting(f"{part}.{size_key}", 1)
-        if 0 < size * length < _FEW_TOKENS:
-            wanted = 2 ** max(size.bit_length(), round(_FEW_TOKENS / length).bit_length())
+        wanted = 2 ** max(size.bit_length(), round(_FEW_TOKENS / max(length, 1)).bit_length())
+        if part == "data":  # a micro-batch is part of a batch of as many rows
+            wanted = min(wanted, facts.setting("data.train_batch_size", wanted))
+        if 0 < size * length < _FEW_TOKENS and wanted > size:
             return (
                 f"a micro-batch has about {size * length:.0f} tokens, too few to keep a device busy",
                 f"{part}.{size_key}={wanted}",

@@ -17,6 +17,8 @@ IMPORTANT = (
     ("critic/score/mean", "score", ".3f"),
     ("critic/rewards/mean", "reward", ".3f"),
     ("train/loss", "loss", ".4f"),
+    ("train/accuracy", "accuracy", ".3f"),
+    ("train/margin", "margin", ".3f"),
     ("actor/pg_loss", "pg_loss", "+.4f"),
     ("critic/vf_loss", "vf_loss", ".4f"),
     ("actor/ppo_kl", "ppo_kl", ".1e"),
@@ -31,7 +33,7 @@ IMPORTANT = (
     ("perf/throughput", "tok/s", ".0f"),
     ("timing_s/step", "time", ".2f"),
 )
-_VALIDATION = ("val-core/", "val/loss")
+_VALIDATION = ("val-core/", "val/loss", "val/accuracy", "val/margin")
 
 
 def is_terminal(stream: IO[str]) -> bool:

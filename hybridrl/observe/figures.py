@@ -68,6 +68,8 @@ class Panel:
 _PANELS = (
     Panel("Reward (mean score of a response)", (("critic/score/mean", "score"), ("critic/rewards/mean", "with KL"))),
     Panel("Training loss", (("train/loss", "training"), ("val/loss", "validation"))),
+    Panel("Pairs whose chosen answer is preferred", (("train/accuracy", "training"), ("val/accuracy", "validation"))),
+    Panel("Margin of rewards in a pair", (("train/margin", "training"), ("val/margin", "validation"))),
     Panel("Response length (tokens)", (("response_length/mean", "mean"), ("response_length/max", "longest"))),
     Panel("Entropy of the policy (nats per token)", (("actor/entropy", "entropy"),)),
     Panel(

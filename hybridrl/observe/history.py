@@ -18,7 +18,7 @@ from hybridrl.observe.run_folder import CHANGES, CONFIG, VERSIONS, read_changes
 from hybridrl.observe.tracking import METRICS
 
 # Metrics with a better direction, by the prefix of their names.
-_HIGHER = ("val-core/", "critic/score/mean", "critic/rewards/mean", "perf/throughput")
+_HIGHER = ("val-core/", "val/accuracy", "train/accuracy", "critic/score/mean", "critic/rewards/mean", "perf/throughput")
 _LOWER = ("train/loss", "val/loss", "critic/vf_loss", "timing_s/", "response/aborted_ratio")
 
 

@@ -76,6 +76,9 @@ _RESPONSE_FIELDS = (
     "rollout_is_weights",
     "rollout_log_probs",
     "sum_pi_squared",
+    "teacher_log_probs",
+    "teacher_topk_ids",  # [B, T, K], as the log-probabilities of these tokens
+    "teacher_topk_log_probs",
     "token_level_rewards",
     "token_level_scores",
     "trained_mask",

@@ -6,9 +6,11 @@ other code knows its library. It is a class in a file of its own, registered wit
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
+
+import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
@@ -47,6 +49,11 @@ class EngineSpec:
     devices: tuple[int, ...] = ()
     threads: int = 1
     load_weights: bool = False
+
+    @property
+    def gets_adapter(self) -> bool:
+        """Whether the engine reads the base at the start and is then sent an adapter in place of weights."""
+        return self.model.adapted and self.config.lora_transfer == "adapter"
 
     @property
     def max_model_len(self) -> int:
@@ -127,6 +134,15 @@ class InferenceEngine(ABC):
             bucket: whole tensors, or, where `requirements` has answered, what each process needs of them.
         """
 
+    async def load_adapter(self, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Generate with this adapter from `end_update` on, and with none that came before.
+
+        Args:
+            config: PEFT's `adapter_config.json`.
+            tensors: by their names in PEFT's files.
+        """
+        raise RolloutError(f"{self.name} takes no adapters")
+
     @abstractmethod
     async def end_update(self) -> None:
         """All weights have arrived: make them the ones that generate, and drop every cache made with the old ones."""
@@ -180,6 +196,7 @@ class InferenceEngines:
         install: str = "",
         reserves_of_total: bool = False,
         records_routing: bool = False,
+        takes_adapters: bool = False,
         sees_images: bool = False,
         settings: type | str | None = None,
     ) -> Callable[[type[T]], type[T]]:
@@ -199,6 +216,7 @@ class InferenceEngines:
                 install=install,
                 reserves_of_total=reserves_of_total,
                 records_routing=records_routing,
+                takes_adapters=takes_adapters,
                 sees_images=sees_images,
                 settings=settings,
             )

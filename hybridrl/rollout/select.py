@@ -14,6 +14,7 @@ from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.server import check_installed
 from hybridrl.utils import device
 
+_KEY = "actor_rollout_ref.rollout"
 #: settings that only engines with weights of their own read
 ENGINE_KEYS = (
     "tensor_model_parallel_size",
@@ -24,6 +25,7 @@ ENGINE_KEYS = (
     "gpu_memory_utilization",
     "sleep_level",
     "load_format",
+    "lora_transfer",
     "enforce_eager",
     "cudagraph_capture_sizes",
     "engine_kwargs",
@@ -56,6 +58,7 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     _check_lengths(config)
     facts = InferenceEngines.facts(name)
     _check_routing(config, name)
+    _check_adapter(config, name)
     _check_images(config, name)
     if facts.in_place:
         _check_engine(config)
@@ -132,6 +135,23 @@ def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
         f"chose in generation, and what {name} (actor_rollout_ref.rollout.name={config.rollout.name}) records of them "
         f"is not read yet; set rollout.name to {' or '.join(known)}, or router_replay.mode to R2 or disabled"
     )
+
+
+def _check_adapter(config: ActorRolloutRefConfig, name: str) -> None:
+    """Refuse to send an adapter alone to an engine that cannot apply it."""
+    facts, asked = InferenceEngines.facts(name), f"{_KEY}.lora_transfer={config.rollout.lora_transfer}"
+    if config.rollout.lora_transfer != "adapter" or facts.in_place:
+        return
+    if not config.model.adapted:
+        raise RolloutError(
+            f"{asked} without an adapter: set actor_rollout_ref.model.lora_rank, or leave lora_transfer out"
+        )
+    if not facts.takes_adapters:
+        known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).takes_adapters]
+        raise RolloutError(
+            f"{asked}: {name} ({_KEY}.name={config.rollout.name}) gets weights with the adapter merged; set "
+            f"lora_transfer=merged, or name to {' or '.join(known)}"
+        )
 
 
 def _check_images(config: ActorRolloutRefConfig, name: str) -> None:

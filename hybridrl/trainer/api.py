@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config import PPOTrainerConfig, SFTTrainerConfig
+from hybridrl.config import PPOTrainerConfig, SupervisedConfig
 from hybridrl.config.convert import nearest, put
 from hybridrl.config.schema.node import declared
 from hybridrl.config.schema.root import ROOTS
@@ -33,8 +33,8 @@ SHORT_NAMES = {
         "actor_rollout_ref.model.enable_gradient_checkpointing",
     )
 }
-_MODEL = {"ppo_trainer": "actor_rollout_ref.model.path", "sft_trainer": "model.path"}
-_PARTS = ("actor", "model")  # of a checkpoint: the policy's folder, and that of supervised fine-tuning
+_PROGRAMS = ("grpo", "ppo", "sft", "dpo", "rm")
+_PARTS = ("actor", "model")  # of a checkpoint: the policy's folder, and that of supervised training
 
 Reward = Callable[..., Any] | str | Path
 Rows = Any  # a file or several, a `datasets.Dataset`, a `pandas.DataFrame`, a `pyarrow.Table` or a list of dicts
@@ -86,7 +86,7 @@ class Trainer:
     """One run, with its settings composed and checked as the command line does it. `train()` runs it.
 
     Args:
-        program: `grpo`, `ppo` or `sft`: the programs of the command `hybridrl`, with their defaults.
+        program: `grpo`, `ppo`, `sft`, `dpo` or `rm`: the programs of the command `hybridrl`, with their defaults.
         model: a folder in Hugging Face format, or a hub id.
         data: the training data: a file or several, a `datasets.Dataset`, a `pandas.DataFrame` or a list of dicts.
         reward: a function, the path of a Python file (`FILE.py` or `FILE.py:NAME`), a list of them, or a dict of names
@@ -120,11 +120,12 @@ class Trainer:
         **settings: Any,
     ) -> None:
         forget()  # an earlier trainer of this process may have been refused
-        if program not in ("grpo", "ppo", "sft"):
-            raise ConfigError(f"program={program!r}: must be grpo, ppo or sft")
+        if program not in _PROGRAMS:
+            raise ConfigError(f"program={program!r}: must be one of {', '.join(_PROGRAMS)}")
         self.program = program
         given = _settings(PROGRAMS[program].tree, settings, config or {})
-        put(given, _MODEL[PROGRAMS[program].tree], _model_path(model))
+        is_policy = PROGRAMS[program].tree == "ppo_trainer"
+        put(given, "actor_rollout_ref.model.path" if is_policy else "model.path", _model_path(model))
         is_named = bool({"default_local_dir", "experiment_name"} & set(given.get("trainer", {})))
         folder = Path(self._compose(given).trainer.default_local_dir)
         with contextlib.ExitStack() as undo:
@@ -143,14 +144,14 @@ class Trainer:
 
             validate(self.config)
 
-    def _compose(self, given: Mapping[str, Any], notices: bool = False) -> PPOTrainerConfig | SFTTrainerConfig:
+    def _compose(self, given: Mapping[str, Any], notices: bool = False) -> PPOTrainerConfig | SupervisedConfig:
         from hybridrl.config.compose import compose_config, print_notices  # takes a moment (Hydra)
 
         program = PROGRAMS[self.program]
         composed = compose_config(program.tree, defaults=program.defaults, settings=given)
         if notices:
             print_notices(composed.notices)
-        assert isinstance(composed.config, PPOTrainerConfig | SFTTrainerConfig)
+        assert isinstance(composed.config, PPOTrainerConfig | SupervisedConfig)
         return composed.config
 
     def _files(self, data: Rows, name: str) -> list[str]:
@@ -165,8 +166,8 @@ class Trainer:
     def _put_reward(self, given: dict[str, Any], reward: Any, weights: Any) -> None:
         from hybridrl.reward import reward_settings
 
-        if self.program == "sft":
-            raise ConfigError("reward: supervised fine-tuning has no reward; leave it out, or use grpo or ppo")
+        if PROGRAMS[self.program].tree != "ppo_trainer":
+            raise ConfigError(f"reward: {self.program} has no reward; leave it out, or use grpo or ppo")
         for name, value in reward_settings(reward, self.folder / "reward", weights).items():
             put(given, f"reward.{name}", value)
 
@@ -233,6 +234,24 @@ def sft(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
         model, data, settings: see `Trainer`.
     """
     return Trainer("sft", model=model, data=data, **settings).train()
+
+
+def dpo(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
+    """Train on pairs of answers, of which one is preferred: `hybridrl dpo` from Python.
+
+    Args:
+        model, data, settings: see `Trainer`.
+    """
+    return Trainer("dpo", model=model, data=data, **settings).train()
+
+
+def rm(*, model: str | Path, data: Rows, **settings: Any) -> TrainingResult:
+    """Train a reward model on pairs of answers: `hybridrl rm` from Python.
+
+    Args:
+        model, data, settings: see `Trainer`.
+    """
+    return Trainer("rm", model=model, data=data, **settings).train()
 
 
 def _settings(tree: str, short: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

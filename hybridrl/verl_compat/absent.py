@@ -23,7 +23,7 @@ ABSENT = {
     "verl.single_controller.ray.megatron": "Megatron is not supported yet; use RayWorkerGroup",
     "verl.third_party": "hybridrl patches no other package",
     "verl.tools": "tools derive from hybridrl.agents.BaseTool (docs/agents.md)",
-    "verl.trainer.distillation": "distillation is not supported yet",
+    "verl.trainer.distillation": "its losses are those of hybridrl.algorithms.distillation (docs/distillation.md)",
     "verl.trainer.constants_ppo": "hybridrl.single_controller.ray.init_ray starts Ray",
     "verl.trainer.main_ppo.TaskRunner": "the controller is the program itself, hybridrl.trainer.ppo.run_ppo",
     "verl.trainer.ppo.reward": "rewards are computed by managers; derive one from hybridrl.reward.RewardManager",

@@ -374,6 +374,30 @@ def transports_to(targets: Sequence[Target], node_id: str) -> list[Transport]:
     return transports
 
 
+def send_adapter(config: str, tensors: Iterable[tuple[str, torch.Tensor]], targets: Sequence[Target]) -> TransferReport:
+    """Send an adapter (LoRA) to engines that have its base, through Ray's object store: it is small.
+
+    Args:
+        config: PEFT's `adapter_config.json`.
+        tensors: whole, by their names in PEFT's files; every rank iterates to the end, and the first one sends.
+    """
+    started = time.perf_counter()
+    sends = distributed.get_rank() == 0
+    held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if sends}
+    if not sends:
+        return TransferReport(0, time.perf_counter() - started, 0)
+    shared = ray.put(held)
+    for answer in [target.replica.load_adapter.remote(config, shared) for target in targets]:
+        try:
+            ray.get(answer)
+        except RayTaskError:
+            raise
+        except RayError:  # the replica is gone; the process that started it notices too
+            continue
+    sent = sum(tensor.nbytes for tensor in held.values())
+    return TransferReport(sent, time.perf_counter() - started, 1)
+
+
 def stream(
     weights: Iterable[tuple[str, torch.Tensor]], transports: Sequence[Transport], total_bytes: int, bucket_bytes: int
 ) -> TransferReport:

@@ -1,5 +1,6 @@
 """The policy's worker: it trains the policy, generates with it, or both, or holds the reference policy."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -21,8 +22,9 @@ from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from hybridrl.weight_sync.send import Target, TransferReport, stream, transports_to
+from hybridrl.weight_sync.send import Target, TransferReport, send_adapter, stream, transports_to
 from hybridrl.weight_sync.send_shards import ShardSender
+from hybridrl.workers.distillation import Distillation, computing
 from hybridrl.workers.forecast import Forecast, forecast_roles
 from hybridrl.workers.loss_prepass import LossPrepass
 from hybridrl.workers.losses import FULL_KL, PolicyLoss, policy_loss_fn
@@ -104,6 +106,19 @@ class ActorRolloutRefWorker(ModelWorker):
         with self.engine.without_adapter():
             yield
 
+    @contextmanager
+    def _with_teacher(self, distillation: Distillation | None) -> Iterator[None]:
+        """Within the context, the engine computes what distillation reads; of a teacher in this process, its logits."""
+        if distillation is None:
+            yield
+            return
+        worker = self.fused_worker_dict.get("teacher")
+        teachers = [] if worker is None else worker.engines
+        function = distillation.function(teachers)
+        compared = contextlib.nullcontext() if function is None or function.other is None else function.other.loaded()
+        with computing(self.engine, function), compared:
+            yield
+
     def _build_rollout(self) -> HFRollout:
         model, engine = self.config.model, self.engine
         tokenizer = tokenizer_of(model)
@@ -142,6 +157,9 @@ class ActorRolloutRefWorker(ModelWorker):
         dtype = resolve_dtype(rollout.dtype, "rollout.dtype")
         bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2**20
         with self.loaded("send_weights"):
+            if self.config.model.adapted and rollout.lora_transfer == "adapter":
+                assert isinstance(self.engine, HasAdapters)  # checked at start-up, by check_engine
+                return send_adapter(self.engine.adapter_config(), self.engine.export_adapter(dtype), targets)
             if self._plans(targets, dtype, bucket_bytes):
                 assert isinstance(self.engine, ExportsShards) and self._shard_sender is not None
                 return self._shard_sender.send(self.engine.export_shards(dtype), targets)
@@ -243,7 +261,8 @@ class ActorRolloutRefWorker(ModelWorker):
 
         The plan's `rollout_correction` and the actor's settings choose the loss.
         """
-        actor, correction = self.config.actor, UpdatePlan.of(batch).rollout_correction
+        plan = UpdatePlan.of(batch)
+        actor, correction, distillation = self.config.actor, plan.rollout_correction, plan.distillation
         loss = PolicyLoss.of(actor, correction)
         micro = micro_batching(
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
@@ -252,11 +271,14 @@ class ActorRolloutRefWorker(ModelWorker):
         no_pass = "old_log_probs" not in batch.batch.keys() or loss.samplers_old
         needs_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy or no_pass
         compares = actor.use_kl_loss and actor.kl_loss_type == FULL_KL
-        with self._with_reference(compares):
+        loss_fn = policy_loss_fn(actor, correction)
+        if distillation is not None:
+            loss_fn = distillation.loss_fn(loss_fn, actor)
+        with self._with_reference(compares), self._with_teacher(distillation):
             return self.update(
                 batch,
                 micro,
-                policy_loss_fn(actor, correction),
+                loss_fn,
                 entropy=needs_entropy,
                 prepass=None if loss.prepare is None else LossPrepass(loss, micro),
                 ref_kl=compares,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig, SupervisedConfig
+from hybridrl.config.roles import ROLES
 from hybridrl.config.strategies import engine_settings
+from hybridrl.config.teachers import teachers_of
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.train_engine import MicroBatching, TrainEngines
 from hybridrl.workers.model_worker import micro_batching
@@ -23,7 +26,14 @@ def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[s
     Returns:
         None for a role whose strategy or kind of model has no forecast.
     """
-    makers = {"actor_rollout": _policy, "ref": _reference, "critic": _critic, "reward_model": _reward_model}
+    makers = {
+        "actor_rollout": _policy,
+        "ref": _reference,
+        "teacher": _teachers,
+        "critic": _critic,
+        "reward_model": _reward_model,
+        "prime": _process_rewards,
+    }
     return {name: makers[name](config, count) if name in makers else None for name, count in ranks.items()}
 
 
@@ -69,6 +79,28 @@ def _reference(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     return _forecast("language_model", ref, config.actor_rollout_ref.model, None, ranks, work)
 
 
+def _teachers(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """Teachers are all there at once unless they are offloaded, and compute one after the other."""
+    found, settings = [], config.distillation
+    for teacher in teachers_of(config).teachers:
+        inference = teacher.settings.inference
+        micro = MicroBatching(inference.max_num_seqs, inference.max_num_batched_tokens)
+        work = _workload(config, config.data.train_batch_size, ranks, None, micro)
+        found.append(_forecast("language_model", settings, teacher.model, None, ranks, work))
+    known = [one for one in found if one is not None]
+    if not known or len(known) < len(found):
+        return None
+    kept = sum(one.kept_weights for one in known)
+    names = [field.name for field in dataclasses.fields(Forecast)]
+    largest = {name: max(getattr(one, name) for one in known) for name in names}
+    changed = {
+        "parameters": sum(one.parameters for one in known),
+        "weights": max(kept - one.kept_weights + one.weights for one in known),
+        "kept_weights": kept,
+    }
+    return Forecast(**{**largest, **changed})
+
+
 def _critic(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     critic = config.critic
     update = micro_batching(
@@ -86,6 +118,19 @@ def _reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     infer = micro_batching(part.micro_batch_size_per_gpu, part.use_dynamic_bsz, part.forward_max_token_len_per_gpu)
     work = _workload(config, config.data.train_batch_size, ranks, None, infer)
     return _forecast("value_model", part, part.model, None, ranks, work)
+
+
+def _process_rewards(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """The forecast of a model that learns, next to its frozen copy."""
+    part = ROLES["prime"].settings_of(config)
+    micro = micro_batching(part.ppo_micro_batch_size_per_gpu, part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu)
+    work = _workload(config, part.ppo_mini_batch_size, ranks, micro, micro)
+    found = _forecast("language_model", part, part.model, part.optim, ranks, work)
+    frozen = _forecast("language_model", part, part.model, None, ranks, replace(work, update=None))
+    if found is None or frozen is None:
+        return None
+    kept = frozen.kept_weights
+    return replace(found, weights=found.weights + kept, kept_weights=found.kept_weights + kept)
 
 
 def _workload(

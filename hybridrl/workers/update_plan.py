@@ -1,9 +1,13 @@
 """The plan of an update call: which mini-batches a shard holds, and what applies to all of them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybridrl.config import RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from hybridrl.workers.distillation import Distillation
 
 PLAN_KEY = "update_plan"  # of a batch's meta_info
 
@@ -38,6 +42,7 @@ class UpdatePlan:
         temperature: what the logits are divided by.
         rollout_correction: `algorithm.rollout_correction`, which chooses the policy loss together with the actor's
             settings.
+        distillation: what the policy learns from teachers; None: nothing.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -47,6 +52,7 @@ class UpdatePlan:
     response_length: int | None = None
     temperature: float = 1.0
     rollout_correction: RolloutCorrectionConfig | None = None
+    distillation: "Distillation | None" = None
 
     @classmethod
     def of(cls, batch: DataProto) -> "UpdatePlan":

@@ -130,6 +130,19 @@ def opo(r, mask, index):
     return on_tokens(rows, mask)
 
 
+def sppo(r, mask, index, scale=None):
+    def wins(own, other):
+        if scale is not None:
+            return 1 / (1 + math.exp(-scale * (own - other)))
+        return 0.5 if math.isclose(own, other, rel_tol=1e-6, abs_tol=1e-9) else float(own > other)
+
+    rows = []
+    for i in range(len(mask)):
+        group = [score(r, mask, j) for j in members(index, i)]
+        rows.append(mean([wins(score(r, mask, i), other) for other in group]) - 0.5)
+    return on_tokens(rows, mask)
+
+
 def gpg(r, mask, index, f_norm=1.0):
     rows, without = [], 0
     for i in range(len(mask)):

@@ -55,6 +55,15 @@ def geo_mean(old, lp, sg, adv, mask, cfg, weights=None):
     return each(loss, mask)
 
 
+def sppo(old, lp, sg, adv, mask, cfg):
+    def loss(i, _):
+        tokens = [s for s, m in enumerate(mask[i]) if m]
+        preference = sum(adv[i][s] for s in tokens) / len(tokens)
+        return (sum(lp[i][s] - old[i][s] for s in tokens) - cfg.policy_loss.sppo_eta * preference) ** 2
+
+    return each(loss, mask)
+
+
 def gpg(old, lp, sg, adv, mask, cfg):
     return each(lambda i, t: -adv[i][t] * lp[i][t], mask)
 

@@ -98,6 +98,7 @@ def expected(name: str, b: Batch) -> tuple[list, list]:
         "rloo_vectorized": lambda: paper.rloo(r, mask, index, alone_is_zero=True),
         "opo": lambda: paper.opo(r, mask, index),
         "gpg": lambda: paper.gpg(r, mask, index),
+        "sppo": lambda: paper.sppo(r, mask, index),
         "reinforce_plus_plus_baseline": lambda: paper.reinforce_pp_baseline(r, mask, index),
     }
     advantages = by_group[name]()
@@ -114,6 +115,13 @@ def same(found: torch.Tensor, wanted: list | torch.Tensor, tolerance: float = 1e
 def test_equals_the_paper(name: str, batch: Batch) -> None:
     for found, wanted in zip(batch.run(name), expected(name, batch), strict=True):
         same(found, wanted)
+
+
+@many
+@given(batch=shapes)
+def test_sppo_with_probabilities_equals_the_paper(batch: Batch) -> None:
+    r, mask, index = batch.lists("token_level_rewards"), batch.lists("response_mask"), list(batch.others["uid"])
+    same(batch.run("sppo", SimpleNamespace(sppo_preference_scale=0.7))[0], paper.sppo(r, mask, index, scale=0.7))
 
 
 @many

@@ -28,8 +28,8 @@ torch.set_num_threads(1)
 CONFIG = SimpleNamespace(
     clip_ratio=0.7, clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.7, tau_pos=1.3, tau_neg=0.9,
     loss_scale_factor=None,
-    policy_loss=SimpleNamespace(dro_beta=0.4, ppo_kl_coef=0.6, kl_cov_ratio=0.2, clip_cov_ratio=0.2, clip_cov_lb=-0.5,
-                                clip_cov_ub=3.0, rollout_correction=None),
+    policy_loss=SimpleNamespace(dro_beta=0.4, sppo_eta=1.7, ppo_kl_coef=0.6, kl_cov_ratio=0.2, clip_cov_ratio=0.2,
+                                clip_cov_lb=-0.5, clip_cov_ub=3.0, rollout_correction=None),
 )  # fmt: skip
 NAMES = POLICY_LOSSES.names()  # each has its formula, under its name, in `paper_losses`
 many = settings(max_examples=25, derandomize=True)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from distillation_helpers import distilled, taught
 from engine_helpers import (
     TEMPERATURE,
     full_kl_loss,
@@ -29,6 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.errors import ModelError
+from hybridrl.models.tiny import build_tiny_model
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.utils.rng import seed_rng
@@ -214,6 +216,23 @@ def check_full_kl(rank: int, model: Path, work: Path) -> None:
     close(weights(engine), expected["after"])
 
 
+def check_distillation(rank: int, model: Path, work: Path) -> None:
+    """A teacher that is sharded too, and ranks with different numbers of micro-batches."""
+    record = torch.load(work / "distillation.pt", weights_only=True)
+    teacher, fields, rows = make_engine(work / "teacher"), record["fields"], own_rows(rank)
+    said = taught(teacher, {name: fields[name][rows] for name in FIELDS})
+    for name, tensor in said.items():
+        torch.testing.assert_close(tensor, fields[name][rows], atol=1e-5, rtol=1e-5)
+    for name, expected in record["metrics"].items():
+        engine = make_engine(model)
+        found = distilled(
+            engine, teacher, fields, MicroBatching(size=2), own=rows, loss_mode=name, use_task_rewards=False
+        )
+        shares = distributed.all_gather_object(found["distillation/loss"])
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3), name
+        assert sum(shares) == pytest.approx(expected["distillation/loss"], rel=1e-4), name
+
+
 def check_new_rank_is_seeded(rank: int, model: Path, work: Path) -> None:
     """A checkpoint of one rank has no random state for rank 1: it gets one that only the run decides."""
     draws, said = [], []
@@ -382,6 +401,7 @@ def body(rank: int, model: Path, tied: Path, odd: Path, routed: Path, work: Path
     check_language_model(rank, model, work)
     check_optimizers(rank, odd, work)
     check_full_kl(rank, model, work)
+    check_distillation(rank, model, work)
     check_new_rank_is_seeded(rank, model, work)
     check_nonfinite(rank, model)
     check_memory_error(rank, model)
@@ -451,6 +471,17 @@ def test_two_ranks_do_what_one_does(
     record = {"experts": record["routed_experts"], "metrics": train_routers(engine, make_batch(ROUTED))}
     torch.save({**record, "after": weights(engine)}, tmp_path / "routers.pt")
 
+    # Of a vocabulary of the policy's size, and with sizes of its own.
+    teacher = make_engine(build_tiny_model(tmp_path / "teacher", hidden=36, heads=3, kv_heads=1, seed=3))
+    fields = taught(teacher, FIELDS)
+    modes = ("k3", "forward_kl_topk", "reverse_kl")
+    found = {
+        name: distilled(
+            make_engine(micro_model), teacher, fields, MicroBatching(4), loss_mode=name, use_task_rewards=False
+        )
+        for name in modes
+    }
+    torch.save({"fields": fields, "metrics": found}, tmp_path / "distillation.pt")
     spawn(body, 2, micro_model, tied_model, odd_model, routed_model, tmp_path)
     for name, optim in OPTIMIZERS.items():  # and what two ranks saved goes on on one
         engine = make_engine(odd_model, optim=optim)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from distillation_helpers import distilled, taught
 from engine_helpers import (
     TEMPERATURE,
     full_kl_loss,
@@ -181,6 +182,22 @@ def check_full_kl(model: Path, expected: dict[str, Any]) -> None:
     alike(trained(engine, full_kl_loss), expected["full_kl"], "full KL")
 
 
+def check_distillation(model: Path, work: Path) -> None:
+    """Several numbers for each token, and another model's logits, of ranks that share sequences."""
+    record = torch.load(work / "distillation.pt", weights_only=True)
+    engine, fields = make_engine(model, optim=OPTIM, ulysses_sequence_parallel_size=2), record["fields"]
+    teacher = make_engine(work / "teacher", ulysses_sequence_parallel_size=2)
+    cuts = (*CUTS[engine.geometry.dp_size], ROWS)
+    rows = slice(cuts[engine.geometry.dp_rank], cuts[engine.geometry.dp_rank + 1])
+    said = taught(teacher, {name: FIELDS[name][rows] for name in FIELDS})
+    for name, tensor in said.items():
+        torch.testing.assert_close(tensor, fields[name][rows], atol=2e-5, rtol=1e-4)
+    for name, expected in record["norms"].items():
+        engine = make_engine(model, optim=OPTIM, ulysses_sequence_parallel_size=2)
+        found = distilled(engine, teacher, fields, MicroBatching(size=2), own=rows, loss_mode=name)
+        assert found["grad_norm"] == pytest.approx(expected, rel=1e-3), name
+
+
 def check_half_precision(model: Path, expected: dict[str, Any]) -> None:
     engine = make_engine(model, optim=OPTIM, dtype="bfloat16", ulysses_sequence_parallel_size=4)
     found = trained(engine)
@@ -240,6 +257,7 @@ def body(rank: int, models: dict[str, Path], work: Path) -> None:
     check_settings(qwen, expected)
     check_value_model(qwen, expected)
     check_full_kl(qwen, expected)
+    check_distillation(qwen, work)
     check_half_precision(qwen, expected)
     check_checkpoints(qwen, expected, work)
     check_weights(qwen)
@@ -260,6 +278,15 @@ def test_ranks_that_share_sequences_train_as_one(tmp_path: Path) -> None:
     trained(longer)
     expected["resumed"] = trained(longer)
     torch.save(expected, tmp_path / "expected.pt")
+    (tmp_path / "other").mkdir()
+    save_model("Qwen2", tmp_path / "other", num_hidden_layers=1).rename(tmp_path / "teacher")
+    teacher = make_engine(tmp_path / "teacher")
+    fields = taught(teacher, FIELDS)
+    norms = {
+        name: distilled(make_engine(qwen, optim=OPTIM), teacher, fields, MicroBatching(4), loss_mode=name)["grad_norm"]
+        for name in ("forward_kl_topk", "reverse_kl")
+    }
+    torch.save({"fields": fields, "norms": norms}, tmp_path / "distillation.pt")
     spawn(body, 4, models, tmp_path)
 
 

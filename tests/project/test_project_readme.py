@@ -38,7 +38,8 @@ def test_every_snippet_says_how_it_is_checked(page: str) -> None:
 
 def test_settings_of_commands_for_other_machines_compose() -> None:
     programs = []
-    for snippet in [one for page in (*PAGES, "docs/reward_models.md") for one in snippets(page, "compose")]:
+    pages = (*PAGES, "docs/lora.md", "docs/reward_models.md", "docs/distillation.md")
+    for snippet in [one for page in pages for one in snippets(page, "compose")]:
         for python, flag, module, *words in snippet.commands:
             assert (python, flag) == ("python", "-m")
             assert importlib.util.find_spec(module) is not None, module
@@ -94,3 +95,11 @@ def test_the_first_data_are_learnt(tmp_path: Path, finish: Callable[..., Any], f
     assert min(accuracy) > 0.5
     scores = [record["critic/score/mean"] for record in run if "critic/score/mean" in record]
     assert sum(scores[-5:]) > sum(scores[:5]), "the page promises 0.75 to 0.87"
+
+
+@pytest.mark.parametrize("page", ["docs/dpo.md", "docs/reward_models.md"])
+def test_training_on_pairs_runs_as_shown(page: str, tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets(page, tmp_path, finish, "run", python=forked)
+    folder = tmp_path / "demo" / ("dpo" if "dpo" in page else "rm")
+    validations = [record for record in records(folder) if "val/accuracy" in record]
+    assert len(validations) == 2 and validations[-1]["val/margin"] > 0

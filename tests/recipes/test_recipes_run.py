@@ -12,16 +12,21 @@ import pytest
 import torch
 
 from hybridrl.config import load_config
+from hybridrl.data.preprocess.colours import write_colours
 from hybridrl.models.tiny import build_tiny_model
+from hybridrl.models.tiny_vision import build_tiny_vision_model
 from hybridrl.trainer.ppo.learner import StepResult
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
+from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+PAIRS = ("dpo", "rm")  # on pairs of answers, by programs of their own
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
-    "ppo grpo grpo_lora grpo_megatron dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax opo gpg cispo "
-    "sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime"
+    "dpo rm ppo grpo grpo_lora grpo_megatron grpo_vlm dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax "
+    "opo gpg cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
+    "distillation"
 )
 #: a metric that the recipe alone, or few with it, reports
 SHOWS = {
@@ -29,11 +34,14 @@ SHOWS = {
     "grpo": "actor/kl_loss",
     "grpo_lora": "actor/kl_loss",
     "grpo_megatron": "actor/kl_loss",
+    "grpo_vlm": "actor/kl_loss",
     "dapo": "filter_groups/generated",
     "prime": "prime/loss",
     "remax": "critic/reward_baselines/mean",
     "pf_ppo": "critic/vf_loss",
     "rollout_correction": "rollout_corr/rollout_is_mean",
+    "distillation": "distillation/loss",
+    "sppo": "actor/sppo_error",
     "rloo": "actor/reward_kl_penalty",
 }
 
@@ -68,6 +76,14 @@ def size(name: str, model: Path, data: Path) -> list[str]:
         model = build_tiny_model(model.parent / "two_kv_heads", hidden=32, heads=2, kv_heads=2)
         engine = RECIPES.parent / "tests" / "rollout" / "plain_engine.py"
         words += [f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.rollout.name={engine}:PlainEngine"]
+    if name == "grpo_vlm":
+        model = build_tiny_vision_model(model.parent / "vision", hidden=32, heads=2, kv_heads=1, vision_hidden=16)
+        data = write_colours(data.parent / "colours", train_size=8, test_size=2)
+        words += [f"actor_rollout_ref.model.path={model}", f"data.train_files={data / 'train.parquet'}"]
+        words.append("data.max_prompt_length=80")
+    if name == "distillation":
+        teacher = build_tiny_model(model.parent / "teacher", hidden=32, heads=2, kv_heads=1, seed=1)
+        words.append(f"distillation.teacher_models.teacher.model_path={teacher}")
     if name == "dapo":
         words.append("reward.reward_kwargs.overlong_buffer_cfg.len=2")
     return words
@@ -86,7 +102,7 @@ def test_its_files_are_whole(name) -> None:
     assert f"recipes/{name}/run.sh" in (RECIPES / name / "run.sh").read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PAIRS])
 def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path) -> None:
     with trained(tmp_path, name, size(name, micro_model, sort_data)) as (_, result):
         batch = result.batch
@@ -100,6 +116,37 @@ def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path) -> None:
     advantages, mask = batch.batch["advantages"], batch.batch["response_mask"].bool()
     assert advantages[mask].abs().max() > 0 and torch.all(advantages[~mask] == 0)
     assert len(batch) == 12
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_steps_on_pairs(name, ray_session, micro_model, sort_data, tmp_path) -> None:
+    words = [
+        f"model.path={micro_model}",
+        f"data.train_files={sort_data / 'pairs_train.parquet'}",
+        f"data.val_files={sort_data / 'pairs_val.parquet'}",
+        "data.train_batch_size=8",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.report=False",
+        "trainer.logger=[]",
+        "trainer.device=cpu",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
+    run_supervised(load_config(f"{name}_trainer", words, RECIPES / name, name))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "train/loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(math.isfinite(record["train/loss"]) and record["train/grad_norm"] > 0 for record in steps)
+    assert 0 <= records[-1]["val/accuracy"] <= 1
+
+
+def test_run_sh_of_pairs_smoke(tmp_path, finish, forked) -> None:
+    environment = os.environ | {"HYBRIDRL_PYTHON": forked, "OUT": str(tmp_path)}
+    done = finish(["bash", str(RECIPES / "dpo" / "run.sh"), "--smoke", "trainer.report=False"], env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / "smoke_dpo" / "metrics.jsonl").read_text().splitlines()
+    margins = [json.loads(line)["val/margin"] for line in lines if "val/margin" in line]
+    assert margins[-1] > margins[0] > 0
 
 
 def test_run_sh_smoke(tmp_path, finish, forked) -> None:

@@ -135,8 +135,10 @@ def test_messages_of_a_refused_trainer_are_not_those_of_the_next(here: Path) -> 
 def test_sft_has_no_reward(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward.*sft|reward.*supervised"):
         hybridrl.Trainer("sft", model="model", data=ROWS, reward=share_of_digits)
-    with pytest.raises(ConfigError, match=r"program='dpo'.*grpo, ppo or sft"):
-        hybridrl.Trainer("dpo", model="model", data=ROWS)
+    with pytest.raises(ConfigError, match="reward: dpo has no reward"):
+        hybridrl.Trainer("dpo", model="model", data=ROWS, reward=share_of_digits)
+    with pytest.raises(ConfigError, match=r"program='kto'.*one of grpo, ppo, sft, dpo, rm"):
+        hybridrl.Trainer("kto", model="model", data=ROWS)
 
 
 TWICE = """

@@ -59,7 +59,7 @@ def test_roles_take_part_where_they_are_needed_and_live_where_they_are_placed() 
 
 def test_phases_are_those_of_the_table(scorer) -> None:
     assert phases_per_token() == (
-        *("ref", "values", "process_rewards", "scorer", "adv"),
+        *("ref", "teacher", "values", "process_rewards", "scorer", "adv"),
         *("update_actor", "update_critic", "update_prime"),
     )
     assert "lower data.train_batch_size" in memory_advice()["scorer"]
@@ -71,7 +71,7 @@ def test_phases_are_those_of_the_table(scorer) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["roles.judge.seed=1"], r"roles\.judge.*actor_rollout, ref, critic, .*scorer"),
+        (["roles.judge.seed=1"], r"roles\.judge.*actor_rollout, ref, .*critic, .*scorer"),
         (["roles.scorer.seed=1", "roles.scorer.sed=1"], r"roles\.scorer\.sed.*seed, vocabulary"),
         (["roles.scorer.vocabulary=9"], r"roles\.scorer\.seed is missing"),
         (["roles.scorer.seed=x"], r"roles\.scorer\.seed='x'"),

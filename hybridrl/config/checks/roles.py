@@ -82,6 +82,8 @@ def _check_settings(config: PPOTrainerConfig, spec: RoleSpec, settings: Any) -> 
 
 def _check_model(config: PPOTrainerConfig, spec: RoleSpec, checked: set[str]) -> Iterator[str]:
     """Check the model that a role loads; several roles may load the same one."""
+    if callable(spec.config):  # the models of what a function returns are known to the check of its settings
+        return
     where, policy_lib = spec.config or spec.where, config.actor_rollout_ref.model.external_lib
     for name, model in _parts(spec.config_of(config), ModelConfig):
         if model.path not in checked:

@@ -18,6 +18,7 @@ from hybridrl.config.checks.algorithm import (
     check_rewards_to_advantages,
 )
 from hybridrl.config.checks.consequences import consequences
+from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
 from hybridrl.config.checks.supervised import check_supervised
@@ -111,6 +112,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_rewards_to_advantages(config)
     yield check_correction(config)
     yield check_full_kl(config)
+    yield check_distillation(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_sampling(policy.rollout)
     yield check_agents(policy.rollout)
@@ -132,7 +134,7 @@ def _chosen(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
     }
     if manager.source == "register":
         chosen["reward.reward_manager.name"] = (REWARD_MANAGERS, manager.name)
-    return chosen | _chosen_rollout(policy.rollout)
+    return chosen | chosen_by_name(config) | _chosen_rollout(policy.rollout)
 
 
 def _chosen_rollout(rollout: RolloutConfig) -> dict[str, tuple[Registry[Any], str]]:

@@ -47,6 +47,9 @@ class PolicyLossConfig(ConfigNode):
     kl_cov_ratio: float = key(
         0.0002, "kl_cov: share of the tokens, those with the largest covariance, that is penalised", ge=0, le=1
     )
+    sppo_eta: float = key(
+        1.0, "sppo: step size; the log-ratio of a sequence moves towards eta times its advantage", gt=0
+    )
     ppo_kl_coef: float = key(0.1, "kl_cov: weight of that penalty", ge=0)
 
 

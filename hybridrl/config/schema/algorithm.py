@@ -78,6 +78,11 @@ class AlgorithmConfig(ConfigNode):
     norm_adv_by_std_in_grpo: bool = key(True, "GRPO: divide by the group's standard deviation (false: Dr. GRPO)")
     gdpo_reward_keys: list[str] = key([], "gdpo: names of the reward components that the reward function returns")
     gdpo_reward_weights: list[float] | None = key(None, "gdpo: their weights; null: 1 each")
+    sppo_preference_scale: float | None = key(
+        None,
+        "sppo: a sample wins with probability sigmoid(scale * difference of scores); null: if it scores more",
+        gt=0,
+    )
     reward_dpo_coef: float = key(1.0, "prime: weight of the process rewards in the advantage", ge=0)
     reward_gt_coef: float = key(1.0, "prime: weight of the outcome in the advantage", ge=0)
     prime_norm: str = key(

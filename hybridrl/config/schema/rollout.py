@@ -208,6 +208,13 @@ class RolloutConfig(ConfigNode):
         choices=names.LOAD_FORMATS,
         synonyms=names.LOAD_FORMAT_SYNONYMS,
     )
+    lora_transfer: str = key(
+        "merged",
+        "engines: how an adapter (model.lora_rank) reaches them. merged: as whole weights with the adapter merged; "
+        "adapter: vLLM reads the base from model.path itself, gets the adapter alone, and keeps the base in host "
+        "memory while the policy trains",
+        choices=("merged", "adapter"),
+    )
     enforce_eager: bool = key(False, "engines: no CUDA graphs")
     cudagraph_capture_sizes: list[int] | None = key(
         None, "engines: batch sizes of CUDA graphs; null: the engine's default"

@@ -14,6 +14,7 @@ from hybridrl.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
+from hybridrl.config.schema.distillation import DistillationConfig
 from hybridrl.config.schema.engine import CheckpointConfig, OptimConfig
 from hybridrl.config.schema.megatron import SFTEngineConfig
 from hybridrl.config.schema.model import ModelConfig
@@ -51,6 +52,7 @@ class PPOTrainerConfig(ConfigNode):
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
     reward: RewardConfig = group(RewardConfig)
+    distillation: DistillationConfig = group(DistillationConfig)
     trainer: TrainerConfig = group(TrainerConfig)
     placement: PlacementConfig = group(PlacementConfig)
     ray_kwargs: RayConfig = group(RayConfig)

@@ -88,11 +88,16 @@ def adapter_of(engine: Any) -> lora.Adapter:
     return found
 
 
+def config_text(engine: Any) -> str:
+    """See `HasAdapters.adapter_config`."""
+    adapter = adapter_of(engine)
+    return lora.as_text(adapter.config, heads=map(lora.file_name, adapter.names))
+
+
 def notes(engine: Any) -> dict[str, str]:
     """Files that are written next to the adapter's tensors in a checkpoint, by name: what it is, and of which base."""
-    config = adapter_of(engine).config
     return {
-        lora.CONFIG_FILE: lora.as_text(config, heads=map(lora.file_name, engine.adapter.names)),
+        lora.CONFIG_FILE: config_text(engine),
         BASE_FILE: lora.base_digest(engine.model_config.path) + "\n",
     }
 

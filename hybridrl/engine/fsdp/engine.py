@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.engine.capabilities import (
     ComparesVocabulary,
+    ComputesFromLogits,
     CopiesState,
     ExportsShards,
     GeneratesInPlace,
@@ -28,6 +29,7 @@ from hybridrl.engine.capabilities import (
 from hybridrl.engine.forecast import Forecast, Workload
 from hybridrl.engine.fsdp import adapted, checkpoint
 from hybridrl.engine.fsdp.activations import check_activations, save_activations
+from hybridrl.engine.fsdp.comparing import check_function, check_same_batches
 from hybridrl.engine.fsdp.exported import Exported
 from hybridrl.engine.fsdp.forecast import forecast
 from hybridrl.engine.fsdp.forward import (
@@ -42,9 +44,11 @@ from hybridrl.engine.fsdp.offload import Offload
 from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
-from hybridrl.engine.fsdp.sharding import ShardedModule, Weights
+from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.fsdp.source import Source
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
+from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
@@ -57,7 +61,6 @@ from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
-from hybridrl.models.kinds import KINDS
 from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
@@ -76,6 +79,7 @@ class FSDPEngine(
     MicroBatchedEngine,
     CopiesState,
     ComparesVocabulary,
+    ComputesFromLogits,
     GeneratesInPlace,
     ExportsShards,
     HasAdapters,
@@ -166,12 +170,13 @@ class FSDPEngine(
         self.packed = bool(model.use_remove_padding) and not self.shares_prefixes and self._may_pack()
         if self.packed:
             self.work = work_of(self.config)
+        source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
         if self._is_sharded():
-            self._sharded = ShardedModule(self._prepare(self._build()), engine, self.compute_dtype)
-            self._sharded.fill(self._open)
+            self._sharded = ShardedModule(self._prepare(source.build()), engine, self.compute_dtype)
+            self._sharded.fill(source.open)
             self.module = self._sharded.module
         else:
-            self.module = self._prepare(self._load()).to(device.current_device())
+            self.module = self._prepare(source.load()).to(device.current_device())
             if self.compute_dtype != self.model_dtype:
                 self._masters = MasterWeights(self.module, self.compute_dtype)
         self._head = SelectingHead(self.module)
@@ -180,6 +185,7 @@ class FSDPEngine(
             check_router_loss(model, engine)
             top_k = int(self.config.get_text_config().num_experts_per_tok)
             self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k)
+        self.adapter = source.adapter
         self.exported = Exported(self.module, self._masters, self.compute_dtype, self.adapter)
         self._trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}
         if self.optim_config is not None:
@@ -263,41 +269,6 @@ class FSDPEngine(
         if distributed.get_rank() == 0:
             notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
 
-    def _build(self) -> nn.Module:
-        build = KINDS[self.model_type].build
-        return self._adapted(build(self.config, self._base_dtype, self.model_config.trust_remote_code))
-
-    def _load(self) -> nn.Module:
-        load = KINDS[self.model_type].load
-        module = self._adapted(
-            load(self.model_config.path, self.config, self._base_dtype, self.model_config.trust_remote_code)
-        )
-        if self.adapter is not None:
-            lora.fill(module, self._first_values())
-        return module
-
-    def _open(self) -> Weights:
-        """The weights to shard, in the dtype of the checkpoint."""
-        read = KINDS[self.model_type].open
-        weights = read(self.model_config.path, self.config, "auto", self.model_config.trust_remote_code)
-        if self.adapter is None:
-            return weights
-        assert self._sharded is not None
-        return adapted.AdaptedWeights(weights, self._first_values(), self._sharded.module)
-
-    @property
-    def _base_dtype(self) -> torch.dtype:
-        """Nothing accumulates in frozen weights, so they need no more precision than the computation."""
-        return self.compute_dtype if self.model_config.adapted else self.model_dtype
-
-    def _adapted(self, module: nn.Module) -> nn.Module:
-        if self.model_config.adapted:
-            self.adapter = adapted.attach(module, self.model_config, self.model_dtype)
-        return module
-
-    def _first_values(self) -> dict[str, torch.Tensor]:
-        return adapted.adapter_of(self).first_values(self.engine_config.seed, self.model_config.lora_adapter_path)
-
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
         if self._sees_images:
@@ -378,8 +349,8 @@ class FSDPEngine(
             plan.images = BatchImages(batch, self.config)
         return plan
 
-    def _layouts(self, plan: BatchPlan) -> list[Layout]:
-        return [self._for_all_ranks(layout) for layout in super()._layouts(plan)]
+    def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:
+        return [self._for_all_ranks(layout) for layout in super()._layouts(plan, function)]
 
     def _for_all_ranks(self, layout: Layout) -> Layout:
         """The micro-batch with what every rank has to compute where any does."""
@@ -420,7 +391,8 @@ class FSDPEngine(
 
     def _compute(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of this rank's tokens."""
-        if self._fuses and "ref_kl" not in wanted.outputs:
+        function = wanted.function
+        if self._fuses and "ref_kl" not in wanted.outputs and function is None:
             return response_statistics(
                 self.module,
                 self._head,
@@ -435,7 +407,13 @@ class FSDPEngine(
             assert self.reference is not None
             with self.without_adapter() if self.reference is self else contextlib.nullcontext():
                 reference = self.reference.response_logits(layout)
-        return compute_outputs(self._logits(layout), layout, wanted.temperature, wanted.outputs, reference)
+        logits = self._logits(layout)
+        kept = reference is not None or function is not None
+        found = compute_outputs(logits, layout, wanted.temperature, wanted.outputs, reference, keeps_logits=kept)
+        if function is not None:
+            other = None if function.other is None else function.other.response_logits(layout)
+            found |= function(logits, layout.inputs or {}, wanted.temperature, other)
+        return found
 
     def _logits(self, layout: Layout) -> torch.Tensor:
         return response_logits(self.module, self._head, layout, self._takes_boundaries, self._sequence_group)
@@ -444,19 +422,18 @@ class FSDPEngine(
     def _sequence_group(self) -> ProcessGroup | None:
         return None if self._sequences is None else self._sequences.group
 
+    @contextlib.contextmanager
+    def computing(self, function: LogitsFunction) -> Iterator[None]:
+        check_function(self, function)
+        self._function = function
+        try:
+            yield
+        finally:
+            self._function = None
+
     def compare_with(self, reference: Engine) -> None:
-        kinds = [(one.packed, one.shares_prefixes) for one in (self, reference) if isinstance(one, FSDPEngine)]
-        if not isinstance(reference, FSDPEngine) or kinds[0] != kinds[1]:
-            raise ModelError(
-                "KL form full compares both policies on the same micro-batches, so both need the same strategy and "
-                "attention: give actor_rollout_ref.ref.fsdp_config the dtype of actor_rollout_ref.actor.fsdp_config"
-            )
-        if reference.geometry.cp_size != self.geometry.cp_size:
-            raise ModelError(
-                "KL form full compares both policies token by token, so both need the same "
-                f"ulysses_sequence_parallel_size: actor_rollout_ref.ref.fsdp_config has {reference.geometry.cp_size} "
-                f"and actor_rollout_ref.actor.fsdp_config {self.geometry.cp_size}"
-            )
+        check_same_batches(self, reference, "KL form full", "actor_rollout_ref.ref.fsdp_config")
+        assert isinstance(reference, FSDPEngine)
         self.reference = reference
 
     @torch.no_grad()
@@ -555,6 +532,9 @@ class FSDPEngine(
 
     def without_adapter(self) -> contextlib.AbstractContextManager[None]:
         return adapted.adapter_of(self).off()
+
+    def adapter_config(self) -> str:
+        return adapted.config_text(self)
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         adapted.adapter_of(self)

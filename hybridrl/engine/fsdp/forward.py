@@ -180,12 +180,14 @@ def compute_outputs(
     temperature: float,
     outputs: Collection[str],
     reference_logits: torch.Tensor | None = None,
+    keeps_logits: bool = False,
 ) -> dict[str, torch.Tensor]:
     """`log_probs`, `entropy`, `sum_pi_squared`, `ref_kl` or `values` of N response tokens, float32 `[N]`.
 
     Args:
         logits: `[N, V]`; the backward pass may overwrite them.
         reference_logits: of the reference policy, for `ref_kl`.
+        keeps_logits: something else reads the logits, so the backward pass does not overwrite them.
     """
     if "values" in outputs:
         return {"values": logits.reshape(-1).float()}
@@ -197,7 +199,7 @@ def compute_outputs(
         entropy="entropy" in outputs,
         sum_pi_squared="sum_pi_squared" in outputs,
         # If nothing else reads the logits, their gradient may overwrite them.
-        inplace_backward=reference_logits is None,
+        inplace_backward=not keeps_logits and reference_logits is None,
     )
     if reference_logits is not None:
         found["ref_kl"] = full_kl_from_logits(logits, reference_logits, temperature=temperature)

@@ -84,16 +84,23 @@ class SequenceParallel:
             selected=layout.selected[owned] - begin,
             labels=layout.labels[owned],
             lengths=[*lengths, missing] if missing else lengths,
+            inputs=None if layout.inputs is None else {name: one[owned] for name, one in layout.inputs.items()},
         )
         return part, owned
 
     def join(self, computed: dict[str, torch.Tensor], owned: torch.Tensor) -> dict[str, torch.Tensor]:
         """All N outputs on every rank, from those that each computed."""
         names = sorted(computed)
-        own = torch.stack([computed[name] for name in names])
-        owned = owned.to(own.device).expand(len(names), -1)
-        whole = own.new_zeros(owned.shape).masked_scatter(owned, own)
-        return dict(zip(names, SharedSum.apply(whole, self.group), strict=True))
+        # A row for each number of a token. Integers are tokens of a vocabulary, which float32 holds exactly.
+        parts = [computed[name].flatten(1).T if computed[name].dim() > 1 else computed[name][None] for name in names]
+        own = torch.cat([part.float() for part in parts])
+        owned = owned.to(own.device).expand(len(own), -1)
+        whole = SharedSum.apply(own.new_zeros(owned.shape).masked_scatter(owned, own), self.group)
+        split = whole.split([len(part) for part in parts])
+        return {
+            name: rows.T.reshape(-1, *computed[name].shape[1:]).to(computed[name].dtype)
+            for name, rows in zip(names, split, strict=True)
+        }
 
 
 # Groups of ranks that share sequences by their size, and the process group of the world that they were made in.

@@ -17,8 +17,8 @@ from torch import nn
 
 from hybridrl.config import RolloutConfig
 from hybridrl.engine.capabilities import GeneratesInPlace, ReplaysRouting
-from hybridrl.errors import UserError
-from hybridrl.models.vision import ImageTensors, digest
+from hybridrl.errors import RolloutError, UserError
+from hybridrl.models.vision import ImageTensors, digest, is_vision_model, tokens_per_image
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
@@ -89,6 +89,7 @@ class HFRollout:
         images = _Images.of(prompts)
         experts: list[torch.Tensor | None] = []
         with self.engine.whole_weights() as module, self._recorded(meta) as chosen, torch.no_grad():
+            images.check(ids, mask, module.config)
             for start in range(0, rows, self.config.max_num_seqs):
                 part = slice(start, min(start + self.config.max_num_seqs, rows))
                 distinct = _Prompts.distinct(ids[part], mask[part], positions[part], images[part])
@@ -178,6 +179,23 @@ class _Images:
 
     def __getitem__(self, part: slice) -> "_Images":
         return _Images(self._rows[part], self._digests[part], self._given)
+
+    def check(self, ids: torch.Tensor, mask: torch.Tensor, config: Any) -> None:
+        """Refuse rows whose placeholders are not as many as their images have tokens.
+
+        Raises:
+            RolloutError: a request came without its images, as those of single turns do, or with others.
+        """
+        if not is_vision_model(config):
+            return
+        counts = ((ids == config.image_token_id) & mask.bool()).sum(dim=1).tolist()
+        for row, (count, own) in enumerate(zip(counts, self._rows, strict=True)):
+            wanted = int(tokens_per_image(config, own["image_grid_thw"]).sum()) if own else 0
+            if count != wanted:
+                raise RolloutError(
+                    f"prompt {row} of the batch has {count} image placeholders, and its images have {wanted} tokens: "
+                    "its images are not in multi_modal_inputs. Requests of single turns (`Rollout.client`) carry none"
+                )
 
     def extras(self) -> list[dict[str, Any]]:
         """The column of each row that says which images it was generated from."""

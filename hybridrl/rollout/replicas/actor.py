@@ -6,12 +6,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import ray
+import torch
 
 from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.models.info import tokenizer_of
@@ -276,6 +277,10 @@ class Replica:
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         """Load a part of the weights; when this returns the bucket may be overwritten."""
         await self._engine_does(self._engine.load_bucket(bucket))
+
+    async def load_adapter(self, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take an adapter in place of weights; see `InferenceEngine.load_adapter`."""
+        await self._engine_does(self._engine.load_adapter(config, tensors))
 
     async def end_update(self, version: int) -> None:
         """All weights of `version` have arrived."""

@@ -22,6 +22,8 @@ SUPPORTED = (Version("0.26"), Version("0.33"))
 TEMPERATURES = (0.01, 2.0)
 #: the first version that is known to divide logits by the temperature in float32, whatever its model runner
 _EXACT_TEMPERATURES = Version("0.32")
+#: sizes of the memory that vLLM has for an adapter
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # kernels of layers with experts that wait for new weights
 _expert_kernels: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
@@ -56,6 +58,21 @@ def check_version() -> str | None:
     if not any(version.base_version.startswith(f"{tested}.") for tested in TESTED):
         return f"{name} {version} was never tested with this release (tested: {', '.join(TESTED)})"
     return None
+
+
+def lora_rank(rank: int) -> int:
+    """The size of an adapter's memory for this rank.
+
+    Raises:
+        RolloutError: vLLM has none that is large enough.
+    """
+    for size in _LORA_RANKS:
+        if rank <= size:
+            return size
+    raise RolloutError(
+        f"vLLM applies adapters of a rank up to {_LORA_RANKS[-1]}, and this one has {rank}: set "
+        "actor_rollout_ref.rollout.lora_transfer=merged, or a lower actor_rollout_ref.model.lora_rank"
+    )
 
 
 def refusals() -> tuple[type[Exception], ...]:

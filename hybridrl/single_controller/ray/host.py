@@ -24,6 +24,7 @@ from hybridrl.errors import UserError
 from hybridrl.protocol import DataProto
 from hybridrl.single_controller.base.failures import RemoteFailure
 from hybridrl.single_controller.base.worker import PortReservation, WorkerSettings, set_up_process
+from hybridrl.single_controller.ray.images import with_images
 from hybridrl.utils.child_processes import keep_exit_codes
 
 # Positional and keyword arguments of the user's constructor.
@@ -123,7 +124,7 @@ class WorkerHost:
         """Run one method of the worker, or of the role's worker inside a colocated one."""
         started = time.perf_counter()
         try:
-            result = self._host_method(role, name)(*args, **kwargs)
+            result = self._host_method(role, name)(*map(with_images, args), **_with_images(kwargs))
             if inspect.iscoroutine(result):
                 result = asyncio.run(result)
         except (Exception, SystemExit) as error:
@@ -164,7 +165,7 @@ class AsyncWorkerHost(WorkerHost):
     async def _host_call(self, role: str, name: str, *args: Any, **kwargs: Any) -> tuple[Any, Answer]:  # type: ignore[override]
         started = time.perf_counter()
         try:
-            result = self._host_method(role, name)(*args, **kwargs)
+            result = self._host_method(role, name)(*map(with_images, args), **_with_images(kwargs))
             if inspect.isawaitable(result):
                 result = await result
         except (Exception, SystemExit) as error:
@@ -186,6 +187,10 @@ def has_async_methods(cls: type) -> bool:
 def _answer(result: Any, started: float) -> Answer:
     seconds = time.perf_counter() - started
     return Answer(seconds, len(result) if isinstance(result, DataProto) else -1, time.time() - seconds)
+
+
+def _with_images(named: dict[str, Any]) -> dict[str, Any]:
+    return {key: with_images(value) for key, value in named.items()}
 
 
 def _keep_stacks_readable() -> None:

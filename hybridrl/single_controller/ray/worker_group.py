@@ -19,6 +19,7 @@ from hybridrl.single_controller.base.worker import RANK_VARIABLES, WorkerSetting
 from hybridrl.single_controller.base.worker_group import ClassWithInitArgs, GroupMethod, WorkerGroup
 from hybridrl.single_controller.ray import calls, postmortem
 from hybridrl.single_controller.ray.host import WorkerInfo, has_async_methods, hosted
+from hybridrl.single_controller.ray.images import with_references
 from hybridrl.single_controller.ray.payload import put_shared
 from hybridrl.single_controller.ray.resource_pool import RayResourcePool
 from hybridrl.utils.spans import Span, kept
@@ -312,8 +313,8 @@ class RayWorkerGroup(WorkerGroup):
     ) -> calls.Call:
         """Send one call. `columns` and `named` hold each argument's value for each of `ranks`."""
         self._check_usable()
-        columns = [put_shared(column) for column in columns]
-        named = {key: put_shared(column) for key, column in named.items()}
+        columns = [_placed(column) for column in columns]
+        named = {key: _placed(column) for key, column in named.items()}
         results, answers = [], []
         with _SUBMITTING:
             for index, rank in enumerate(ranks):
@@ -480,6 +481,12 @@ class _Shared:
         self.infos: list[WorkerInfo] = []
         self.pings: list[Any] = []
         self.failure: WorkerError | None = None
+
+
+def _placed(column: list[Any]) -> list[Any]:
+    """One argument's values as they are sent: what ranks or calls share is in the object store."""
+    replaced = {id(value): with_references(value) for value in column}
+    return put_shared([replaced[id(value)] for value in column])
 
 
 def _per_worker(args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> tuple[list[Any], dict[str, Any]]:

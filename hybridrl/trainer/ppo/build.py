@@ -21,6 +21,7 @@ from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
+from hybridrl.trainer.ppo.teachers import check_rows, check_teachers
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import check_engine
 from hybridrl.workers.losses import check_kl_form, check_router_replay
@@ -48,6 +49,7 @@ def prepare(
     _check_engines(config)
     check_kl_form(config)
     check_router_replay(config)
+    check_teachers(config, tokenizer)
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
@@ -122,6 +124,7 @@ def _with_data(
     val = None
     if data.val_files:
         val = create_rl_dataset(data.val_files, data, tokenizer, data.val_max_samples, "data.val_files", processor)
+    check_rows(train, config)
     reward.check(train, val)
     if config.reward.runs_functions:
         report_missing(train, "data.train_files")

@@ -32,6 +32,7 @@ _CHANGES: tuple[tuple[str, Any], ...] = (
     (f"{_ROLLOUT}.gpu_memory_utilization", "what is left"),
     (f"{_ACTOR}.fsdp_config.optimizer_offload", True),
     ("actor_rollout_ref.ref.fsdp_config.param_offload", True),
+    ("distillation.fsdp_config.param_offload", True),
     ("reward.reward_model.fsdp_config.param_offload", True),
     ("critic.fsdp.optimizer_offload", True),
     (f"{_ACTOR}.fsdp_config.param_offload", True),
@@ -161,6 +162,8 @@ def _candidates(config: PPOTrainerConfig, total: float, compute: ForRoles) -> It
     sequence = rollout.prompt_length + rollout.response_length
     for key, value in _CHANGES:
         if key.startswith("critic.") and not config.use_critic:
+            continue
+        if key.startswith("distillation.") and not config.distillation.enabled:
             continue
         if key.startswith("reward.") and not config.reward.reward_model.enable:
             continue

@@ -41,8 +41,10 @@ from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.reward_transform import RewardTransform
 from hybridrl.trainer.ppo.roles import POLICY, ROLES, RoleSpec, Update, active_roles
 from hybridrl.trainer.ppo.sampler import Sampled
+from hybridrl.trainer.ppo.teachers import add_teacher_index
 from hybridrl.utils.metrics import Metric, merge_metrics, reduce_to_floats
 from hybridrl.utils.seqlen_balancing import log_seqlen_unbalance
+from hybridrl.workers.distillation import Distillation
 from hybridrl.workers.loss_prepass import ROW_IDS
 from hybridrl.workers.update_plan import UpdatePlan
 
@@ -56,9 +58,10 @@ class StepResult:
     Attributes:
         step: the number of the step, from 1.
         batch: the batch that was learned from, with rows in the sampler's order and the fields computed on the way
-            (`old_log_probs`, `ref_log_prob`, `values`, `token_level_rewards`, `advantages`, `returns` [B, T]).
+            (`old_log_probs`, `ref_log_prob`, `teacher_log_probs`, `values`, `token_level_rewards`, `advantages`,
+            `returns` [B, T]).
         metrics: metrics of evaluation, correction, advantages and updates.
-        timing: seconds per phase: `old_log_prob`, `ref`, `values`, `rollout_corr`, `adv`, `update_critic`,
+        timing: seconds per phase: `old_log_prob`, `ref`, `teacher`, `values`, `rollout_corr`, `adv`, `update_critic`,
             `update_actor`.
     """
 
@@ -138,6 +141,7 @@ class Learner:
                 f"the rollout returned no field {ROUTED_EXPERTS} [B, S, L, K]; return it, by "
                 f"Trajectory.{ROUTED_EXPERTS}, or set router_replay.mode to R2 or disabled"
             )
+        add_teacher_index(batch, self.config)
         passes = [(spec, one) for spec in self.roles for one in spec.passes if one.needed(self.needs)]
         inputs = _inputs(batch, [name for _, one in passes for name in one.optional])
         inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
@@ -316,6 +320,7 @@ class Learner:
                 response_length=self.config.actor_rollout_ref.rollout.response_length,
                 temperature=self.config.actor_rollout_ref.rollout.temperature,
                 rollout_correction=self.config.algorithm.rollout_correction,
+                distillation=Distillation.of(self.config),
             ).attach_to(spread)
 
     # ------------------------------------------------------------------ state

@@ -32,6 +32,8 @@ class Needs:
             log-probabilities.
         values: the estimator reads the critic's values.
         reward_baselines: the estimator compares with a greedy response to each prompt.
+        teacher: teachers compute before the update what the distillation loss reads. A loss over the vocabulary is
+            computed in the update.
         sampled_experts: the policy's pass and updates use the experts that tokens chose in generation.
     """
 
@@ -44,6 +46,7 @@ class Needs:
     values: bool
     reward_baselines: bool
     sampled_experts: bool
+    teacher: bool = False
 
     @classmethod
     def of(cls, config: PPOTrainerConfig) -> "Needs":
@@ -64,6 +67,7 @@ class Needs:
             ref_kl=full_in_reward,
             values="values" in inputs,
             reward_baselines="reward_baselines" in inputs,
+            teacher=config.distillation.enabled and config.distillation.reads != "vocabulary",
             sampled_experts=actor.router_replay.records_in_generation,
         )
 

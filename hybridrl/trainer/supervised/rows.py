@@ -66,7 +66,7 @@ def as_responses(batch: DataProto, pairs: bool = False) -> DataProto:
 
 
 def as_scored(batch: DataProto, pad_token_id: int) -> DataProto:
-    """Convert pairs to inputs of a reward model, whose output after the last token is the reward.
+    """Convert pairs to inputs of a reward model, whose output at the last token of a conversation is the reward.
 
     An engine's `values` are those of the state before a response token. So a token is added after the last one, which
     nothing attends to, and is the only one in `response_mask`.

@@ -1,0 +1,164 @@
+"""Cross-checks of `distillation`: teachers and losses that cannot work together, and settings without effect."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrl.config.checks.paths import check_model
+from hybridrl.config.roles import ROLES, pool_of
+from hybridrl.config.schema.distillation import DistillationLossConfig
+from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.config.strategies import engine_group, engine_settings
+from hybridrl.config.teachers import Teachers, teachers_of, unread_keys
+from hybridrl.errors import ConfigError
+from hybridrl.registry import DISTILLATION_LOSSES, POLICY_LOSSES, Registry
+
+_LOSS, _TEACHERS, _ACTOR = "distillation.distillation_loss", "distillation.teacher_models", "actor_rollout_ref.actor"
+
+
+def chosen_by_name(config: PPOTrainerConfig) -> dict[str, tuple[Registry[Any], str]]:
+    """Return what distillation chooses by name: for each key, the registry and the name."""
+    loss = config.distillation.distillation_loss
+    if not config.distillation.enabled:
+        return {}
+    return {
+        f"{_LOSS}.loss_mode": (DISTILLATION_LOSSES, loss.loss_mode),
+        f"{_LOSS}.policy_loss_mode": (POLICY_LOSSES, loss.policy_loss_mode),
+    }
+
+
+def check_distillation(config: PPOTrainerConfig) -> Iterator[str]:
+    """Check the teachers, the loss and where both are computed."""
+    if not config.distillation.enabled:
+        return
+    try:
+        found = teachers_of(config)
+    except ConfigError as error:
+        yield from error.faults
+        return
+    yield from _check_teachers(config, found)
+    yield from _check_loss(config.distillation.distillation_loss)
+    if config.distillation.reads == "vocabulary":
+        yield from _check_same_process(config, found)
+    placed = config.placement.roles.get("teacher")
+    if config.distillation.nnodes and placed is not None:
+        yield (
+            f"placement.roles.teacher={placed} and distillation.nnodes={config.distillation.nnodes} both say where "
+            "teachers run; remove one of them"
+        )
+
+
+def _check_teachers(config: PPOTrainerConfig, found: Teachers) -> Iterator[str]:
+    if not found.teachers:
+        yield (
+            f"distillation.enabled=True without a teacher; set {_TEACHERS}.NAME.model_path to a directory in Hugging "
+            "Face format or a hub id, NAME as you like"
+        )
+    several, rollout = len(found.teachers) > 1, config.actor_rollout_ref.rollout
+    tokens = rollout.prompt_length + rollout.response_length
+    for teacher in found.teachers:
+        settings = teacher.settings
+        if settings.model_path is None:
+            yield f"{teacher.where} has no model_path; set {teacher.where}.model_path, or remove the teacher"
+        else:
+            for fault in check_model(teacher.where, teacher.model, config.trainer.device):
+                yield fault.replace(f"{teacher.where}.path", f"{teacher.where}.model_path")
+        if several and settings.key is None:
+            yield (
+                f"{teacher.where}.key is not set, and there are {len(found.teachers)} teachers; set it to the value of "
+                f"the column {config.distillation.teacher_key} (distillation.teacher_key) of its rows"
+            )
+        limit = settings.inference.max_model_len
+        if limit is not None and limit < tokens:
+            yield (
+                f"{teacher.where}.inference.max_model_len={limit} is less than the {tokens} tokens of prompt and "
+                "response (data.max_prompt_length, data.max_response_length); the teacher reads both"
+            )
+        for name in ("prompt_length", "response_length"):
+            length, own = getattr(rollout, name), getattr(settings.inference, name)
+            if own not in (None, length):
+                yield (
+                    f"{teacher.where}.inference.{name}={own} and data.max_{name}={length} are the same thing; remove "
+                    "the former"
+                )
+    for key, count in Counter(one.settings.key for one in found.teachers).items():
+        if key is not None and count > 1:
+            yield f"{_TEACHERS}: {count} teachers have key={key}; a row has one teacher"
+
+
+def _check_loss(loss: DistillationLossConfig) -> Iterator[str]:
+    name = loss.loss_mode
+    if not DISTILLATION_LOSSES.facts(name).direct and not loss.use_policy_gradient:
+        yield (
+            f"{_LOSS}.loss_mode={name} with use_policy_gradient=False: its gradient does not depend on the teacher; "
+            f"set {_LOSS}.use_policy_gradient=True, or loss_mode=k2, k3 or forward_kl_topk"
+        )
+    facts = POLICY_LOSSES.facts(loss.policy_loss_mode)
+    if loss.use_policy_gradient and (facts.needs or facts.requires):
+        missing = ", ".join((*facts.needs, *facts.requires))
+        yield f"{_LOSS}.policy_loss_mode={loss.policy_loss_mode} needs {missing}, which it does not get; use vanilla"
+
+
+def _check_same_process(config: PPOTrainerConfig, found: Teachers) -> Iterator[str]:
+    """A loss over the vocabulary compares logits, which are too large to send between processes."""
+    name, actor = config.distillation.distillation_loss.loss_mode, config.actor_rollout_ref.actor
+    why = f"{_LOSS}.loss_mode={name} compares the logits of both models, too large to send between processes"
+    instead = "or use a loss over the teacher's most likely tokens, such as forward_kl_topk_tail"
+    if len(found.teachers) > 1:
+        yield f"{why}, so it takes one teacher, and {_TEACHERS} has {len(found.teachers)}; leave one, {instead}"
+    teacher, policy = pool_of(ROLES["teacher"], config), pool_of(ROLES["actor_rollout"], config)
+    if teacher != policy:
+        yield (
+            f"{why}, and the teacher's pool {teacher} is not the actor's {policy}; set distillation.nnodes=0 and "
+            f"remove placement.roles.teacher, {instead}"
+        )
+    if actor.strategy != config.distillation.strategy:
+        yield f"distillation.strategy={config.distillation.strategy}: {why}, so it must be {actor.strategy}, {instead}"
+        return
+    own, other = engine_settings(actor), engine_settings(config.distillation)
+    for one in found.teachers:
+        dtype = one.settings.inference.dtype or other.dtype
+        if dtype != own.dtype:
+            group = engine_group(actor)
+            yield (
+                f"{one.where}.inference.dtype={dtype}: {why}, so it must be {_ACTOR}.{group}.dtype={own.dtype}; "
+                f"set them alike, {instead}"
+            )
+
+
+def distillation_notices(config: PPOTrainerConfig) -> Iterator[str]:
+    """Yield a notice for each group of settings without effect."""
+    settings, loss = config.distillation, config.distillation.distillation_loss
+    if not settings.enabled:
+        if settings.teacher_models:
+            yield f"no effect here without distillation.enabled: {_TEACHERS}"
+        return
+    if unread := list(unread_keys(config)):
+        yield (
+            "no effect here, teachers compute by the training engine (distillation.strategy), spread over all "
+            f"processes of their pool: {', '.join(unread)}"
+        )
+    found = teachers_of(config)
+    if len(found.teachers) == 1 and found.teachers[0].settings.key is not None:
+        yield f"{found.teachers[0].where}.key has no effect: with one teacher, all rows are its"
+    defaults, idle = DistillationLossConfig(), set()
+    if settings.reads == "tokens":
+        idle.add("log_prob_min_clamp")
+    if settings.reads != "top":
+        idle.add("topk")
+    if not loss.use_policy_gradient:
+        idle |= {"policy_loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"}
+    if not loss.use_task_rewards:
+        idle.add("distillation_loss_coef")
+    if names := [name for name in loss.keys() if name in idle and loss[name] != defaults[name]]:
+        yield (
+            f"no effect here with {_LOSS}.loss_mode={loss.loss_mode}, use_policy_gradient={loss.use_policy_gradient}, "
+            f"use_task_rewards={loss.use_task_rewards}: {', '.join(f'{_LOSS}.{name}' for name in names)}"
+        )
+    actor = config.actor_rollout_ref.actor
+    terms = {"use_kl_loss": actor.use_kl_loss, "entropy_coeff": actor.entropy_coeff != 0}
+    if not loss.use_task_rewards and any(terms.values()):
+        yield (
+            f"no effect here with {_LOSS}.use_task_rewards=False, which leaves the whole loss of the policy out: "
+            + ", ".join(f"{_ACTOR}.{name}" for name, on in terms.items() if on)
+        )

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# DPO. On the GPUs of this machine with a model of 0.5 B parameters on UltraFeedback, or small on any machine:
+#
+#   bash recipes/dpo/run.sh [--smoke] [KEY=VALUE ...]
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../pairs.sh" dpo "$@"
