@@ -97,8 +97,8 @@ def _tile_statistics(logits: Tensor, labels: Tensor | None, options: _Options) -
     log_p = logits.sub_(normalizer.unsqueeze(-1))
     near = None if labels is None else labels.clamp(0, logits.shape[-1] - 1)
     lp, entropy, square = chunk_statistics(log_p, near, options.entropy, options.sum_pi_squared)
-    if lp is not None:
-        lp = torch.where(near == labels, lp, -torch.inf)
+    if lp is not None and near is not None and labels is not None:
+        lp = lp.masked_fill(near != labels, -torch.inf)
     return lp, entropy, square, normalizer
 
 
@@ -110,8 +110,7 @@ def _of_all_words(tiles: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None
     if len(tiles) == 1:
         return tiles[0]
     lp, entropy, square, normalizers = (
-        None if parts[0] is None else torch.stack(parts)
-        for parts in zip(*tiles, strict=True)  # type: ignore[arg-type]
+        None if parts[0] is None else torch.stack(parts) for parts in zip(*tiles, strict=True)
     )
     assert normalizers is not None
     normalizer = torch.logsumexp(normalizers, 0)
