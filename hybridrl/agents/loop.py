@@ -1,5 +1,6 @@
 """What an agent loop is: the conversation of one session, with token ids in and out."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -203,6 +204,8 @@ class AgentLoopBase(ABC):
     Attributes:
         rollout_config: `actor_rollout_ref.rollout`.
         tool_schemas: descriptions of the tools, for the chat template.
+        loop: the event loop; `loop.run_in_executor` runs what would block it.
+        processor, data_config: verl's attributes: None, and `data`.
     """
 
     def __init__(
@@ -224,6 +227,8 @@ class AgentLoopBase(ABC):
         self.tool_schemas = [tool.tool_schema for tool in tools.values()]
         self.tool_parser = parser
         self.turns = turns
+        self.loop = asyncio.get_running_loop()
+        self.processor, self.data_config = kwargs.get("processor"), kwargs.get("data_config")
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:

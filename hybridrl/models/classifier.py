@@ -5,7 +5,7 @@ from transformers import PreTrainedConfig
 from hybridrl.config import ModelConfig
 from hybridrl.errors import ModelError
 from hybridrl.models.loading import check_weights, checked_source
-from hybridrl.models.value import END_OF_TURN, HEAD_NAME, SCORED_AT, head_shapes
+from hybridrl.models.value import HEAD_NAME, LAST_TOKEN, SCORED_AT, head_shapes
 
 _WANTED = "a reward model is a causal model with a head of one label, such as AutoModelForSequenceClassification saves"
 
@@ -47,12 +47,7 @@ def scored_length(ids: list[int], config: PreTrainedConfig) -> int:
     transformers takes the output at the last token that is not `pad_token_id`, also where that token ends a turn. A
     model that was trained here reads all of them.
     """
-    if ends_with_turn(config):
+    if getattr(config, SCORED_AT, None) == LAST_TOKEN:
         return len(ids)
     pad = config.get_text_config().pad_token_id
     return next((number for number in range(len(ids), 0, -1) if ids[number - 1] != pad), len(ids))
-
-
-def ends_with_turn(config: PreTrainedConfig) -> bool:
-    """Whether the model learned its score at the token that ends the answer's turn, as one that was trained here."""
-    return bool(getattr(config, SCORED_AT, None) == END_OF_TURN)

@@ -177,7 +177,8 @@ def _inject(module: nn.Module, config: LoraConfig, chosen: Sequence[str], layers
     settings.target_modules = set(chosen)
     with _quiet():
         _peft().inject_adapter_in_model(config, within, adapter_name=_NAME, low_cpu_mem_usage=True)
-    settings.target_modules = _shortened(chosen, layers)
+    # PEFT takes short names for those of experts, too, where a layer keeps all experts in one tensor.
+    settings.target_modules = set(chosen) if has_fused_experts(module) else _shortened(chosen, layers)
     return Adapter(module, config)
 
 

@@ -33,9 +33,9 @@ from hybridrl.models.stored import StoredWeights, open_pretrained
 from hybridrl.utils.files import use_umask
 
 HEAD_NAME = "score"
-#: entry of config.json of a reward model that was trained here, and its value: it learned its score at the token that
-#: ends the answer's turn, not after whitespace that a chat template writes behind it
-SCORED_AT, END_OF_TURN = "scored_at", "end_of_turn"
+#: entry of config.json of a reward model that was trained here, and its value: it learned its score at the last token
+#: of a conversation, also where that is the padding token
+SCORED_AT, LAST_TOKEN = "scored_at", "last_token"
 
 
 class ValueHead(nn.Linear):
@@ -152,7 +152,7 @@ def value_config(config: PreTrainedConfig, bias: bool = True) -> PreTrainedConfi
     saved = type(config).from_dict(config.to_dict())
     saved.num_labels = 1
     if not bias:
-        setattr(saved, SCORED_AT, END_OF_TURN)
+        setattr(saved, SCORED_AT, LAST_TOKEN)
     name = type(config)
     auto = AutoModelForTokenClassification if bias else AutoModelForSequenceClassification
     classes: Any = auto._model_mapping

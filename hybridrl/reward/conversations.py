@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.errors import ModelError
-from hybridrl.models.classifier import check_reward_model, ends_with_turn, scored_length
+from hybridrl.errors import ModelError, RewardError
+from hybridrl.models.classifier import check_reward_model, scored_length
 from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,8 +30,7 @@ class Conversations:
     If its tokenizer and chat template are those of the policy, the tokens of prompt and response are used as they are,
     and what the template writes after an answer is added where the response lacks it. Otherwise the messages of the
     prompt and the text of the response are rendered with its own template and tokenized. In both cases the score is
-    that of transformers for the rendered conversation; for a model that was trained here, for the conversation without
-    the whitespace behind the last turn, as in its training.
+    that of transformers for the rendered conversation.
 
     Args:
         config: the run's configuration.
@@ -74,7 +74,15 @@ class Conversations:
         Returns:
             `input_ids`, `attention_mask` [B, W + 1], padded at the left, and `response_mask` [B, 1]: the last column
             holds a token that is never read, before which the score is taken.
+
+        Raises:
+            RewardError: a prompt has images, which the model would not see.
         """
+        if any(len(given) for given in batch.non_tensor_batch.get(MULTI_MODAL_INPUTS, ())):
+            raise RewardError(
+                "reward.reward_model.enable=True: the reward model reads text, and prompts of this batch have images; "
+                "score them with a reward function"
+            )
         rows = self._rendered(batch) if self.renders else self._as_generated(batch)
         cut = [row[: self._max_length] for row in rows]
         if not self._told and any(len(short) < len(row) for short, row in zip(cut, rows, strict=True)):
@@ -121,5 +129,4 @@ class Conversations:
         return self._own.encode(text.rpartition(answer)[2], add_special_tokens=False)
 
     def _render(self, messages: list[Any]) -> str:
-        text = str(self._own.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
-        return text.rstrip() if ends_with_turn(self._config) else text
+        return str(self._own.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig, SupervisedConfig
+from hybridrl.config.roles import ROLES
 from hybridrl.config.strategies import engine_settings
 from hybridrl.config.teachers import teachers_of
 from hybridrl.engine.forecast import Forecast, Workload
@@ -31,6 +32,7 @@ def forecast_roles(config: PPOTrainerConfig, ranks: Mapping[str, int]) -> dict[s
         "teacher": _teachers,
         "critic": _critic,
         "reward_model": _reward_model,
+        "prime": _process_rewards,
     }
     return {name: makers[name](config, count) if name in makers else None for name, count in ranks.items()}
 
@@ -116,6 +118,19 @@ def _reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     infer = micro_batching(part.micro_batch_size_per_gpu, part.use_dynamic_bsz, part.forward_max_token_len_per_gpu)
     work = _workload(config, config.data.train_batch_size, ranks, None, infer)
     return _forecast("value_model", part, part.model, None, ranks, work)
+
+
+def _process_rewards(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
+    """The forecast of a model that learns, next to its frozen copy."""
+    part = ROLES["prime"].settings_of(config)
+    micro = micro_batching(part.ppo_micro_batch_size_per_gpu, part.use_dynamic_bsz, part.ppo_max_token_len_per_gpu)
+    work = _workload(config, part.ppo_mini_batch_size, ranks, micro, micro)
+    found = _forecast("language_model", part, part.model, part.optim, ranks, work)
+    frozen = _forecast("language_model", part, part.model, None, ranks, replace(work, update=None))
+    if found is None or frozen is None:
+        return None
+    kept = frozen.kept_weights
+    return replace(found, weights=found.weights + kept, kept_weights=found.kept_weights + kept)
 
 
 def _workload(

@@ -144,6 +144,11 @@ DAMAGED = [
     ("glm", "<tool_call>weather\n<arg_key>city</arg_key></tool_call>", "<arg_value>"),
     ("kimi", '<|tool_call_begin|>{"city": "Paris"}<|tool_call_end|>', "functions.NAME"),
     ("kimi", "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>Paris<|tool_call_end|>", "not JSON"),
+    (
+        "kimi",
+        "<|tool_call_begin|>functions.a<|im_end|>:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "functions.NAME",
+    ),
     ("deepseek", "<｜tool▁call▁begin｜>weather(Paris)<｜tool▁call▁end｜>", "NAME"),
     ("deepseek", "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{'a'}<｜tool▁call▁end｜>", "not JSON"),
     ("gpt-oss", "<|channel|>commentary to=functions.weather<|message|>Paris<|call|>", "not JSON"),

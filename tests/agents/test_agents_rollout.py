@@ -168,6 +168,20 @@ def test_limits_end_a_session(started, model) -> None:
     assert max(rollout.generate(prompts_of(rollout, 3)).non_tensor_batch["__num_turns__"]) == 4
 
 
+def test_a_session_ends_where_an_answer_would_not_fit(started, model) -> None:
+    """With little room for prompt and response together, and with an answer longer than all of it."""
+    family = FAMILIES["qwen"]
+    rollout, _ = started(config_for(model, family.template, f"{ROLLOUT}.agent.on_error=raise"))
+    prompts = prompts_of(rollout, 4)
+    longest = int(prompts.batch["attention_mask"].sum(1).max())
+    rollout, recorded = started(
+        config_for(model, family.template, f"{ROLLOUT}.max_model_len={longest + 90}", f"{ROLLOUT}.agent.on_error=raise")
+    )
+    batch = rollout.generate(prompts)
+    assert int(batch.batch["attention_mask"].sum(1).max()) <= longest + 90
+    assert 4 <= len(recorded.calls) <= 12
+
+
 @register("forges")
 class Forges(AgentLoopBase):
     """Says of tokens of its own that the policy generated them."""

@@ -91,6 +91,8 @@ def test_a_tool_has_one_state_per_session_even_where_calls_are_parallel() -> Non
     results, scores = run([tool], [("count", {})] * 3, count={"create_kwargs": {"start": 10}})
     assert sorted(one.text for one in results) == ["11", "12", "13"] and [one.reward for one in results] == [0.5] * 3
     assert scores == {"count": 13.0} and tool.log == ["create", "release"]
+    given = {"create_kwargs": {"start": 1}, "execute_kwargs": None, "release_kwargs": None}  # as parquet fills rows
+    assert run([tool], [("count", {})], count=given, other=None)[0][0].text == "2"
 
 
 def test_calls_that_cannot_be_made_are_answered_with_the_reason() -> None:

@@ -15,6 +15,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.registry import (
     ADV_ESTIMATORS,
     INFERENCE_ENGINES,
+    OBJECTIVES,
     POLICY_LOSSES,
     REWARD_MANAGERS,
     TRAIN_ENGINES,
@@ -160,7 +161,9 @@ def test_a_name_may_say_where_it_is(own_module) -> None:
     assert config.algorithm.my_coef == 2.0 and config.use_critic
 
 
-@pytest.mark.parametrize("registry", [ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES])
+@pytest.mark.parametrize(
+    "registry", [ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES, OBJECTIVES]
+)
 def test_facts_read_from_the_source_are_those_of_the_entry(registry: Registry) -> None:
     """In a process of its own, where nothing was imported before."""
     name = next(key for key, value in vars(sys.modules["hybridrl.registry"]).items() if value is registry)

@@ -324,6 +324,46 @@ def test_faults_of_sft(here, change, expected):
 
 
 @pytest.mark.parametrize(
+    ("program", "change", "expected"),
+    [
+        ("sft", ["sft.loss_type=sigmoid"], "is an objective of main_dpo; here there are nll, dft"),
+        (
+            "dpo",
+            ["dpo.loss_type=bradley_terry"],
+            "is an objective of main_rm; here there are sigmoid, ipo, hinge, simpo",
+        ),
+        ("dpo", ["dpo.loss_type=sigmod"], "unknown; there are"),
+        ("dpo", ["dpo.loss_type=ipo", "dpo.label_smoothing=0.1"], "sigmoid, simpo read it"),
+        ("dpo", ["dpo.loss_type=orpo", "dpo.reference=cache"], "dpo.reference=cache has no effect"),
+        ("dpo", ["dpo.loss_type=hinge", "data.margin_key=m"], "dpo.loss_type=hinge reads no margins"),
+        ("dpo", ["dpo.reference=adapter"], "set model.lora_rank, or dpo.reference=cache"),
+        ("dpo", ["model.share_prefixes=True"], "model.share_prefixes=True"),
+        (
+            "dpo",
+            ["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=2000"],
+            "less than twice data.max_length=1024: the longest pair",
+        ),
+        ("dpo", ["data.micro_batch_size_per_gpu=300"], "data.train_batch_size=256, the pairs of one step"),
+        ("dpo", ["data.train_files=[]"], "give files with pairs"),
+        ("rm", ["engine=megatron"], "engine.strategy=megatron trains language_model, value_model and no reward_model"),
+        ("rm", ["rm.loss_type=sigmoid"], "is an objective of main_dpo; here there are bradley_terry"),
+    ],
+)
+def test_faults_of_objectives(here, program, change, expected):
+    (fault,) = faults_of([*SFT, *change], f"{program}_trainer")
+    assert expected in fault
+
+
+def test_pairs_that_work_pass(here):
+    validate(load_config("dpo_trainer", [*SFT, "data.margin_key=m", "dpo.label_smoothing=0.1", "dpo.sft_coef=1"]))
+    validate(load_config("rm_trainer", [*SFT, "data.margin_key=m", "rm.centering_coef=0.1"]))
+    adapted = load_config("dpo_trainer", [*SFT, "model.lora_rank=8"])
+    validate(adapted)
+    assert (adapted.reference, load_config("dpo_trainer", SFT).reference) == ("adapter", "model")
+    assert load_config("dpo_trainer", ["dpo.loss_type=simpo"]).reference is None
+
+
+@pytest.mark.parametrize(
     ("change", "told"),
     [
         ([f"{POLICY}.rollout.n=1"], ["algorithm.adv_estimator=grpo", f"{POLICY}.rollout.n=1"]),

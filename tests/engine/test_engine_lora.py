@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from engine_helpers import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import spawn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2MoeConfig
 
+from hybridrl.config import ModelConfig
 from hybridrl.engine import MicroBatching
 from hybridrl.engine.fsdp.adapted import BASE_FILE
 from hybridrl.errors import ModelError
 from hybridrl.models import lora
+from hybridrl.models.tiny import build_tokenizer
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
 
@@ -139,6 +142,41 @@ def test_merged_adapted_and_exported_models_agree_and_without_it_is_the_base(mic
     close(adapter(further), adapter(engine), atol=0)
 
 
+@pytest.mark.parametrize("kind", ["experts", "transposed"])
+def test_experts_and_routers_stay_frozen_and_transposed_weights_are_merged(kind: str, tmp_path: Path) -> None:
+    """Qwen2-MoE keeps all experts of a layer in one tensor; GPT-2's layers have W transposed."""
+    sizes: dict[str, Any] = {"vocab_size": 263, "bos_token_id": None, "eos_token_id": 3}
+    if kind == "transposed":
+        config: Any = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, **sizes)
+    else:
+        config = Qwen2MoeConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+            **sizes,
+        )
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, model=MODEL)
+    assert not any(".experts." in name or ".mlp.gate." in name for name in engine._trainable)
+    train(engine, 3)
+    ours, base = log_probs(engine), make_engine(tmp_path)
+    assert (ours - log_probs(base)).abs().max() > 1e-2
+    assert {name for name, _ in engine.export_weights()} == {name for name, _ in base.export_weights()}
+    engine.save(tmp_path / "saved", ["hf_model"])
+    torch.testing.assert_close(log_probs(make_engine(tmp_path / "saved" / "hf_model")), ours, atol=1e-5, rtol=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "saved" / "hf_model" / lora.FOLDER)
+    with torch.no_grad():
+        torch.testing.assert_close(plain_outputs(loaded, FIELDS)[0], ours, atol=1e-5, rtol=1e-5)
+
+
 def test_lower_precision_keeps_the_base_and_merges_in_float32(micro_model: Path) -> None:
     engine = make_engine(micro_model, model=MODEL, dtype="bfloat16")
     for name, parameter in engine.module.named_parameters():
@@ -204,11 +242,27 @@ def test_resuming_is_bitwise(micro_model: Path, tmp_path: Path, how: dict[str, A
     engine.save(tmp_path, PARTS)
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert size < sum(tensor.nbytes for tensor in weights(engine).values()) / 2
+    in_background = engine.copy_state([*PARTS, "hf_model"])
     train(resumed, 1)
     resumed.load(tmp_path, PARTS)
     assert train(engine, 2) == train(resumed, 2)
     assert torch.equal(log_probs(engine), log_probs(resumed))
     close(adapter(resumed), adapter(engine), atol=0)
+    in_background.write(tmp_path / "copy")  # what it was before the last two steps
+    resumed.load(tmp_path / "copy", PARTS)
+    train(resumed, 2)
+    close(adapter(resumed), adapter(engine), atol=0)
+    assert (tmp_path / "copy" / "hf_model" / lora.FOLDER / lora.WEIGHTS_FILE).is_file()
+
+
+def test_a_quantized_base_is_refused(micro_model: Path, tmp_path: Path) -> None:
+    for file in micro_model.iterdir():
+        shutil.copy(file, tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ModelError, match=r"lora_rank=4 with .*quantized .*QLoRA\) is not built"):
+        lora.check(ModelConfig(path=str(tmp_path), **MODEL))
 
 
 def test_a_checkpoint_of_another_base_or_of_whole_weights_is_refused(micro_model: Path, tmp_path: Path) -> None:

@@ -77,17 +77,28 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     copy_ = torch.Tensor.copy_
     store = HostCopies.store
 
-    def counted(self: HostCopies, tensors: Any) -> None:
+    def counted(self: HostCopies, *given: Any) -> None:
         def copied(target: torch.Tensor, source: torch.Tensor, **options: Any) -> torch.Tensor:
             sizes.append(source.nbytes)
             return copy_(target, source, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", copied)
-            store(self, tensors)
+            store(self, *given)
 
     monkeypatch.setattr(HostCopies, "store", counted)
     yield sizes
+
+
+def test_frozen_weights_are_copied_to_main_memory_once(micro_model: Path, stored: list[int]) -> None:
+    """With an adapter, an update copies the adapter and its moments."""
+    engine: Any = make_engine(micro_model, model={"lora_rank": 2}, **OFFLOAD)
+    assert sum(stored) > 10 * sum(parameter.nbytes for parameter in engine._trainable.values())
+    step(engine)  # makes the optimizer's state
+    stored.clear()
+    step(engine)
+    steps = 4 * len(engine._trainable)
+    assert sum(stored) == 3 * sum(parameter.nbytes for parameter in engine._trainable.values()) + steps
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim.get("optimizer", "AdamW"))

@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.engine import TrainEngines
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.errors import ModelError
+from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.info import config_of
-from hybridrl.models.tiny import build_tokenizer
+from hybridrl.models.tiny import CHAT_TEMPLATE, build_tokenizer
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.models.value import head_shapes, value_config
 from hybridrl.protocol import DataProto, object_array
@@ -152,14 +152,15 @@ def test_a_padding_token_that_ends_turns_is_not_scored(micro_model: Path, micro_
     torch.testing.assert_close(scored(config, shorter)[3:], found, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, OTHER_TEMPLATE], ids=["newline", "end_of_turn"])
 def test_a_model_that_was_trained_here_reads_what_it_was_trained_on(
-    micro_model: Path, micro_reward_model: Path, tmp_path: Path
+    micro_model: Path, micro_reward_model: Path, tmp_path: Path, template: str
 ) -> None:
     """Also where its padding token ends turns, and whichever way conversations are read."""
     from hybridrl.config.schema.data import PairsDataConfig
     from hybridrl.data.preference_dataset import PreferenceDataset
 
-    tokenizer = load_tokenizer(micro_model)
+    tokenizer = load_tokenizer(micro_model, custom_chat_template=template)
     trained = value_config(config_of(settings(micro_reward_model).reward.reward_model.model), bias=False)
     trained.pad_token_id = tokenizer.eos_token_id
     folder = tmp_path / "trained"
@@ -174,7 +175,10 @@ def test_a_model_that_was_trained_here_reads_what_it_was_trained_on(
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, pairs)))
     data = PreferenceDataset(str(file), tokenizer, PairsDataConfig(max_length=200))
-    conversations = Conversations(settings(folder), tokenizer)
+    config = settings(folder)
+    config.reward.reward_model.model.custom_chat_template = template
+    conversations = Conversations(config, tokenizer)
+    assert not conversations.renders
     for renders in (False, True):
         conversations.renders = renders
         batch = conversations(answered(tokenizer, answers)).batch
@@ -189,6 +193,16 @@ def test_long_conversations_are_cut(micro_model: Path, micro_reward_model: Path,
     assert not torch.equal(wanted, expected(micro_reward_model))
     torch.testing.assert_close(scored(config, batch), wanted, atol=1e-5, rtol=1e-5)
     assert "reward.reward_model.max_length=60" in capsys.readouterr().err
+
+
+def test_prompts_with_images_are_refused(micro_model: Path, micro_reward_model: Path) -> None:
+    tokenizer = load_tokenizer(micro_model)
+    batch, conversations = answered(tokenizer), Conversations(settings(micro_reward_model), tokenizer)
+    batch.non_tensor_batch["multi_modal_inputs"] = object_array([{}, {}, {}, {}])
+    conversations(batch)
+    batch.non_tensor_batch["multi_modal_inputs"] = object_array([{}, {"pixel_values": torch.ones(1)}, {}, {}])
+    with pytest.raises(RewardError, match=r"reads text.*images"):
+        conversations(batch)
 
 
 def changed(source: Path, target: Path, **tensors: torch.Tensor | None) -> Path:

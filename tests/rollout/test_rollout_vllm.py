@@ -13,6 +13,9 @@ import ray
 import torch
 from policy_tools import MAX_LOG_PROB_DIFFERENCE, PROMPT, WIDTH, prompts_of, settings, trainer_log_probs
 
+from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents
+from hybridrl.agents import register as agent_loop
+from hybridrl.config import load_config
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import RolloutError, resolve_rollout
@@ -131,6 +134,35 @@ def test_greedy_answers_are_those_of_the_training_weights_in_place(policy, rollo
     torch.testing.assert_close(
         ours.batch["rollout_log_probs"], theirs.batch["rollout_log_probs"], atol=MAX_LOG_PROB_DIFFERENCE, rtol=0
     )
+
+
+@agent_loop("asks_twice")
+class AsksTwice(AgentLoopBase):
+    """Two short turns with a question between them."""
+
+    async def run(self, sampling_params, **row):
+        prompt, tokens, mask = list(row["prompt_ids"]), [], []
+        for _ in range(2):
+            made = await self.server_manager.generate(
+                prompt_ids=prompt + tokens, sampling_params={**sampling_params, "max_tokens": 5}
+            )
+            question = self.turns.following(made.token_ids[-1], [{"role": "user", "content": "?"}])
+            tokens, mask = tokens + made.token_ids + question, mask + [1] * len(made.token_ids) + [0] * len(question)
+        last = len(tokens) - len(question)
+        return AgentLoopOutput(prompt, tokens[:last], mask[:last], num_turns=4)
+
+
+def test_sessions_of_agents_have_the_trainers_log_probs(policy, rollout, tiny_model) -> None:
+    config = load_config("ppo_trainer", [f"actor_rollout_ref.model.path={tiny_model}"])
+    config.actor_rollout_ref = settings(tiny_model)
+    config.actor_rollout_ref.rollout.agent.default_agent_loop = "asks_twice"
+    agents = create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
+    assert agents is not None
+    batch = AgentRollout(rollout, agents).generate(prompts_of(10, n=2))
+    mask = batch.batch["response_mask"].bool()
+    assert len(batch) == 20 and (mask.sum(1) > 2).all() and (mask.sum(1) <= 10).all()
+    assert (batch.batch["weight_versions"][mask] == rollout.version).all()
+    assert_same_distribution(policy, batch)
 
 
 def test_truncated_sampling_reports_the_distribution_it_drew_from(policy, rollout) -> None:

@@ -70,6 +70,20 @@ def test_update_batches_hold_every_row_once_whatever_the_ranks(prompts, n, per_m
             start += mini.rows
 
 
+@settings(max_examples=25)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
+def test_pairs_stay_side_by_side_on_every_rank(pairs, ranks, seed) -> None:
+    """Also those that fill up a rank: copies of a whole pair, without response tokens."""
+    batch = batch_of(pairs, 2, seed)
+    spread, (planned,) = spread_over_ranks(batch, [np.arange(2 * pairs)], ranks, rows_together=2)
+    first, second = (spread.batch["key"].view(-1, 2)[:, side] for side in range(2))
+    assert torch.all(first % 2 == 0) and torch.all(second == first + 1)
+    trained = (spread.batch["response_mask"].sum(1) > 0).view(-1, 2)
+    assert torch.equal(trained[:, 0], trained[:, 1])
+    assert sorted(first[trained[:, 0]].tolist()) == list(range(0, 2 * pairs, 2))
+    assert len(spread) == planned.rows * ranks and planned.rows % 2 == 0 and planned.sequences == 2 * pairs
+
+
 def test_shuffled_epochs_differ_and_repeat_by_seed() -> None:
     uids = batch_of(16, 2, 0).non_tensor_batch["uid"]
     first, second = (list(epochs_of_mini_batches(uids, 4, 2, True, 5)) for _ in range(2))

@@ -184,6 +184,23 @@ def test_a_step_of_fine_tuning_takes_what_was_forecast(micro_model: Path) -> Non
     assert "testing" in tuning.forecast_tuning(tuning_settings(micro_model, **{"data.val_files": "x"})).phases()
 
 
+def test_a_second_model_as_reference_is_counted(micro_model: Path) -> None:
+    """`dpo.reference=cache` takes as much as the model alone, and is what a run that does not fit is told first."""
+    settings: Any = [
+        load_config(
+            "dpo_trainer", tuning_words(micro_model, **{"dpo.loss_type": "ipo", "model.use_fused_kernels": True})
+        )
+        for _ in range(2)
+    ]
+    settings[1].dpo.reference = "cache"
+    two, one = (tuning.forecast_tuning(config) for config in settings)
+    reference = two.roles["reference"]
+    assert set(one.roles) == {"model"} and reference is not None and reference.states == reference.gradients == 0
+    assert two.phases()["update_model"] == one.phases()["update_model"] + reference.resident > one.peak
+    changes, fits = tuning.changes_that_fit(settings[0], 0.5 * (one.peak + two.peak))
+    assert fits and ("dpo.reference", "cache") in changes
+
+
 def test_fine_tuning_that_cannot_fit_is_told_the_keys_that_would_fit(
     micro_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_trainer_sft import configured, conversations, records  # noqa: F401 (a fixture)
 from trainer_tools import trained
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +21,7 @@ from hybridrl.rollout import resolve_rollout
 from hybridrl.trainer.ppo.adapter_probe import AdapterProbe, measure
 from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.run_ppo import started_trainer
+from hybridrl.trainer.supervised.run_supervised import run_supervised
 
 TESTS = Path(__file__).parents[1]
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
@@ -119,17 +121,34 @@ def test_a_run_of_ppo_is_its_own_reference_resumes_bitwise_and_exports(
 
 
 @pytest.mark.slow
-def test_an_engine_that_ignores_the_adapter_is_caught(ray_session: None, grpo: list[str], tmp_path: Path) -> None:
-    """Step 1 samples with an adapter of zeros, which shows nothing; step 2 stops the run."""
+@pytest.mark.parametrize("last", [1, 0], ids=["new", "loaded"])
+def test_an_engine_that_ignores_the_adapter_is_caught(
+    ray_session: None, grpo: list[str], micro_model: Path, tmp_path: Path, last: int
+) -> None:
+    """A new adapter is 0 in step 1, which shows nothing, and step 2 stops the run; a loaded one shows at once."""
     words = [
         f"actor_rollout_ref.rollout.name={TESTS / 'trainer' / 'deaf_engine.py'}:DeafEngine",
         "algorithm.rollout_correction.probe_threshold=null",
     ]
+    if last == 0:
+        words += [f"{MODEL}.lora_rank=0", f"{MODEL}.lora_adapter_path={_adapter(micro_model, tmp_path / 'adapter')}"]
     config = load_config("ppo_trainer", [*grpo, *words, f"trainer.default_local_dir={tmp_path}"])
     with pytest.raises(RolloutError, match="does not use the adapter"), started_trainer(config) as trainer:
         trainer.fit()
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps[-1] == 1
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    assert max((json.loads(line)["step"] for line in lines), default=0) == last
+
+
+def _adapter(model: Path, folder: Path) -> Path:
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = get_peft_model(plain, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+    adapted.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.slow
@@ -139,13 +158,35 @@ def test_an_engine_that_gets_merged_weights_passes(ray_session: None, grpo: list
         f"actor_rollout_ref.rollout.name={TESTS / 'rollout' / 'plain_engine.py'}:PlainEngine",
         "trainer.total_training_steps=2",
         "trainer.save_last=False",
+        f"{ACTOR}.kl_loss_type=full",  # the reference over the vocabulary, by the worker itself
     ]
     with trained(*grpo, *words, f"trainer.default_local_dir={tmp_path}") as (trainer, result):
         assert trainer.learner.adapter_probe.done
         assert result.metrics["rollout_corr/adapter_share"] == pytest.approx(1, abs=1e-3)
+        assert result.metrics["actor/kl_loss"] > 0
         fields = result.batch.batch
         mask = fields["response_mask"].bool()
         torch.testing.assert_close(fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_fine_tuning_trains_the_adapter_alone(
+    ray_session: None,
+    micro_model: Path,
+    conversations: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    words = ["model.lora_rank=4", "trainer.save_freq=3", "optim.lr_scheduler_type=constant"]
+    run_supervised(configured(micro_model, conversations, tmp_path, 1, *words, "trainer.total_training_steps=6"))
+    losses = [record["train/loss"] for record in records(tmp_path) if "train/loss" in record]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    saved = tmp_path / "global_step_6" / "model"
+    assert all("lora_" in name for name in tensors(saved / "model"))
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (micro_model, saved / "hf_model")
+    )
+    changed = {name.split(".")[-2] for name, tensor in merged.items() if not torch.equal(tensor, base[name])}
+    assert changed == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 
 
 def _samples(share: float, noise: float, effect: float, tokens: int = 400) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError
 from hybridrl.models.tiny import build_tiny_model
+from hybridrl.trainer.ppo.forecast import forecast_run
 
 BETA, LR = 0.3, 2e-3
 
@@ -140,3 +141,12 @@ def test_two_ranks_that_learn_first_score_with_what_they_learned(
 def test_settings_that_cannot_work_are_refused(micro_model, sort_data, tmp_path, word, named) -> None:
     with pytest.raises(ConfigError, match=named):
         validate(load_config("ppo_trainer", [*words(micro_model, sort_data, tmp_path), word]))
+
+
+def test_memory_of_the_model_and_its_copy_is_forecast(micro_model, sort_data, tmp_path) -> None:
+    config = load_config("ppo_trainer", words(micro_model, sort_data, tmp_path))
+    found = forecast_run(config)
+    policy, prime = found.roles["actor_rollout"], found.roles["prime"]
+    assert policy is not None and prime is not None
+    assert prime.resident == policy.resident + 4 * policy.parameters  # a second copy in float32
+    assert found.phases()["update_prime"] > found.phases()["process_rewards"] > prime.resident

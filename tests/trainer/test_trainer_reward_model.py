@@ -12,7 +12,7 @@ from trainer_tools import trained
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hybridrl.config import load_config, validate
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, ModelError
 from hybridrl.protocol import DataProto
 from hybridrl.rollout.rollout import InPlaceRollout
 from hybridrl.trainer.phases import PhaseTimer
@@ -78,6 +78,11 @@ def as_generated(reward_model: Path, batch: Any) -> list[torch.Tensor]:
     return found
 
 
+def placed() -> set[str]:
+    """The placement groups on Ray."""
+    return {name for name, group in placement_group_table().items() if group["state"] != "REMOVED"}
+
+
 def lent(trainer: RayPPOTrainer, batch: DataProto) -> int:
     """How often a rollout with memory of its own is asked for its cache while a batch is scored."""
 
@@ -98,7 +103,7 @@ def test_a_reward_model_alone_scores_in_the_policys_processes(
     ray_session, micro_model, micro_reward_model, sort_data, tmp_path: Path
 ) -> None:
     """Its scores exist when groups are filtered: without them all would be alike, and none trained on."""
-    before = {name for name, group in placement_group_table().items() if group["state"] != "REMOVED"}
+    before = placed()
     filtering = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=score"]
     common = words(micro_model, sort_data, micro_reward_model, tmp_path)
     own = [f"{MODEL}.weight=2", f"{MODEL}.fsdp_config.param_offload=True"]
@@ -117,8 +122,7 @@ def test_a_reward_model_alone_scores_in_the_policys_processes(
     mean = sum(row["rm_scores"] for row in dumped(tmp_path, "rollouts")) / 12
     assert record["reward/rm_scores/mean"] == pytest.approx(mean, abs=1e-5)
     assert not (tmp_path / "global_step_1" / "reward_model").exists()
-    after = {name for name, group in placement_group_table().items() if group["state"] != "REMOVED"}
-    assert after == before
+    assert placed() == before
 
 
 def test_two_ranks_of_its_own_pool_score_the_same_and_a_function_adds_to_it(
@@ -144,6 +148,17 @@ def test_two_ranks_of_its_own_pool_score_the_same_and_a_function_adds_to_it(
     assert [row["score"] for row in rows] == pytest.approx(sums, abs=1e-5)
     last = fields["response_mask"].cumsum(1).argmax(1)
     assert (fields["token_level_scores"] != 0).nonzero()[:, 1].tolist() == last.tolist()
+
+
+def test_a_model_that_writes_is_refused_and_nothing_is_left_on_ray(
+    ray_session, micro_model, sort_data, tmp_path: Path
+) -> None:
+    before = placed()
+    common = words(micro_model, sort_data, micro_model, tmp_path)
+    named = r"reward_model\.model\.path=.*Qwen2ForCausalLM generates text"
+    with pytest.raises(ModelError, match=named), trained(*common):
+        pass
+    assert placed() == before
 
 
 @pytest.mark.parametrize(

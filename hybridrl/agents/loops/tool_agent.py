@@ -123,6 +123,8 @@ class ToolAgentLoop(AgentLoopBase):
             else:
                 reason = f"Error: this call could not be read: {call.reason}"
                 call, result = FunctionCall(_UNREADABLE, {}), ToolResult(reason, fault="malformed")
+            if call.name not in session.tools:  # text of the model must not become text of the template
+                call = FunctionCall(_UNREADABLE, {}, call.tool_call_id)
             if result.fault:
                 data.faults[result.fault] = data.faults.get(result.fault, 0) + 1
             if result.reward is not None:
@@ -131,7 +133,9 @@ class ToolAgentLoop(AgentLoopBase):
         data.tool_calls += len(readable)
         messages = answers_of(answered)
         tokens = self.turns.following(data.response_ids[-1], messages, schemas, [call for call, _ in answered])
-        if len(data.response_ids) + len(tokens) >= self.rollout_config.response_length:
+        longer = len(data.response_ids) + len(tokens)
+        limit = self.rollout_config.max_model_len
+        if longer >= self.rollout_config.response_length or (limit and len(data.prompt_ids) + longer >= limit):
             return False
         data.messages += messages
         data.response_ids += tokens

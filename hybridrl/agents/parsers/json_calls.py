@@ -20,7 +20,7 @@ from hybridrl.agents.parsers.base import (
 
 _LLAMA_TAG = "<|python_tag|>"
 _LLAMA_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-_KIMI_HEAD = re.compile(r"\s*(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?\s*")
+_KIMI_HEAD = re.compile(r"\s*(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?\s*")
 _FENCED = re.compile(r"(?P<name>[^\n]*)\n```json\n(?P<arguments>.*?)\n?```\s*", re.DOTALL)
 
 

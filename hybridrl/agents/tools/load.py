@@ -48,7 +48,7 @@ def tool_schemas(tool_config_path: str | None, function_tool_path: str | None) -
 def selected_tools(extra_info: Any, names: Sequence[str]) -> list[str]:
     """The tools of a row: those that `extra_info.tool_selection` names, or all."""
     wanted = extra_info.get("tool_selection") if isinstance(extra_info, Mapping) else None
-    return list(names) if not wanted else [name for name in names if name in list(wanted)]
+    return list(names) if wanted is None or not len(wanted) else [name for name in names if name in list(wanted)]
 
 
 def _load(tool_config_path: str | None, function_tool_path: str | None) -> list[BaseTool]:

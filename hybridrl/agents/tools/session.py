@@ -44,12 +44,16 @@ class ToolSession:
         tools: by name.
         settings: `rollout.multi_turn`.
         tools_kwargs: for each tool, `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`.
+
+    Attributes:
+        tools: by name.
+        seconds: that its calls took.
     """
 
     def __init__(
         self, tools: Mapping[str, BaseTool], settings: MultiTurnConfig, tools_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        self._tools = tools
+        self.tools = tools
         self._settings = settings
         self._kwargs = tools_kwargs or {}
         self._instances: dict[str, asyncio.Task[str]] = {}
@@ -78,7 +82,7 @@ class ToolSession:
         for name, created in self._instances.items():
             if created.done() and not created.cancelled() and created.exception() is None:
                 try:
-                    scores[name] = await self._end(self._tools[name], created.result())
+                    scores[name] = await self._end(self.tools[name], created.result())
                 except Exception as error:
                     notify(f"tool {name}: ending a session's use of it failed: {error!r}", "warning", once=True)
         if self._side is not None:
@@ -86,19 +90,22 @@ class ToolSession:
         return scores
 
     async def _end(self, tool: BaseTool, instance: str) -> float:
-        kwargs = self._kwargs.get(tool.name, {})
-        reward = await self._limited(lambda: tool.calc_reward(instance, **kwargs.get("calc_reward_kwargs", {})))
-        await self._limited(lambda: tool.release(instance, **kwargs.get("release_kwargs", {})))
+        reward = await self._limited(lambda: tool.calc_reward(instance, **self._given(tool, "calc_reward_kwargs")))
+        await self._limited(lambda: tool.release(instance, **self._given(tool, "release_kwargs")))
         return float(reward)
 
+    def _given(self, tool: BaseTool, name: str) -> dict[str, Any]:
+        """An entry of `tools_kwargs`; files such as parquet have None where other rows have one."""
+        return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
+
     async def _answer(self, call: FunctionCall, agent_data: Any) -> ToolResult:
-        tool = self._tools.get(call.name)
+        tool = self.tools.get(call.name)
         if tool is None:
-            known = ", ".join(self._tools) or "none"
+            known = ", ".join(self.tools) or "none"
             return self._failed(f"there is no tool {call.name!r}; there are: {known}", "unknown")
         if fault := _fault_in_arguments(tool, call.arguments):
             return self._failed(fault, "arguments")
-        kwargs = self._kwargs.get(call.name, {}).get("execute_kwargs", {})
+        kwargs = self._given(tool, "execute_kwargs")
         try:
             instance = await self._instance(tool)
             response, reward, metrics = await self._limited(
@@ -114,7 +121,7 @@ class ToolSession:
     async def _instance(self, tool: BaseTool) -> str:
         """The id that `create` returned; parallel first calls share one."""
         if tool.name not in self._instances:
-            given = self._kwargs.get(tool.name, {}).get("create_kwargs", {})
+            given = self._given(tool, "create_kwargs")
 
             async def create() -> str:
                 return str((await self._limited(lambda: tool.create(create_kwargs=given)))[0])

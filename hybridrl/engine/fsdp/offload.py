@@ -41,12 +41,17 @@ class HostCopies:
             strides = torch.empty_like(part, device="meta").stride()
             self._views.append(flat.as_strided(part.shape, strides, flat.storage_offset()))
 
-    def store(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors' present values; those that are views of this memory are left as they are."""
-        parts = [part for tensor in tensors for part in _plain_parts(tensor)]
+    def store(self, tensors: Sequence[torch.Tensor], updated: Sequence[bool] | None = None) -> None:
+        """Copy the tensors' present values; those that are views of this memory are left as they are.
+
+        Args:
+            updated: which of them may differ from the host copies; None: all.
+        """
+        flags = [True] * len(tensors) if updated is None else updated
+        parts = [(part, flag) for tensor, flag in zip(tensors, flags, strict=True) for part in _plain_parts(tensor)]
         with device.transfers():
-            for view, part in zip(self._views, parts, strict=True):
-                if part.numel() and part.data_ptr() != view.data_ptr():
+            for view, (part, flag) in zip(self._views, parts, strict=True):
+                if flag and part.numel() and part.data_ptr() != view.data_ptr():
                     view.copy_(part, non_blocking=True)
 
     def on_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,12 +75,16 @@ class _Offloaded:
     Args:
         tensors: returns the present ones, in the same order each time.
         replace: puts others in their place.
+        trained: which of them an update changes; None: all.
     """
 
     def __init__(
-        self, tensors: Callable[[], list[torch.Tensor]], replace: Callable[[list[torch.Tensor]], None]
+        self,
+        tensors: Callable[[], list[torch.Tensor]],
+        replace: Callable[[list[torch.Tensor]], None],
+        trained: Sequence[bool] | None = None,
     ) -> None:
-        self._tensors, self._replace = tensors, replace
+        self._tensors, self._replace, self._trained = tensors, replace, trained
         self._host: HostCopies | None = None
         self._on_host = False
 
@@ -84,21 +93,22 @@ class _Offloaded:
             self._replace(self._host.on_device(self._tensors(), target))
             self._on_host = False
 
-    def unload(self, changed: bool) -> None:
+    def unload(self, changed: bool, updated: bool) -> None:
         """Free the device memory.
 
         Args:
             changed: the values may differ from those of the host copies.
+            updated: the values of what is trained may differ.
         """
         tensors = self._tensors()
-        if self._on_host and not changed:
+        if self._on_host and not (changed or updated):
             return
         # An optimizer's state comes with its first step.
         if self._host is None or self._host.shapes != _shapes(tensors):
             self._host = None  # freed before the new memory is allocated
             self._host, changed = HostCopies(tensors), True
-        if changed:
-            self._host.store(tensors)
+        if changed or updated:
+            self._host.store(tensors, None if changed else self._trained)
         self._replace(self._host.on_host(tensors))
         self._on_host = True
 
@@ -125,7 +135,10 @@ class Offload:
         self._for_updates: list[_Offloaded] = []
         self._loaded_for_updates = False
         if parameters:
-            self._always.append(_Offloaded(lambda: _parameters(module), lambda new: _replace_parameters(module, new)))
+            trained = [parameter.requires_grad for parameter in module.parameters()]
+            self._always.append(
+                _Offloaded(lambda: _parameters(module), lambda new: _replace_parameters(module, new), trained)
+            )
             if masters is not None:
                 self._for_updates.append(_Offloaded(masters.tensors, masters.replace))
         if states and optimizer is not None:
@@ -152,9 +165,9 @@ class Offload:
         Args:
             changed: values changed although they were not loaded for updates.
         """
-        changed, self._loaded_for_updates = changed or self._loaded_for_updates, False
+        updated, self._loaded_for_updates = self._loaded_for_updates, False
         for group in [*self._always, *self._for_updates]:
-            group.unload(changed)
+            group.unload(changed, updated)
         if self._always or self._for_updates:
             device.empty_cache()
 

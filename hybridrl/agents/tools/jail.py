@@ -1,0 +1,199 @@
+"""Runs one Python program with limits; a program of its own, of the standard library alone (see `sandbox`).
+
+The program's process tree is cut off by namespaces: no network, no other processes, and a file system that has the
+system's libraries and Python's folders, read only, and an empty `/tmp` in memory. Where the kernel refuses namespaces,
+the limits hold, and what the program started is ended with it.
+
+Started as `python -I -S jail.py JSON`, with the program on the standard input. The descriptor `report` gets a line
+"namespaces", or the reason why there are none, before the program starts, and a line "time" where it is ended for that.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+_KILLED = 128 + signal.SIGKILL
+_NAMESPACES = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000  # mount, pid, net, ipc, uts
+_NEW_USER = 0x10000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
+_PDEATHSIG, _SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38
+_MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY = 442, 0x8000, 1
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Run the program, and exit as it does."""
+    limits: dict[str, Any] = json.loads(sys.argv[1])
+    program = sys.stdin.buffer.read()
+    deadline = time.monotonic() + limits["wall_s"]
+    way, reason = _unshare(limits["ways"])
+    uid = None
+    if os.geteuid() == 0 and way != "user":  # a user of its own, who owns no file and no other process
+        uid = 1_000_000_000 + random.SystemRandom().randrange(500_000_000)
+    os.set_inheritable(limits["report"], False)
+    os.write(limits["report"], f"{reason or 'namespaces'}\n".encode())
+    _prctl(_SUBREAPER, 1)
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    child = os.fork()
+    if child == 0:
+        _prctl(_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            os._exit(_run(program, limits, uid) if reason else _init(program, limits, uid))
+        except BaseException as error:
+            os.write(2, f"the sandbox failed: {type(error).__name__}: {error}\n".encode())
+            os._exit(126)
+    status = None
+    while status is None and not ended and time.monotonic() < deadline:
+        pid, found = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            status = found
+        elif pid == 0:
+            time.sleep(0.005)
+    _end_descendants()
+    if status is None:
+        os.write(limits["report"], b"time\n")
+    os._exit(_KILLED if status is None else _code(status))
+
+
+def _unshare(ways: list[str]) -> tuple[str, str]:
+    """Enter namespaces of its own, as root or as a user who becomes root in them; which way, and why none."""
+    ids, reason = (os.geteuid(), os.getegid()), "they are switched off"
+    for way, flags in (("root", _NAMESPACES), ("user", _NAMESPACES | _NEW_USER)):
+        if way not in ways or (way == "root" and ids[0] != 0):
+            continue
+        if _libc.unshare(flags) == 0:
+            if way == "user":
+                maps = {"setgroups": "deny", "uid_map": f"65534 {ids[0]} 1", "gid_map": f"65534 {ids[1]} 1"}
+                for name, text in maps.items():
+                    with open(f"/proc/self/{name}", "w") as file:
+                        file.write(text)
+            return way, ""
+        reason = os.strerror(ctypes.get_errno())
+    return "", reason
+
+
+def _init(program: bytes, limits: dict[str, Any], uid: int | None) -> int:
+    """The first process of the namespaces, which ends with the program and takes all others with it."""
+    _change_root(limits)
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(_run(program, limits, uid))
+        except BaseException as error:
+            os.write(2, f"the sandbox failed: {type(error).__name__}: {error}\n".encode())
+            os._exit(126)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return _code(status)
+
+
+def _change_root(limits: dict[str, Any]) -> None:
+    """A root that has nothing but system and Python, read only, and an empty /tmp."""
+    root = limits["folder"]
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "mode=755,size=1m")
+    for path in dict.fromkeys((*_SYSTEM, *limits["python"], *_DEVICES)):
+        if os.path.islink(path) and path not in limits["python"]:
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.exists(path) and not os.path.exists(root + path):
+            os.makedirs(root + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True)
+            if not os.path.isdir(path):
+                with open(root + path, "w"):
+                    pass
+            _mount(path, root + path, None, _MS_BIND | _MS_REC)
+    for name in ("/proc", "/tmp"):
+        os.makedirs(root + name, exist_ok=True)
+    attributes = (ctypes.c_uint64 * 4)(_RDONLY, 0, 0, 0)
+    _check(_libc.syscall(_MOUNT_SETATTR, -100, root.encode(), _AT_RECURSIVE, ctypes.byref(attributes), 32), root)
+    _mount("proc", f"{root}/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV)  # root could set /proc/sys
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={limits['files_mb']}m")
+    os.chroot(root)
+    os.chdir("/tmp")
+
+
+def _run(program: bytes, limits: dict[str, Any], uid: int | None) -> int:
+    """Become the program."""
+    if os.path.isdir(limits["folder"]):  # it is not seen from a root of its own, whose folder is /tmp
+        os.chdir(limits["folder"])
+    with open("main.py", "wb") as file:
+        file.write(program)
+    os.chmod("main.py", 0o644)
+    megabyte = 2**20
+    for kind, limit in (
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_AS, limits["memory_mb"] * megabyte),
+        (resource.RLIMIT_FSIZE, limits["files_mb"] * megabyte),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+    if uid is not None and os.geteuid() == 0:
+        if os.getcwd() == limits["folder"]:
+            os.chown(".", uid, uid)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _prctl(_NO_NEW_PRIVS, 1)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.dup2(1, 2)
+    os.closerange(3, 256)
+    # libraries that start a thread per core would reach the limits of memory and processes
+    environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    os.execve(limits["executable"], [limits["executable"], "-I", "-u", "main.py"], environment)
+
+
+def _end_descendants() -> None:
+    """Kill every process below this one, also those that left their group, until none is left."""
+    while True:
+        for name in os.listdir("/proc"):
+            if name.isdigit() and _parent(name) == os.getpid():
+                with contextlib.suppress(OSError):
+                    os.kill(int(name), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _parent(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return -1
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    words = [None if word is None else word.encode() for word in (source, target, kind)]
+    _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), target)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+
+
+def _prctl(option: int, value: int) -> None:
+    _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def _code(status: int) -> int:
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Programs in the sandbox: what they may use, and what they cannot reach."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridrl.agents import FunctionCall
+from hybridrl.agents.tools.sandbox import Limits, PythonTool, run_python
+from hybridrl.agents.tools.session import ToolSession
+from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.errors import RolloutError
+
+LIMITS = Limits(wall_s=20, cpu_s=5, memory_mb=300, processes=16, files_mb=8, output_kb=64)
+WAYS = ("root", "user")
+
+
+def has_namespaces(way: str) -> bool:
+    return run_python("", LIMITS, [way]).isolated == "namespaces"
+
+
+@pytest.fixture(params=WAYS)
+def isolated(request):
+    """Runs a program in namespaces, which were made in one of two ways."""
+    if not has_namespaces(request.param):
+        pytest.skip(f"the kernel gives this user no namespaces by the way {request.param!r}")
+    return lambda code, limits=LIMITS: run_python(code, limits, [request.param])
+
+
+def test_a_program_prints_fails_and_leaves(isolated) -> None:
+    assert isolated("print(6 * 7)").output == "42\n"
+    failed = isolated("import sys\nprint('ä', flush=True)\n1 / 0")
+    assert failed.code == 1 and failed.output.startswith("ä\n") and "line 3" in failed.output
+    assert (isolated("raise SystemExit(124)").code, isolated("raise SystemExit(124)").ended) == (124, "")
+    assert isolated("import numpy; print(numpy.arange(3).sum())", Limits()).output == "3\n"
+
+
+def test_it_sees_neither_environment_nor_processes_nor_files_of_the_run(isolated, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    (tmp_path / "secret").write_text("hunter2")
+    seen = isolated(
+        "import glob, os\nprint(dict(os.environ), os.getuid(), os.listdir('.'))\n"
+        "for path in glob.glob('/proc/[0-9]*/environ'):\n"
+        "    try: print(path, open(path).read())\n    except OSError as error: print(error)\n"
+        f"print(os.path.exists({str(tmp_path)!r}), os.path.exists({__file__!r}))\n"
+        "print(len(glob.glob('/proc/[0-9]*')))"
+    ).output
+    assert "hunter2" not in seen and "False False" in seen and "['main.py']" in seen
+    assert int(seen.split()[-1]) <= 2  # itself, and the first process of the namespace
+
+
+def test_it_reaches_no_network(isolated) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)"
+        assert "OSError" in isolated(code).output
+
+
+@pytest.mark.parametrize("path", ["/usr/escaped", "/etc/escaped", "/escaped", "/proc/sys/kernel/hostname"])
+def test_it_writes_nowhere_else(isolated, path) -> None:
+    assert isolated(f"open({path!r}, 'w').write('x')").code == 1
+    assert not Path(path).exists() or path.startswith("/proc")
+
+
+def test_signals_reach_nothing_outside(isolated) -> None:
+    assert isolated(f"import os\nos.kill({os.getpid()}, 0)").code == 1
+    isolated("import os\ntry: os.kill(-1, 9)\nexcept OSError: pass\nos.kill(os.getppid(), 9)")
+    assert isolated("print(1)").output == "1\n"
+
+
+def test_it_has_no_capabilities(isolated) -> None:
+    status = isolated("print(*[line for line in open('/proc/self/status') if line[:6] == 'CapEff'])").output
+    assert "0000000000000000" in status
+    code = "import ctypes; print(ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, 0))"
+    assert isolated(code).output == "-1\n"
+
+
+@pytest.mark.parametrize("ways", [("root",), ("user",), ()], ids=["root", "user", "none"])
+def test_what_it_started_ends_with_it(ways, tmp_path) -> None:
+    if ways and not has_namespaces(ways[0]):
+        pytest.skip("the kernel gives this user no namespaces in this way")
+    mark = f"{time.time_ns()}"
+    code = (
+        "import subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)', {mark!r}], start_new_session=True,\n"
+        "    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\nprint('left')"
+    )
+    found = run_python(code, LIMITS, ways)
+    if found.code == 126:
+        assert "Permission" in found.output and not ways  # this Python is in a folder of root alone
+    else:
+        assert found.output == "left\n"
+    assert mark not in running()
+
+
+def running() -> str:
+    """The commands of all processes."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{name}/cmdline").read_text())
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        ("x = bytearray(2**30)", "MemoryError"),
+        ("f = open('big', 'wb')\nfor _ in range(20): f.write(b'x' * 2**20)", "OSError"),
+        ("fs = [open('/dev/null') for _ in range(100)]", "Too many open files"),
+        ("import os, sys\nfor n in range(40):\n    if os.fork() == 0: os.read(os.pipe()[0], 1)", "unavailable"),
+    ],
+    ids=["memory", "disk", "files", "processes"],
+)
+def test_limits_hold(code, word) -> None:
+    if not has_namespaces("root") and os.geteuid() == 0:
+        pytest.skip("root without namespaces")
+    assert word in run_python(code, LIMITS).output
+
+
+def test_endless_programs_are_ended() -> None:
+    printed = run_python("while True: print('x' * 1000)", LIMITS)
+    assert printed.ended == "output" and len(printed.output) == 64 * 1024
+    short = Limits(wall_s=1.0)
+    ended = run_python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", short)
+    assert ended.ended == "time"
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert run_python(bomb, Limits(wall_s=1.0, processes=16)).ended == "time"
+
+
+def test_as_a_tool() -> None:
+    tool = PythonTool({"type": "native", "wall_s": 20.0})
+
+    async def session():
+        tools = ToolSession({"python": tool}, MultiTurnConfig(max_parallel_calls=2, max_tool_response_length=2000))
+        calls = [FunctionCall("python", {"code": code}) for code in ("print(2 ** 10)", "1 / 0")]
+        return [one.text for one in await tools.call(calls)]
+
+    good, bad = asyncio.run(session())
+    assert good == "1024" and "ZeroDivisionError" in bad and bad.endswith("[exit code 1]")
+    with pytest.raises(RolloutError, match="known are wall_s"):
+        PythonTool({"time": 3})
