@@ -108,7 +108,7 @@ def test_two_ranks_learn_from_images_and_a_resumed_run_goes_on_the_same(
 def test_batch_generation_answers_prompts_with_their_images(
     vision_models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """The sampler refuses prompts whose images do not arrive; equal texts with different images get different scores."""
+    """The sampler refuses prompts without their images; equal texts with different images get different scores."""
     model = vision_models["qwen2_5_vl"]
     words = [
         f"actor_rollout_ref.model.path={model}",
