@@ -202,7 +202,6 @@ def test_exported_weights_and_checkpoints_are_transformers(vision_model: Path, f
         ({"share_prefixes": True}, {}, "model.share_prefixes=True is not built for vision-language models"),
         ({}, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2 is not built for vision"),
         ({}, {"use_torch_compile": True}, "use_torch_compile=True is not built for vision"),
-        ({"lora_rank": 4}, {}, "model.lora_rank or model.lora_adapter_path is not built for vision"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(vision_model: Path, model: dict, engine: dict, said: str) -> None:
@@ -264,3 +263,29 @@ def test_the_image_of_ranks_without_any_changes_nothing(vision_model: Path, file
     logits[1].sum().backward()
     tower = [p.grad for name, p in engine.module.named_parameters() if "visual" in name]
     assert all(grad is not None and not grad.any() for grad in tower)
+
+
+def test_an_adapter_sees_images_too(vision_model: Path, file: Path, tmp_path: Path) -> None:
+    """Merged, in the sampler, and switched off; in the vision tower unless that is frozen."""
+    engine, base = make_engine(vision_model, model={"lora_rank": 4}), make_engine(vision_model)
+    batch = sampled(engine, vision_model, file, samples=1)
+
+    def log_probs(one, of: DataProto = batch) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return one.infer(of, MICRO, outputs=("log_probs",))["log_probs"]
+
+    for _ in range(3):
+        engine.train_batch(batch, MICRO, policy_loss)
+    ours = log_probs(engine)
+    with engine.without_adapter():
+        assert torch.equal(log_probs(engine), log_probs(base))
+    assert float((ours - log_probs(base)).abs().max()) > 1e-2
+    again = sampled(engine, vision_model, file, samples=1)
+    mask = again.batch["response_mask"].bool()
+    torch.testing.assert_close(
+        log_probs(engine, again)[mask], again.batch["rollout_log_probs"][mask], atol=1e-5, rtol=1e-5
+    )
+    engine.save(tmp_path, ["hf_model"])
+    torch.testing.assert_close(log_probs(make_engine(tmp_path / "hf_model")), ours, atol=1e-5, rtol=1e-5)
+    frozen = make_engine(vision_model, model={"lora_rank": 4}, freeze_vision_tower=True)
+    assert any(".visual." in name for name in engine._trainable)
+    assert frozen._trainable and not any(".visual." in name for name in frozen._trainable)

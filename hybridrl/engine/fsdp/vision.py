@@ -35,7 +35,6 @@ def check_vision(model: Any, engine: Any) -> None:
             engine.ulysses_sequence_parallel_size > 1
         ),
         "use_torch_compile=True": engine.use_torch_compile,
-        "model.lora_rank or model.lora_adapter_path": model.adapted,
     }
     for setting, is_set in refused.items():
         if is_set:
