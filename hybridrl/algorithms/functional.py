@@ -192,6 +192,27 @@ def statistics_gradient(
     return _log_prob_gradient(logp.exp_(), labels, g_lp)
 
 
+def tile_gradient(
+    logp: Tensor, labels: Tensor | None, entropy: Tensor | None, g_lp: Tensor | None, g_entropy: Tensor | None
+) -> Tensor:
+    """What `statistics_gradient` computes, for some words of the vocabulary only; `logp` [n, v] is overwritten.
+
+    Args:
+        labels: [n], as places among these words; below 0 or from v on for those of other words.
+    """
+    if g_entropy is not None and entropy is not None:
+        step = _entropy_gradient(logp, entropy, g_entropy, None, g_lp)
+    elif g_lp is None:
+        return logp.zero_()
+    else:
+        step = logp.exp_().mul_(-g_lp.unsqueeze(-1))
+    if g_lp is not None and labels is not None:
+        here = (labels >= 0) & (labels < logp.shape[-1])
+        of_label = torch.where(here, g_lp, 0).to(step.dtype)
+        step.scatter_add_(-1, labels.clamp(0, logp.shape[-1] - 1).unsqueeze(-1), of_label.unsqueeze(-1))
+    return step
+
+
 def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The chunks of one statistic one after the other; None where it was not computed."""
     kept = [part for part in parts if part is not None]

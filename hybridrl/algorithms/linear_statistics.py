@@ -1,13 +1,14 @@
 """Token statistics of a softmax over the outputs of a linear layer, without its whole output.
 
 The logits of a micro-batch, N tokens x V words of the vocabulary, are its largest tensor: 5 GB in bfloat16 for 16,384
-tokens and 152,000 words. Here a chunk of tokens passes through the layer at a time, forward and backward.
+tokens and 152,000 words. Here a tile of n tokens and v words exists at a time, forward and backward.
 
 Legend: N tokens, H features, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hybridrl.algorithms.functional import chunk_statistics, joined, log_softmax_of, statistics_gradient, working_dtype
+from hybridrl.algorithms.functional import chunk_statistics, joined, tile_gradient, working_dtype
 from hybridrl.errors import AlgorithmError
 
 #: least logits of a chunk: enough tokens for an efficient matrix product. On a CPU in float32 they are the 32 MiB from
@@ -35,23 +36,29 @@ class _Options(NamedTuple):
 class _LinearStatistics(torch.autograd.Function):
     """log p(label), entropy and sum of squared probabilities of softmax(scale * (hidden W^T + b)).
 
-    With g the gradient with respect to the logits of a chunk, which the backward pass computes again:
+    With g the gradient with respect to the logits of a tile, which the backward pass computes again:
 
-        d hidden = g W          d W = sum over chunks of g^T hidden          d b = sum over chunks of g
+        d hidden = sum over tiles of g W      d W = sum over tiles of g^T hidden      d b = sum over tiles of g
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor | None, options: _Options
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        elements = options.rows * weight.shape[0]
         found: list[tuple[Tensor | None, ...]] = []
-        for part in chunks(hidden.shape[0], options.rows):
-            log_p = log_softmax_of(linear(hidden[part], weight, bias), options.scale)
+        for part, tiles in tiles_of(hidden.shape[0], weight.shape[0], elements):
             y = None if labels is None else labels[part]
-            found.append(chunk_statistics(log_p, y, options.entropy, options.sum_pi_squared))
-            del log_p  # before the next chunk is allocated
-        lp, entropy, square = (joined(parts) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, labels, entropy)
+            of_tiles = []
+            for words in tiles:
+                logits = _scaled(
+                    linear(hidden[part], weight[words], None if bias is None else bias[words]), options.scale
+                )
+                of_tiles.append(_tile_statistics(logits, None if y is None else y - words.start, options))
+                del logits  # before the next tile is allocated
+            found.append(_of_all_words(of_tiles))
+        lp, entropy, square, normalizers = (joined(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, normalizers)
         ctx.options = options
         if square is not None:
             ctx.mark_non_differentiable(square)
@@ -60,17 +67,126 @@ class _LinearStatistics(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, entropy, normalizer = ctx.saved_tensors
         options: _Options = ctx.options
         g_lp, g_entropy = (grads[0] if labels is not None else None), (grads[1] if entropy is not None else None)
 
-        def of_logits(part: slice) -> Tensor:
+        def of_tile(part: slice, words: slice) -> Tensor:
+            logits = linear(hidden[part], weight[words], None if bias is None else bias[words])
+            log_p = _scaled(logits, options.scale).sub_(normalizer[part].unsqueeze(-1))
             y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
-            log_p = log_softmax_of(linear(hidden[part], weight, bias), options.scale)
-            return statistics_gradient(log_p, y, h, g, gh).mul_(options.scale)
+            return tile_gradient(log_p, None if y is None else y - words.start, h, g, gh).mul_(options.scale)
 
         wants = ctx.needs_input_grad[:3]
-        return (*layer_gradients(hidden, weight, bias, wants, options.rows, of_logits), None, None)
+        elements = options.rows * weight.shape[0]
+        return (*tiled_gradients(hidden, weight, bias, wants, elements, of_tile), None, None)
+
+
+def _scaled(logits: Tensor, scale: float) -> Tensor:
+    """The logits times `scale`, in at least float32; the memory of float32 logits is used again."""
+    return logits.to(working_dtype(logits.dtype)).mul_(scale)
+
+
+def _tile_statistics(logits: Tensor, labels: Tensor | None, options: _Options) -> tuple[Tensor | None, ...]:
+    """`chunk_statistics` and the normalizer of the softmax over some words; their scaled logits [n, v] are overwritten.
+
+    Args:
+        labels: [n], as places among these words; the log-probability of one of other words is -inf.
+    """
+    normalizer = torch.logsumexp(logits, -1)
+    log_p = logits.sub_(normalizer.unsqueeze(-1))
+    near = None if labels is None else labels.clamp(0, logits.shape[-1] - 1)
+    lp, entropy, square = chunk_statistics(log_p, near, options.entropy, options.sum_pi_squared)
+    if lp is not None and near is not None and labels is not None:
+        lp = lp.masked_fill(near != labels, -torch.inf)
+    return lp, entropy, square, normalizer
+
+
+def _of_all_words(tiles: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """The statistics over all words from those over the words of each tile t, with w_t = sum of the tile's p.
+
+    log p = log p_t + log w_t        H = sum_t w_t (H_t - log w_t)        sum p^2 = sum_t w_t^2 sum p_t^2
+    """
+    if len(tiles) == 1:
+        return tiles[0]
+    lp, entropy, square, normalizers = (
+        None if parts[0] is None else torch.stack(parts) for parts in zip(*tiles, strict=True)
+    )
+    assert normalizers is not None
+    normalizer = torch.logsumexp(normalizers, 0)
+    log_w = normalizers - normalizer
+    w = log_w.exp()
+
+    def summed(weight: Tensor, values: Tensor) -> Tensor:
+        """A tile of excluded words has no p of its own, and counts nothing."""
+        return torch.where(w > 0, weight * values, 0).sum(0)
+
+    return (
+        None if lp is None else (lp + log_w).nan_to_num(nan=-torch.inf).amax(0),
+        None if entropy is None else summed(w, entropy - log_w),
+        None if square is None else summed(w * w, square),
+        normalizer,
+    )
+
+
+def tiles_of(tokens: int, words: int, elements: int) -> list[tuple[slice, list[slice]]]:
+    """Slices of the tokens, each with slices of the words, so that a tile has at most `elements` (or one) elements.
+
+    A matrix product of a tile reads n rows of the hidden states and v rows of the weight, which is least for n = v.
+    """
+    rows = max(1, min(math.isqrt(elements), tokens))
+    columns = max(1, elements // rows)
+    return [(part, chunks(words, columns)) for part in chunks(tokens, rows)]
+
+
+def tiled_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wants: tuple[bool, ...],
+    elements: int,
+    of_tile: Callable[[slice, slice], Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden [N, H], weight [V, H] and bias [V], from those of the logits, a tile [n, v] at a time.
+
+    Args:
+        wants: whether each of the three is needed; None is returned for the others.
+        elements: most elements of a tile.
+        of_tile: computes the gradient of the logits of some tokens for some words.
+    """
+    wants_hidden, wants_weight, wants_bias = wants
+    # Sums over tiles are in float32; in bfloat16 each addition would round.
+    d_hidden = _zeros(hidden) if wants_hidden else None
+    d_weight = _zeros(weight) if wants_weight else None
+    d_bias = _zeros(bias) if bias is not None and wants_bias else None
+    for part, tiles in tiles_of(hidden.shape[0], weight.shape[0], elements):
+        for words in tiles:
+            step = of_tile(part, words)
+            if d_bias is not None:
+                d_bias[words] += step.sum(0)
+            step = step.to(weight.dtype)
+            if d_hidden is not None:
+                _add_product(d_hidden[part], step, weight[words])
+            if d_weight is not None:
+                _add_product(d_weight[words], step.t(), hidden[part])
+            del step  # before the next tile is allocated
+    return (
+        None if d_hidden is None else d_hidden.to(hidden.dtype),
+        None if d_weight is None else d_weight.to(weight.dtype),
+        None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+    )
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=working_dtype(like.dtype))
+
+
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    """total += first @ second, whose dtype may have fewer bits."""
+    if total.dtype == second.dtype:
+        total.addmm_(first, second)
+    else:
+        total += first @ second
 
 
 def layer_gradients(
@@ -145,7 +261,8 @@ def linear_token_statistics(
         temperature: of the sampler.
         entropy: also return `entropy`, differentiable.
         sum_pi_squared: also return `sum_pi_squared`, without gradient.
-        chunk_size: tokens at a time; by default as many as make an efficient matrix product.
+        chunk_size: a tile has at most as many elements as this many tokens have logits; by default as many as make an
+            efficient matrix product.
 
     Returns:
         The requested ones of `log_probs`, `entropy` and `sum_pi_squared`, each [N] in float32.

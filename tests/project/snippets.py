@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md", "docs/first_reward.md", "docs/first_data.md", "docs/agents.md")
+PAGES = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/first_reward.md",
+    "docs/first_data.md",
+    "docs/agents.md",
+    "docs/vision.md",
+)
 CHECKS = ("run", "file", "compose", "install", "quickstart", "after_quickstart")
 FENCE = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

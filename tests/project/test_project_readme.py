@@ -38,7 +38,7 @@ def test_every_snippet_says_how_it_is_checked(page: str) -> None:
 
 def test_settings_of_commands_for_other_machines_compose() -> None:
     programs = []
-    pages = (*PAGES, "docs/reward_models.md", "docs/distillation.md")
+    pages = (*PAGES, "docs/lora.md", "docs/reward_models.md", "docs/distillation.md")
     for snippet in [one for page in pages for one in snippets(page, "compose")]:
         for python, flag, module, *words in snippet.commands:
             assert (python, flag) == ("python", "-m")

@@ -13,10 +13,16 @@ import torch
 from trainer_tools import trained
 
 from hybridrl.config import load_config
+from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.data.preprocess.colours import make_row
 from hybridrl.data.preprocess.source import write_rows
+from hybridrl.engine import TrainEngines
 from hybridrl.errors import ModelError, RolloutError
+from hybridrl.models.tokenizer import load_tokenizer
+from hybridrl.rollout.hf.rollout import HFRollout
 from hybridrl.rollout.select import resolve_rollout
+from hybridrl.trainer.generation.processes import Endings
+from hybridrl.trainer.generation.responders import ClusterResponder
 from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.learner import StepResult
 from hybridrl.trainer.ppo.sampler import Sampler
@@ -97,6 +103,35 @@ def test_two_ranks_learn_from_images_and_a_resumed_run_goes_on_the_same(
     expected, found = metrics_of(whole), metrics_of(parts)
     assert len(expected) == 2 and expected == found
     assert expected[1]["actor/grad_norm"] > 0 and expected[1]["actor/kl_loss"] > 0
+
+
+def test_batch_generation_answers_prompts_with_their_images(
+    vision_models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    """The sampler refuses prompts without their images; equal texts with different images get different scores."""
+    model = vision_models["qwen2_5_vl"]
+    words = [
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.rollout.name=hf",
+        f"data.path={data}",
+        f"data.output_path={tmp_path / 'out.parquet'}",
+        "data.n_samples=2",
+        "data.max_response_length=2",
+        "data.log_probs=True",
+    ]
+    config = load_config("generation", words)
+    policy = config.actor_rollout_ref
+    tokenizer = load_tokenizer(model)
+    engine = TrainEngines.create("language_model", "fsdp2", model=policy.model, engine=FSDPConfig())
+    engine.initialize()
+    rollout = HFRollout(policy.rollout, engine, [tokenizer.eos_token_id], tokenizer.pad_token_id, tokenizer)
+    responder = ClusterResponder.of(config, tokenizer, Endings(policy))
+    responder.generate = rollout.generate
+    found = responder.respond(range(6))
+    assert [len(one) for one in found] == [2] * 6
+    assert {one.prompt_tokens for one in found[1]} == {len(responder.dataset[1]["input_ids"])}
+    first = [(one[0].token_ids, one[0].log_probs) for one in found]
+    assert first[1] != first[2]
 
 
 class Swapping(Sampler):

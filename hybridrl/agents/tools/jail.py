@@ -60,6 +60,8 @@ def main() -> None:
             status = found
         elif pid == 0:
             time.sleep(0.005)
+    if reason and uid is not None:
+        _end_user(uid)
     _end_descendants()
     if status is None:
         os.write(limits["report"], b"time\n")
@@ -153,6 +155,17 @@ def _run(program: bytes, limits: dict[str, Any], uid: int | None) -> int:
     # libraries that start a thread per core would reach the limits of memory and processes
     environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     os.execve(limits["executable"], [limits["executable"], "-I", "-u", "main.py"], environment)
+
+
+def _end_user(uid: int) -> None:
+    """Kill all processes of a user at once: those that keep on forking are faster than a search for them."""
+    helper = os.fork()
+    if helper == 0:
+        os.setresuid(uid, uid, uid)
+        with contextlib.suppress(OSError):
+            os.kill(-1, signal.SIGKILL)
+        os._exit(0)
+    os.waitpid(helper, 0)
 
 
 def _end_descendants() -> None:
