@@ -38,6 +38,7 @@ def run_of(name: str, seed: int, steps: int, teacher: Path) -> Run:
         f"actor_rollout_ref.rollout.n={SAMPLES}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 4}",
         f"distillation.teacher_models.teacher.model_path='{teacher}'",
+        "distillation.fsdp_config.dtype=float32",
         *LOSSES[name][1],
     )
     return Run(f"distillation_{name}", "distillation", seed, steps, words)

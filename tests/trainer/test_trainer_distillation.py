@@ -239,6 +239,10 @@ def test_forecast_counts_all_teachers(micro_model: Path, two_sources: Path, teac
             r"a\.inference\.dtype=bfloat16: .* must be .*actor\.fsdp_config\.dtype=auto",
         ),
         (
+            ["one", f"{LOSS}.loss_mode=jsd", f"{ACTOR}.fsdp_config.dtype=float32"],
+            r"distillation\.fsdp_config\.dtype=auto: .* must be .*actor\.fsdp_config\.dtype=float32",
+        ),
+        (
             ["one", "distillation.nnodes=1", "placement.roles.teacher=global"],
             r"placement\.roles\.teacher=global and distillation\.nnodes=1 both",
         ),

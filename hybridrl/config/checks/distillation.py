@@ -120,9 +120,10 @@ def _check_same_process(config: PPOTrainerConfig, found: Teachers) -> Iterator[s
         dtype = one.settings.inference.dtype or other.dtype
         if dtype != own.dtype:
             group = engine_group(actor)
+            where = f"{one.where}.inference" if one.settings.inference.dtype else f"distillation.{group}"
             yield (
-                f"{one.where}.inference.dtype={dtype}: {why}, so it must be {_ACTOR}.{group}.dtype={own.dtype}; "
-                f"set them alike, {instead}"
+                f"{where}.dtype={dtype}: {why}, so it must be {_ACTOR}.{group}.dtype={own.dtype}; set them alike, "
+                f"{instead}"
             )
 
 
