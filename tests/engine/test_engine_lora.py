@@ -281,6 +281,31 @@ def test_resuming_is_bitwise(micro_model: Path, tmp_path: Path, how: dict[str, A
     assert (tmp_path / "copy" / "hf_model" / lora.FOLDER / lora.WEIGHTS_FILE).is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),  # B A of its start is taken from the base
+        ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens=\[5, 6\]"),
+        ({"rank_pattern": {"q_proj": 6}, "use_rslora": True}, None),
+    ],
+)
+def test_adapters_that_are_no_plain_lora_are_refused(
+    micro_model: Path, tmp_path: Path, words: dict[str, Any], named: str | None
+) -> None:
+    make_engine(micro_model, model=MODEL).save(tmp_path, ["hf_model"])
+    path = tmp_path / "hf_model" / lora.FOLDER
+    file = path / lora.CONFIG_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | words))
+    model = ModelConfig(path=str(micro_model), lora_adapter_path=str(path))
+    if named is None:
+        lora.check(model)
+        assert lora.rank_of(model) == 6
+        return
+    with pytest.raises(ModelError, match=f"{named}, and only plain LoRA is trained here"):
+        lora.check(model)
+
+
 def test_a_quantized_base_is_refused(micro_model: Path, tmp_path: Path) -> None:
     for file in micro_model.iterdir():
         shutil.copy(file, tmp_path)
