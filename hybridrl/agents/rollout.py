@@ -171,6 +171,9 @@ class AgentRollout(Rollout):
     def resume(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         self.inner.resume(tags)
 
+    def lend_cache(self) -> None:
+        self.inner.lend_cache()
+
     def pause(self) -> None:
         self.inner.pause()
 

@@ -16,7 +16,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
-from hybridrl.rollout import HFRollout, InPlaceRollout
+from hybridrl.rollout import HFRollout, InPlaceRollout, Rollout
 
 ECHO = Path(__file__).with_name("echo_tools.py")
 PROMPT, RESPONSE = 1200, 400
@@ -296,3 +296,9 @@ def test_what_cannot_work_is_refused_at_start_up(model, setting, message) -> Non
     config = config_for(model, FAMILIES["qwen"].template, setting)
     with pytest.raises(RolloutError, match=message):
         create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
+
+
+def test_everything_that_a_rollout_does_is_passed_on() -> None:
+    """Methods with a body in `Rollout` would do nothing without an error, such as `lend_cache`."""
+    methods = {name for name, found in vars(Rollout).items() if callable(found) and not name.startswith("_")}
+    assert methods > {"generate", "release", "lend_cache"} and methods <= vars(AgentRollout).keys()
