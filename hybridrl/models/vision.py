@@ -219,6 +219,10 @@ def _load(path: str | Path, options: dict[str, Any]) -> Any:
             f"data.mm_processor_kwargs: {type(processor).__name__} has no {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known))}"
         )
+    if "size" in options and (limits := sorted(options.keys() & _LIMITS.keys())):
+        raise ModelError(
+            f"data.mm_processor_kwargs: {' and '.join(limits)} and size are the same thing; set one of them"
+        )
     size = {"shortest_edge": processor.size.shortest_edge, "longest_edge": processor.size.longest_edge}
     size |= {key: options.pop(name) for name, key in _LIMITS.items() if name in options}
     return type(processor).from_dict({**processor.to_dict(), "size": size, **options})

@@ -156,6 +156,8 @@ def test_options_of_the_image_processor(vision_model: Path) -> None:
     assert float(plain.pixels([image])["pixel_values"].min()) >= 0
     with pytest.raises(ModelError, match=r"data.mm_processor_kwargs: .* has no maxpixels; it has .*max_pixels"):
         ImageProcessor(vision_model, config, {"maxpixels": 1})
+    with pytest.raises(ModelError, match="max_pixels and size are the same thing"):
+        ImageProcessor(vision_model, config, {"max_pixels": 1024, "size": {"shortest_edge": 64, "longest_edge": 4096}})
     config.vision_config.patch_size = 14
     with pytest.raises(ModelError, match=r"patch_size=4.*14.*different models"):
         ImageProcessor(vision_model, config)
