@@ -13,7 +13,8 @@ from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.tools.load import close_tools, load_tools
 from hybridrl.agents.turns import Turns
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import PPOTrainerConfig, RolloutConfig
+from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
 from hybridrl.notify import notify
@@ -91,6 +92,7 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     listed = _listed_loops(rollout.agent.agent_loop_config_path)
     names = dict.fromkeys([default, *(name for data in datasets for name in _names_in(data))])
     if names.keys() == {SINGLE_TURN} and not listed:
+        _tell_of_unread(rollout)
         return None
     if any(getattr(data, "return_multi_modal_inputs", False) for data in datasets):
         raise RolloutError(
@@ -111,6 +113,23 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
         )
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}")
     return Agents(config, own_tokenizer, default, loops, tools, TOOL_PARSERS.get(settings.format)(), turns)
+
+
+def _tell_of_unread(rollout: RolloutConfig) -> None:
+    """Say which settings of agents have no effect in a run that answers each prompt once."""
+    groups = {"multi_turn": (rollout.multi_turn, MultiTurnConfig()), "agent": (rollout.agent, AgentConfig())}
+    unread = [
+        f"{_ROLLOUT}.{name}.{key}={group[key]}"
+        for name, (group, plain) in groups.items()
+        for key in plain.keys()
+        if group[key] != plain[key] and (name, key) != ("agent", "default_agent_loop")
+    ]
+    if unread:
+        notify(
+            f"no effect here, each prompt is answered once, by {SINGLE_TURN}: {', '.join(unread)}. "
+            f"{_ROLLOUT}.multi_turn.enable=true, .agent.default_agent_loop or a column agent_name chooses another loop",
+            "warning",
+        )
 
 
 def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:

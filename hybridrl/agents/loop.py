@@ -12,6 +12,7 @@ from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.turns import Turns
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS, Facts
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.replicas.pool import request_number
@@ -179,6 +180,15 @@ class SessionClient:
         if unknown := changes.keys() - set(_SETTINGS):
             raise RolloutError(
                 f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; known are {', '.join(_SETTINGS)}"
+            )
+        usual = self._sampling.temperature
+        if changes.get("do_sample", self._sampling.do_sample) and changes.get("temperature", usual) != usual:
+            notify(
+                f"an agent loop samples with temperature={changes['temperature']}, and training computes "
+                f"log-probabilities with actor_rollout_ref.rollout.temperature={usual}: on tokens with response_mask "
+                "1 they are those of another distribution. Set both alike, or give such tokens response_mask 0",
+                "warning",
+                once=True,
             )
         if "stop" in changes:
             stop = changes["stop"] or ()

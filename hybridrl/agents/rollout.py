@@ -1,6 +1,7 @@
 """A rollout whose prompts are answered by agent loops, side by side, over any other rollout."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -275,6 +276,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return result.result()
     except BaseException:
-        if thread.is_alive() and not loop.is_closed():
-            loop.call_soon_threadsafe(task.cancel)
+        if not result.done():  # else the error is the coroutine's own, and its loop is about to be closed
+            with contextlib.suppress(RuntimeError):  # it has come to its end meanwhile
+                loop.call_soon_threadsafe(task.cancel)
         raise

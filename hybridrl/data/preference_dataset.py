@@ -175,6 +175,11 @@ class PreferenceDataset(ConversationDataset):
             )
         for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
             content = side[-1].get("content")
+            if side[-1].get("train") in (False, 0) or side[-1].get("weight") not in (None, 1):
+                raise DataError(
+                    f"{self.table.locate(index)}: the answer in column {key!r} has train or weight, which "
+                    "conversations for fine-tuning have; every answer of a pair counts the same. Remove the field."
+                )
             if not side[-1].get("tool_calls") and (not content or (isinstance(content, str) and not content.strip())):
                 raise _UnusablePair("an empty answer", f"the answer in column {key!r} is empty")
         if chosen[-1] == rejected[-1]:

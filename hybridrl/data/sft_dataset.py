@@ -50,12 +50,14 @@ class SFTDataset(ConversationDataset):
         key: str = "data.train_files",
     ) -> None:
         super().__init__(data_files, tokenizer, config, max_samples, key)
+        self._cut = 0
         self._ids: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
         conversations = self._conversations()
         for start in range(0, len(conversations), _CHUNK):
             self._tokenize(conversations[start : start + _CHUNK], start)
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
+        self._tell_of_cuts()
         self._check_end_of_turn()
 
     def __getitem__(self, item: int) -> dict[str, Any]:
@@ -183,8 +185,28 @@ class SFTDataset(ConversationDataset):
                 )
             keep = kept_positions(len(ids), limit, self.config.truncation)
             ids, weights = ids[keep], weights[keep]
+            self._cut += 1
         self._ids.append(ids)
         self._weights.append(weights)
+
+    def _tell_of_cuts(self) -> None:
+        """Say how many conversations were cut, and how many of them have nothing left to learn.
+
+        Raises:
+            DataError: none has anything left to learn.
+        """
+        if not self._cut:
+            return
+        idle = sum(not (weights[1:] > 0).any() for weights in self._weights)  # nothing is before the first token
+        limit, side = self.config.max_length, self.config.truncation
+        said = (
+            f"{self.key}: {self._cut} of {len(self._ids)} conversations are longer than data.max_length={limit} tokens "
+            f"and were cut (data.truncation={side})"
+        )
+        if idle == len(self._ids):
+            raise DataError(f"{said}, and no turn of the assistant is left in any of them. Raise data.max_length.")
+        left = f"; in {idle} of them no turn of the assistant is left, so nothing is learned from these"
+        notify(said + left * bool(idle), "warning" if idle else "notice")
 
     def _check_end_of_turn(self) -> None:
         """Warn once if no assistant turn ends in the EOS token, because a model trained this way may never stop."""

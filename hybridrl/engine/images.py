@@ -72,7 +72,8 @@ class BatchImages:
         assert layout.origins is not None  # images are refused with other layouts
         start = plan.width - plan.response_width
         generated = torch.zeros(plan.batch_size, plan.width, dtype=torch.bool)
-        generated[:, start:] = plan.response_mask
+        # All of a response was generated, also tokens that rejection takes out of the mask of an update.
+        generated[:, start:] = True if "responses" in plan.tensors else plan.response_mask
         origins = layout.origins
         places = (layout.input_ids.flatten() == self._token) & (origins >= 0)
         places &= ~generated.flatten()[origins.clamp(min=0)]

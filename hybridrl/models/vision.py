@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
+from hybridrl.notify import notify
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -123,7 +124,13 @@ def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -
     from hybridrl.models.info import config_of
 
     config = config_of(model)
-    return ImageProcessor(model.path, config, options) if is_vision_model(config) else None
+    if is_vision_model(config):
+        return ImageProcessor(model.path, config, options)
+    if options:
+        notify(
+            f"data.mm_processor_kwargs has no effect: {model.path} ({config.model_type}) reads text alone", "warning"
+        )
+    return None
 
 
 def digest(images: Mapping[str, torch.Tensor]) -> str:
@@ -211,6 +218,10 @@ def _load(path: str | Path, options: dict[str, Any]) -> Any:
         raise ModelError(
             f"data.mm_processor_kwargs: {type(processor).__name__} has no {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known))}"
+        )
+    if "size" in options and (limits := sorted(options.keys() & _LIMITS.keys())):
+        raise ModelError(
+            f"data.mm_processor_kwargs: {' and '.join(limits)} and size are the same thing; set one of them"
         )
     size = {"shortest_edge": processor.size.shortest_edge, "longest_edge": processor.size.longest_edge}
     size |= {key: options.pop(name) for name, key in _LIMITS.items() if name in options}

@@ -1,5 +1,7 @@
 """Sessions on a real model: what is trained on is what was sampled, and a fault spoils its own session only."""
 
+import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -9,6 +11,7 @@ import torch
 from families import FAMILIES, write_model
 
 from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents, register
+from hybridrl.agents.rollout import _run
 from hybridrl.config import load_config
 from hybridrl.engine.microbatch import MicroBatching
 from hybridrl.engine.train_engine import TrainEngines
@@ -275,6 +278,55 @@ def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, cap
         rollout.generate(prompts_of(rollout, 2, agent_name=["flaky"] * 2, fails=["always", "no"]))
 
 
+def test_a_rollout_of_agents_passes_on_all_but_generation(started, model) -> None:
+    """What a method of `Rollout` does by default is nothing, so one that is not passed on is lost without an error."""
+    methods = {name for name, value in vars(Rollout).items() if callable(value) and not name.startswith("_")}
+    assert methods - {"generate"} <= vars(AgentRollout).keys()
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template))
+    asked: list[str] = []
+    rollout.inner.lend_cache = lambda: asked.append("lend_cache")
+    rollout.lend_cache()
+    assert asked == ["lend_cache"]
+
+
+def test_an_error_of_the_sessions_is_never_that_of_their_closed_loop(monkeypatch) -> None:
+    """The loop is closed just after the error is known: nothing may be sent to it then."""
+
+    class Closing(asyncio.SelectorEventLoop):
+        def close(self) -> None:
+            time.sleep(0.2)  # the caller gets the error meanwhile
+            super().close()
+
+        def call_soon_threadsafe(self, *arguments, **named):
+            raise RuntimeError("Event loop is closed")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", Closing)
+
+    async def fails() -> None:
+        raise RolloutError("the environment is gone")
+
+    with pytest.raises(RolloutError, match="the environment is gone"):
+        _run(fails())
+
+
+def test_a_loop_that_samples_with_another_temperature_is_told(started, model, capsys) -> None:
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, f"{ROLLOUT}.agent.default_agent_loop=hotter"))
+    rollout.generate(prompts_of(rollout, 2))
+    assert "samples with temperature=1.5, and training computes" in capsys.readouterr().err
+
+
+@register("hotter")
+class Hotter(AgentLoopBase):
+    """Samples with a temperature of its own."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = kwargs["prompt_ids"]
+        out = await self.server_manager.generate(
+            prompt_ids=prompt, sampling_params={**sampling_params, "temperature": 1.5, "max_tokens": 2}
+        )
+        return AgentLoopOutput(prompt, out.token_ids, [1] * len(out.token_ids))
+
+
 def test_generation_that_fails_ends_all_sessions(started, model) -> None:
     rollout, recorded = started(config_for(model, FAMILIES["qwen"].template))
     recorded.client.close()
@@ -302,3 +354,14 @@ def test_everything_that_a_rollout_does_is_passed_on() -> None:
     """Methods with a body in `Rollout` would do nothing without an error, such as `lend_cache`."""
     methods = {name for name, found in vars(Rollout).items() if callable(found) and not name.startswith("_")}
     assert methods > {"generate", "release", "lend_cache"} and methods <= vars(AgentRollout).keys()
+
+
+def test_settings_that_nothing_reads_are_told(model, capsys) -> None:
+    words = [f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.multi_turn.function_tool_path=null"]
+    config = config_for(model, FAMILIES["qwen"].template, *words, f"{ROLLOUT}.agent.retries=3")
+    assert create_agents(config, tokenizer_of(config.actor_rollout_ref.model), []) is None
+    told = capsys.readouterr().err
+    assert f"{ROLLOUT}.agent.retries=3" in told and f"{ROLLOUT}.multi_turn.format=every_turn" in told
+    plain = load_config("ppo_trainer", [f"actor_rollout_ref.model.path={model}"])
+    assert create_agents(plain, tokenizer_of(plain.actor_rollout_ref.model), []) is None
+    assert "no effect here" not in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.agents import FunctionCall
+from hybridrl.agents.tools import jail
 from hybridrl.agents.tools.sandbox import Limits, PythonTool, run_python
 from hybridrl.agents.tools.session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
@@ -76,6 +77,19 @@ def test_it_has_no_capabilities(isolated) -> None:
     assert "0000000000000000" in status
     code = "import ctypes; print(ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, 0))"
     assert isolated(code).output == "-1\n"
+
+
+def test_its_user_is_one_that_the_user_namespace_knows() -> None:
+    """As root of a container whose user namespace has 65536 users, at once or in parts, or root alone."""
+    everyone = "         0          0 4294967295\n"
+    assert 1_000_000_000 <= jail._own_user(everyone, everyone) < 1_500_000_000
+    small = "0 100000 65536\n"
+    assert 32768 <= jail._own_user(small, small) < 49152
+    parts = "0 1000 1\n1 100000 65536\n"
+    assert 32769 <= jail._own_user(parts, parts) < 49153
+    for maps in (("0 1000 1\n", "0 1000 1\n"), (small, "0 1000 1\n")):
+        with pytest.raises(OSError, match="knows no users besides its own"):
+            jail._own_user(*maps)
 
 
 @pytest.mark.parametrize("ways", [("root",), ("user",), ()], ids=["root", "user", "none"])

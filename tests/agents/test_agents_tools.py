@@ -17,7 +17,7 @@ from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool
 from hybridrl.agents.tools.base import tool_of
 from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, evaluate
 from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
-from hybridrl.agents.tools.session import ToolSession
+from hybridrl.agents.tools.session import ToolSession, _SideLoop
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 
@@ -166,7 +166,7 @@ def leaves() -> str:
 
 @pytest.mark.parametrize("tool", [waits, blocks, sleeps])
 def test_a_tool_that_hangs_costs_its_session_the_time_limit_and_others_nothing(tool) -> None:
-    name, settings = tool.__name__, MultiTurnConfig(max_parallel_calls=4, tool_timeout_s=0.3)
+    name, settings = tool.__name__, MultiTurnConfig(max_parallel_calls=4, tool_timeout_s=1.0)
     took: list[float] = []
 
     async def hangs():
@@ -193,6 +193,33 @@ def test_a_tool_that_hangs_costs_its_session_the_time_limit_and_others_nothing(t
     finally:
         RELEASED.set()
     assert len(took) == 1
+
+
+class Unscored(Stateful):
+    """Its state is lost before it is scored."""
+
+    async def calc_reward(self, instance_id, **kwargs):
+        raise ConnectionError("the state is lost")
+
+
+def test_a_tool_whose_reward_fails_is_released_and_has_no_score(capsys) -> None:
+    tool = Unscored({})
+    results, scores = run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})
+    assert results[0].text == "2" and scores == {} and tool.log == ["create", "release"]
+    assert "the state is lost" in capsys.readouterr().err
+
+
+def test_a_loop_that_was_stopped_does_not_respond() -> None:
+    """Two parallel calls may find the same loop blocked: the first stops it."""
+
+    async def after_the_end() -> bool:
+        side = _SideLoop()
+        side.stop()
+        while not side._loop.is_closed():
+            await asyncio.sleep(0.01)
+        return await side.responds()
+
+    assert not asyncio.run(after_the_end())
 
 
 @pytest.mark.parametrize("tool", [exits, leaves])

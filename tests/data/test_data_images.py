@@ -10,11 +10,12 @@ import torch
 from PIL import Image
 from vision_tools import PROMPTS, dataset_of, peer_inputs, picture, pictures, png, prompts_of, write_prompts
 
+from hybridrl.config import ModelConfig
 from hybridrl.data import RLHFDataset
 from hybridrl.data.preprocess.source import write_rows
 from hybridrl.errors import DataError, ModelError
 from hybridrl.models.loading import load_model_config
-from hybridrl.models.vision import ImageProcessor, digest
+from hybridrl.models.vision import ImageProcessor, digest, processor_of
 
 
 def saved(folder: Path, *rows: tuple[Any, Any]) -> Path:
@@ -155,6 +156,8 @@ def test_options_of_the_image_processor(vision_model: Path) -> None:
     assert float(plain.pixels([image])["pixel_values"].min()) >= 0
     with pytest.raises(ModelError, match=r"data.mm_processor_kwargs: .* has no maxpixels; it has .*max_pixels"):
         ImageProcessor(vision_model, config, {"maxpixels": 1})
+    with pytest.raises(ModelError, match="max_pixels and size are the same thing"):
+        ImageProcessor(vision_model, config, {"max_pixels": 1024, "size": {"shortest_edge": 64, "longest_edge": 4096}})
     config.vision_config.patch_size = 14
     with pytest.raises(ModelError, match=r"patch_size=4.*14.*different models"):
         ImageProcessor(vision_model, config)
@@ -167,3 +170,10 @@ def test_a_digest_tells_images_and_their_order_apart(vision_model: Path) -> None
     assert len({digest(processor.pixels(images)) for images in ways}) == 4
     assert digest(processor.pixels(ways[0])) == digest(processor.pixels([first.copy(), second]))
     assert digest({}) == ""
+
+
+def test_options_for_a_model_that_reads_text_are_told(micro_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModelConfig(path=str(micro_model))
+    assert processor_of(model) is None and not capsys.readouterr().err
+    assert processor_of(model, {"max_pixels": 1024}) is None
+    assert "data.mm_processor_kwargs has no effect" in capsys.readouterr().err

@@ -85,6 +85,8 @@ def test_earlier_turns_are_read_and_not_learned(write: Any, tokenizer: Any) -> N
             {"chosen": [*PROMPT, *answer("12")], "rejected": [*PROMPT, *answer("1"), *PROMPT, *answer("21")]},
             "differ from message 1 on, and have 2 and 4 messages",
         ),
+        ({**ROW, "chosen": [{**answer("12")[0], "weight": 0.5}]}, "column 'chosen' has train or weight"),
+        ({**ROW, "rejected": [{**answer("21")[0], "train": False}]}, "column 'rejected' has train or weight"),
         ({**ROW, "images": ["a.png"]}, "column 'images' holds media"),
         ({**ROW, "margin": "far"}, "column 'margin' .data.margin_key. is 'far'"),
     ],

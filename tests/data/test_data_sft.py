@@ -78,8 +78,10 @@ def test_a_system_prompt_begins_conversations_that_have_none(write, tokenizer):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_truncation_cuts_ids_and_mask_alike(write, tokenizer, side):
     path = write("a.parquet", [{"messages": TALK}])
-    whole, cut = make(path, tokenizer)[0], make(path, tokenizer, truncation=side, max_length=20)[0]
-    part = slice(-20, None) if side == "left" else slice(20)
+    whole = make(path, tokenizer)[0]
+    kept = len(whole["input_ids"]) - 20
+    cut = make(path, tokenizer, truncation=side, max_length=kept)[0]
+    part = slice(-kept, None) if side == "left" else slice(kept)
     assert cut["input_ids"] == whole["input_ids"][part] and cut["loss_mask"] == whole["loss_mask"][part]
 
 
@@ -175,6 +177,17 @@ def test_a_run_without_eos_in_its_turns_is_warned(write, tokenizer, capsys):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     make(write("a.jsonl", [{"messages": TALK}]), tokenizer)
     assert "no learnt turn contains the EOS token" in capsys.readouterr().err
+
+
+def test_cut_conversations_are_told_and_those_with_nothing_to_learn(write, tokenizer, capsys):
+    long = [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "late"}]
+    rows = [{"messages": TALK[1:3]}, {"messages": long}]
+    dataset = make(write("a.jsonl", rows), tokenizer, max_length=100, truncation="right")
+    assert [sum(row["loss_mask"]) > 0 for row in dataset] == [True, False]
+    assert "1 of 2 conversations are longer than data.max_length=100" in (told := capsys.readouterr().err)
+    assert "in 1 of them no turn of the assistant is left" in told
+    with pytest.raises(DataError, match="no turn of the assistant is left in any of them"):
+        make(write("b.jsonl", rows[1:]), tokenizer, max_length=100, truncation="right")
 
 
 def test_resume_of_supervised_batches(write, tokenizer):

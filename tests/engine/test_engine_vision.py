@@ -116,6 +116,9 @@ def test_a_sampled_placeholder_is_no_image(vision_model: Path, file: Path) -> No
     batch.batch["attention_mask"][:, -RESPONSE:] = batch.batch["response_mask"][:] = 1
     found = engine.infer(batch, MICRO, outputs=("log_probs",))["log_probs"]
     torch.testing.assert_close(found, peer_log_probs(vision_model, batch, 1), atol=1e-5, rtol=1e-5)
+    batch.batch["response_mask"][:, 0] = 0  # as where rejection leaves this token out of an update
+    again = engine.infer(batch, MICRO, outputs=("log_probs",))["log_probs"]
+    torch.testing.assert_close(again[:, 1:], found[:, 1:], atol=1e-5, rtol=1e-5)
 
 
 def test_images_in_another_order_are_refused(vision_model: Path, file: Path) -> None:

@@ -86,3 +86,13 @@ def test_a_reference_is_of_one_image() -> None:
     assert with_references(other).non_tensor_batch["multi_modal_inputs"][0] != column[0]
     for value in (3, np.arange(2), DataProto.from_dict(tensors={"x": torch.arange(2)})):
         assert with_references(value) is value and with_images(value) is value
+
+
+def test_an_image_is_put_again_for_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new cluster numbers its jobs from 1 again, so the job alone does not tell two of them apart."""
+    batch = rows()
+    first = with_references(batch).non_tensor_batch["multi_modal_inputs"][0]
+    context = type(ray.get_runtime_context())
+    monkeypatch.setattr(context, "get_node_id", lambda _: "a node of the next cluster")
+    again = with_references(batch).non_tensor_batch["multi_modal_inputs"][0]
+    assert again != first and with_references(batch).non_tensor_batch["multi_modal_inputs"][0] == again

@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 _KILLED = 128 + signal.SIGKILL
@@ -27,6 +28,7 @@ _PDEATHSIG, _SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38
 _MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY = 442, 0x8000, 1
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_USERS, _COUNT = 1_000_000_000, 500_000_000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -38,7 +40,7 @@ def main() -> None:
     way, reason = _unshare(limits["ways"])
     uid = None
     if os.geteuid() == 0 and way != "user":  # a user of its own, who owns no file and no other process
-        uid = 1_000_000_000 + random.SystemRandom().randrange(500_000_000)
+        uid = _own_user(*(Path(f"/proc/self/{name}").read_text() for name in ("uid_map", "gid_map")))
     os.set_inheritable(limits["report"], False)
     os.write(limits["report"], f"{reason or 'namespaces'}\n".encode())
     _prctl(_SUBREAPER, 1)
@@ -66,6 +68,26 @@ def main() -> None:
     if status is None:
         os.write(limits["report"], b"time\n")
     os._exit(_KILLED if status is None else _code(status))
+
+
+def _own_user(*maps: str) -> int:
+    """The number of a user and group that nothing else has, among those that this user namespace knows.
+
+    Args:
+        maps: `/proc/self/uid_map` and `gid_map`: lines of (first number here, first number outside, count).
+
+    Raises:
+        OSError: it knows no others than its first.
+    """
+    known = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in maps]
+    if all(any(first <= _USERS and first + count >= _USERS + _COUNT for first, _, count in one) for one in known):
+        return _USERS + random.SystemRandom().randrange(_COUNT)
+    # A container's namespace often knows 65536. Processes that live at the same time differ in their number.
+    first, count = max(((first, count) for first, _, count in known[0]), key=lambda found: found[1])
+    uid = first + count // 2 + os.getpid() % max(count // 4, 1)
+    if count < 4 or not all(any(start <= uid < start + size for start, _, size in one) for one in known):
+        raise OSError(f"the user namespace of this process knows no users besides its own: {maps}")
+    return uid
 
 
 def _unshare(ways: list[str]) -> tuple[str, str]:

@@ -90,9 +90,13 @@ class ToolSession:
         return scores
 
     async def _end(self, tool: BaseTool, instance: str) -> float:
-        reward = await self._limited(lambda: tool.calc_reward(instance, **self._given(tool, "calc_reward_kwargs")))
-        await self._limited(lambda: tool.release(instance, **self._given(tool, "release_kwargs")))
-        return float(reward)
+        """What `calc_reward` returns; the tool is released also where that fails."""
+        try:
+            return float(
+                await self._limited(lambda: tool.calc_reward(instance, **self._given(tool, "calc_reward_kwargs")))
+            )
+        finally:
+            await self._limited(lambda: tool.release(instance, **self._given(tool, "release_kwargs")))
 
     def _given(self, tool: BaseTool, name: str) -> dict[str, Any]:
         """An entry of `tools_kwargs`; files such as parquet have None where other rows have one."""
@@ -201,7 +205,10 @@ class _SideLoop:
         """Whether it runs anything."""
         ran: Future[None] = Future()
         ran.set_running_or_notify_cancel()
-        self._loop.call_soon_threadsafe(ran.set_result, None)
+        try:
+            self._loop.call_soon_threadsafe(ran.set_result, None)
+        except RuntimeError:  # a parallel call found it blocked and stopped it, and what blocked it has returned
+            return False
         done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
         return bool(done)
 

@@ -25,7 +25,7 @@ from hybridrl.protocol.transport import tensor_from_numpy, tensor_to_numpy
 SMALLEST = 16 * 1024
 
 _LOCK = threading.Lock()
-_stored: Any = WeakIdKeyDictionary()  # largest tensor of a row's images -> the cluster's job, and the reference
+_stored: Any = WeakIdKeyDictionary()  # largest tensor of a row's images -> (job, node) that put them, and the reference
 
 
 def with_references(value: Any) -> Any:
@@ -33,9 +33,10 @@ def with_references(value: Any) -> Any:
     column = value.non_tensor_batch.get(MULTI_MODAL_INPUTS) if isinstance(value, DataProto) else None
     if column is None:
         return value
-    job = ray.get_runtime_context().get_job_id()
+    context = ray.get_runtime_context()
+    owner = (context.get_job_id(), context.get_node_id())  # each new cluster numbers its jobs from 1 again
     with _LOCK:
-        return _replaced(value, [_reference(entry, job) for entry in column.tolist()])
+        return _replaced(value, [_reference(entry, owner) for entry in column.tolist()])
 
 
 def with_images(value: Any) -> Any:
@@ -52,7 +53,7 @@ def with_images(value: Any) -> Any:
     return _replaced(value, [found[entry] if isinstance(entry, ray.ObjectRef) else entry for entry in entries])
 
 
-def _reference(entry: Any, job: str) -> Any:
+def _reference(entry: Any, owner: tuple[str, str]) -> Any:
     """The reference to a row's images; small ones and what is not tensors as they are."""
     if not isinstance(entry, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in entry.values()):
         return entry
@@ -60,9 +61,9 @@ def _reference(entry: Any, job: str) -> Any:
     if largest is None or largest.nbytes < SMALLEST:
         return entry
     known = _stored.get(largest)
-    if known is None or known[0] != job:  # an earlier cluster of this process
+    if known is None or known[0] != owner:  # an earlier cluster of this process
         arrays: dict[str, np.ndarray] = {name: tensor_to_numpy(tensor) for name, tensor in entry.items()}
-        known = _stored[largest] = (job, ray.put(arrays))
+        known = _stored[largest] = (owner, ray.put(arrays))
     return known[1]
 
 
