@@ -6,6 +6,8 @@ import zlib
 
 import torch
 
+_AT_ONCE = 1 << 24  # elements, which bounds the memory of what is computed on the way
+
 
 def rounded_by_chance(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Round each value to one of its two neighbours in `dtype`, so that the expected result is the value itself.
@@ -26,7 +28,10 @@ def rounded_by_chance(values: torch.Tensor, dtype: torch.dtype, name: str) -> to
     if kind.eps <= torch.finfo(values.dtype).eps:
         return values.to(dtype)
     generator = torch.Generator(values.device).manual_seed(zlib.crc32(name.encode()))
-    chance = torch.rand(values.shape, generator=generator, device=values.device)
-    exponent = torch.frexp(values).exponent - 1
-    unit = torch.ldexp(torch.full_like(values, kind.eps), exponent).clamp(min=kind.smallest_normal * kind.eps)
-    return (values / unit).add_(chance).floor_().mul_(unit).to(dtype)
+    rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
+    for part, to in zip(values.reshape(-1).split(_AT_ONCE), rounded.view(-1).split(_AT_ONCE), strict=True):
+        chance = torch.rand(part.shape, generator=generator, device=part.device)
+        exponent = torch.frexp(part).exponent - 1
+        unit = torch.ldexp(torch.full_like(part, kind.eps), exponent).clamp(min=kind.smallest_normal * kind.eps)
+        to.copy_((part / unit).add_(chance).floor_().mul_(unit))
+    return rounded

@@ -330,6 +330,9 @@ def test_a_checkpoint_of_another_base_or_of_whole_weights_is_refused(micro_model
     other = make_engine(tmp_path / "hf_model", model=MODEL)
     with pytest.raises(ModelError, match="other weights"):
         other.load(tmp_path / "adapter", ["model"])
+    scaled = make_engine(micro_model, model={**MODEL, "lora_alpha": 16})
+    with pytest.raises(ModelError, match=r"with lora_alpha=8, and here it is 16.*set model\.lora_alpha"):
+        scaled.load(tmp_path / "adapter", ["model"])
     assert (tmp_path / "adapter" / "model" / BASE_FILE).read_text().startswith("sha256:")
 
 

@@ -8,7 +8,10 @@ from hybridrl.utils.rounding import rounded_by_chance
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_values_become_one_of_their_neighbours_and_are_right_on_average(dtype: torch.dtype) -> None:
+def test_values_become_one_of_their_neighbours_and_are_right_on_average(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridrl.utils.rounding._AT_ONCE", 70_000)
     torch.manual_seed(0)
     magnitudes = 2.0 ** torch.randint(-12, 4, (200_000,))
     values = magnitudes * (1 + torch.rand(200_000)) * torch.randn(200_000).sign()

@@ -1,11 +1,12 @@
 """Valid settings with a consequence that the user may not expect; each is one notice before the run."""
 
+import dataclasses
 from collections.abc import Iterator
 
 from hybridrl.config.checks.distillation import distillation_notices
 from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.engine import FSDPConfig
-from hybridrl.config.schema.root import PPOTrainerConfig, RootConfig
+from hybridrl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig, RootConfig
 from hybridrl.config.schema.trainer import RunConfig
 from hybridrl.registry import ADV_ESTIMATORS
 
@@ -43,13 +44,7 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
             "temperature, or n=1"
         )
     if config.actor_rollout_ref.model.adapted:
-        ref, plain = config.actor_rollout_ref.ref.fsdp_config, FSDPConfig()
-        names = ("param_offload", "offload_policy", "dtype", "model_dtype", "fsdp_size")
-        if unread := [f"{name}={ref[name]}" for name in names if ref[name] != plain[name]]:
-            yield (
-                f"actor_rollout_ref.ref.fsdp_config: {', '.join(unread)} has no effect with an adapter: the reference "
-                "is the policy without it, so no second model is loaded"
-            )
+        yield from _of_own_reference(config.actor_rollout_ref)
     part = config.reward.reward_model
     if part.model.path and not part.enable:
         yield (
@@ -99,3 +94,17 @@ def _of_resuming(trainer: RunConfig) -> Iterator[str]:
         f"trainer.resume_from_path={trainer.resume_from_path} has no effect with trainer.resume_mode="
         f"{trainer.resume_mode}: the run {continues}. Set trainer.resume_mode=resume_path to resume from that path"
     )
+
+
+def _of_own_reference(policy: ActorRolloutRefConfig) -> Iterator[str]:
+    """Settings of a reference's engine, where the reference is the policy without its adapter."""
+    ref, plain, own = policy.ref.fsdp_config, FSDPConfig(), policy.actor.fsdp_config
+    names = [field.name for field in dataclasses.fields(plain) if field.name not in ("forward_only", "strategy")]
+    unread = [f"fsdp_config.{name}={ref[name]}" for name in names if ref[name] not in (plain[name], own[name])]
+    if policy.ref.strategy != policy.actor.strategy:
+        unread.insert(0, f"strategy={policy.ref.strategy}")
+    if unread:
+        yield (
+            f"actor_rollout_ref.ref: {', '.join(unread)} has no effect with an adapter: the reference is the policy "
+            "without it, so no second model is loaded"
+        )

@@ -102,6 +102,28 @@ def notes(engine: Any) -> dict[str, str]:
     }
 
 
+def check_saved(engine: Any, folder: Path) -> None:
+    """Refuse a checkpoint's adapter that would compute something else here than it did.
+
+    Args:
+        folder: the part `model` of a checkpoint.
+
+    Raises:
+        ModelError: it belongs to another base (`check_base`), or its product was scaled otherwise.
+    """
+    check_base(engine.model_config.path, folder)
+    if not (folder / lora.CONFIG_FILE).is_file():
+        return  # whole weights, which are refused by their names
+    was, now = lora.read_config(folder), adapter_of(engine).config
+    for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
+        if getattr(was, name) != getattr(now, name):
+            raise ModelError(
+                f"checkpoint {folder} holds an adapter with {name}={getattr(was, name)}, and here it is "
+                f"{getattr(now, name)}, by which the same matrices are another model: set model.lora_alpha (or "
+                "model.lora_adapter_path) to that of the run"
+            )
+
+
 def check_base(path: str, folder: Path) -> None:
     """Refuse the adapter of another base.
 

@@ -40,7 +40,7 @@ def parts(engine: FSDPEngine) -> saved_parts.Parts:
         seed=engine.engine_config.seed,
         hf_writer=partial(_hf_writer, engine),
         notes={} if engine.adapter is None else adapted.notes(engine),
-        check_notes=None if engine.adapter is None else partial(adapted.check_base, engine.model_config.path),
+        check_notes=None if engine.adapter is None else partial(adapted.check_saved, engine),
     )
 
 
