@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config.own_settings import read_own
+from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.config.teachers import TEACHER_FIELDS, TEACHER_INDEX, teachers_of
@@ -31,6 +32,10 @@ def _never(config: PPOTrainerConfig) -> bool:
 
 def _no_pool(config: PPOTrainerConfig) -> list[int]:
     return []
+
+
+def _no_copy(settings: Any) -> None:
+    return None
 
 
 def _at_once(config: PPOTrainerConfig) -> int:
@@ -129,6 +134,8 @@ class RoleSpec:
         config: path of what the worker's constructor gets as `config`, or a function of the whole configuration that
             returns it; by default the settings.
         arguments: further arguments of the worker's constructor.
+        copy: the second model that the worker loads, and the setting that names it, from the role's settings; None
+            if there is none.
         passes: forward passes before the update.
         scoring: how it scores responses before groups are chosen; None if it does not.
         scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
@@ -146,6 +153,7 @@ class RoleSpec:
     path: str = ""
     config: str | Callable[[PPOTrainerConfig], Any] = ""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    copy: Callable[[Any], tuple[str, ModelConfig] | None] = _no_copy
     own_pool: Callable[[PPOTrainerConfig], list[int]] = _no_pool
     passes: tuple[Pass, ...] = ()
     scoring: Scoring | None = None
@@ -346,6 +354,7 @@ register_role(
         needed=lambda config: "process_rewards" in ADV_ESTIMATORS.facts(config.algorithm.adv_estimator).needs,
         placement=("prime", "actor_rollout_ref"),
         mesh="prime",
+        copy=lambda settings: ("ref_path", settings.frozen),
         passes=(
             Pass(
                 "process_rewards",

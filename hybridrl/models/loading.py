@@ -92,8 +92,11 @@ def load_model_config(
     return config
 
 
-def checked_source(path: str | Path) -> str | Path:
+def checked_source(path: str | Path, key: str = "actor_rollout_ref.model.path (critic.model.path)") -> str | Path:
     """Return a local directory as a path, and a hub name unchanged.
+
+    Args:
+        key: the setting that names it.
 
     Raises:
         ModelError: a local directory does not exist or has no `config.json`.
@@ -101,16 +104,10 @@ def checked_source(path: str | Path) -> str | Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{folder} is no model directory: it has no config.json; set actor_rollout_ref.model.path to "
-                "one that has"
-            )
+            raise ModelError(f"{folder} is no model directory: it has no config.json; set {key} to one that has")
         return folder
     if looks_local(path):
-        raise ModelError(
-            f"model directory {folder} does not exist; set actor_rollout_ref.model.path (critic.model.path) to "
-            "one that does"
-        )
+        raise ModelError(f"model directory {folder} does not exist; set {key} to one that does")
     return path
 
 

@@ -51,6 +51,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "layer_replication": (None,),
     "megatron_config": (None,),
+    # Other starts (pissa, olora, corda, loftq, ...) change the base, which is read as it is here.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
 }
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
@@ -262,10 +271,11 @@ def save_text(folder: Path, config: str, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def rank_of(model: ModelConfig) -> int:
-    """The rank of the adapter that a `model` group describes."""
+    """The rank of the adapter that a `model` group describes; of layers that differ, the highest."""
     if model.lora_adapter_path is None:
         return model.lora_rank
-    return int(read_config(Path(model.lora_adapter_path).expanduser()).r)
+    config = read_config(Path(model.lora_adapter_path).expanduser())
+    return max(int(config.r), *map(int, (config.rank_pattern or {}).values()), 0)
 
 
 def as_text(config: LoraConfig, heads: Iterable[str] = ()) -> str:
@@ -412,7 +422,10 @@ def _check_config(model: ModelConfig, config: LoraConfig) -> None:
         raise ModelError(f"{key}: it is a {kind}, and only LoRA is trained here")
     for name, plain in _PLAIN.items():
         if getattr(config, name, plain[0]) not in plain:
-            raise ModelError(f"{key} has {name}={getattr(config, name)}, and only plain LoRA is trained here")
+            raise ModelError(
+                f"{key} has {name}={getattr(config, name)}, and only plain LoRA is trained here; convert it with PEFT, "
+                "or merge it into its base and train a new adapter on that"
+            )
     if model.lora_rank and model.lora_rank != config.r:
         raise ModelError(
             f"model.lora_rank={model.lora_rank}, and the adapter of {key} has rank {config.r}; leave lora_rank out"

@@ -39,11 +39,9 @@ class PrimeWorker(ModelWorker):
         """Build and shard the model and its frozen copy; see `ModelWorker.build_engine`."""
         config = self.config
         settings = config.fsdp_config
-        adapter = None if config.ref_path else config.model.lora_adapter_path
-        path = config.ref_path or config.model.path
-        frozen = replace(config.model, path=path, lora_rank=0, lora_adapter_path=adapter)
+        forward_only = replace(settings, forward_only=True)
         self._reference: Engine = TrainEngines.create(
-            "language_model", config.strategy, model=frozen, engine=replace(settings, forward_only=True), optim=None
+            "language_model", config.strategy, model=config.frozen, engine=forward_only, optim=None
         )
         self._reference.initialize()
         self.build_engine(

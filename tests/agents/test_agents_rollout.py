@@ -350,6 +350,12 @@ def test_what_cannot_work_is_refused_at_start_up(model, setting, message) -> Non
         create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
 
 
+def test_everything_that_a_rollout_does_is_passed_on() -> None:
+    """Methods with a body in `Rollout` would do nothing without an error, such as `lend_cache`."""
+    methods = {name for name, found in vars(Rollout).items() if callable(found) and not name.startswith("_")}
+    assert methods > {"generate", "release", "lend_cache"} and methods <= vars(AgentRollout).keys()
+
+
 def test_settings_that_nothing_reads_are_told(model, capsys) -> None:
     words = [f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.multi_turn.function_tool_path=null"]
     config = config_for(model, FAMILIES["qwen"].template, *words, f"{ROLLOUT}.agent.retries=3")

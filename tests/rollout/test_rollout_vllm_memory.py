@@ -115,7 +115,8 @@ def engine_with(executor: RecordingExecutor, old: bool = False, level: int = 2) 
         llm.renderer = SimpleNamespace(clear_mm_cache_async=nothing, shutdown=lambda: None)
     engine = object.__new__(VLLMEngine)
     engine._engine, engine._released, engine._asleep = llm, set(), set()
-    engine.spec = SimpleNamespace(devices=(0,), config=SimpleNamespace(free_cache_engine=True, sleep_level=level))
+    settings = SimpleNamespace(free_cache_engine=True, sleep_level=level)
+    engine.spec = SimpleNamespace(devices=(0,), config=settings, gets_adapter=False)
     return engine, core
 
 

@@ -1,17 +1,19 @@
 """PRIME in a run: process rewards and the update of their model against transformers and a plain PyTorch step."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from trainer_tools import trained
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.config import load_config, validate
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, ModelError
 from hybridrl.models.tiny import build_tiny_model
+from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.forecast import forecast_run
 
 BETA, LR = 0.3, 2e-3
@@ -141,6 +143,31 @@ def test_two_ranks_that_learn_first_score_with_what_they_learned(
 def test_settings_that_cannot_work_are_refused(micro_model, sort_data, tmp_path, word, named) -> None:
     with pytest.raises(ConfigError, match=named):
         validate(load_config("ppo_trainer", [*words(micro_model, sort_data, tmp_path), word]))
+
+
+@pytest.mark.parametrize("key", ["model.path", "ref_path"])
+def test_a_model_that_would_read_other_text_is_refused(micro_model, sort_data, tmp_path, key: str) -> None:
+    """Both models get the policy's token ids."""
+    other = tmp_path / "other"
+    shutil.copytree(micro_model, other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(other)
+    config = load_config("ppo_trainer", [*words(micro_model, sort_data, tmp_path), f"roles.prime.{key}={other}"])
+    with pytest.raises(ModelError, match=rf"tokenizer of .*other is not the policy's.*set roles\.prime\.{key} to"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(("file", "named"), [("config.json", "no config.json"), ("model.safetensors", "weights")])
+def test_a_copy_that_cannot_be_read_is_refused_before_models_load(
+    micro_model, sort_data, tmp_path, file: str, named: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(micro_model, other)
+    (other / file).unlink()
+    config = load_config("ppo_trainer", [*words(micro_model, sort_data, tmp_path), f"roles.prime.ref_path={other}"])
+    with pytest.raises(ModelError, match=rf"other.*{named}"):
+        prepare(config)
 
 
 def test_memory_of_the_model_and_its_copy_is_forecast(micro_model, sort_data, tmp_path) -> None:

@@ -1,6 +1,6 @@
 """Settings of PRIME's process reward model: `roles.prime`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
@@ -33,3 +33,9 @@ class PrimeConfig(ConfigNode):
     data_loader_seed: int = key(42, "seed of this shuffle", ge=0)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     fsdp_config: FSDPConfig = group(FSDPConfig)
+
+    @property
+    def frozen(self) -> ModelConfig:
+        """The frozen copy: the weights of `ref_path`, or those that the model starts with, an adapter included."""
+        adapter = None if self.ref_path else self.model.lora_adapter_path
+        return replace(self.model, path=self.ref_path or self.model.path, lora_rank=0, lora_adapter_path=adapter)

@@ -16,6 +16,7 @@ from hybridrl.hybrid_engine.shards import whole
 from hybridrl.hybrid_engine.views import View, checkpoint_views
 from hybridrl.models import loading, lora
 from hybridrl.utils import device
+from hybridrl.utils.rounding import rounded_by_chance
 
 
 class Exported:
@@ -49,12 +50,17 @@ class Exported:
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Engine.export_weights`."""
-        yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype))
+        yield from loading.to_checkpoint_names(self.module, self.whole_tensors(dtype, by_chance=True))
 
-    def whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_tensors(
+        self, dtype: torch.dtype | None = None, by_chance: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like `weights`, with the names that the module has without an adapter.
 
-        Weights of layers with an adapter are merged in float32, then cast.
+        Weights of layers with an adapter are merged in float32, then rounded.
+
+        Args:
+            by_chance: round merged weights up or down by chance, or else to the nearest; see `rounded_by_chance`.
         """
         for name in self._names:
             if self.adapter is None:
@@ -64,7 +70,7 @@ class Exported:
                 tensor = self._whole(name, dtype if parts is None else None)
                 if parts is not None:
                     merged = self.adapter.merged(name, tensor, *(self._whole(part, None) for part in parts))
-                    tensor = merged if dtype is None else merged.to(dtype)
+                    tensor = merged if dtype is None else _rounded(merged, dtype, name if by_chance else None)
                 yield lora.base_name(name), tensor
 
     def base(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,3 +132,7 @@ class Exported:
         if dtype is not None:
             tensor = tensor.to(dtype)  # before it is gathered, so that fewer bytes travel
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype, by_chance_of: str | None) -> torch.Tensor:
+    return tensor.to(dtype) if by_chance_of is None else rounded_by_chance(tensor, dtype, by_chance_of)

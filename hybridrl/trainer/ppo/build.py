@@ -13,6 +13,7 @@ from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
 from hybridrl.models.info import check_same_tokenizer, checked_identity, config_of, tokenizer_of
+from hybridrl.models.loading import check_weights, checked_source
 from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
@@ -44,8 +45,7 @@ def prepare(
     tokenizer = tokenizer_of(model)
     identity = checked_identity(model, tokenizer)
     _check_images(config)
-    if config.use_critic:
-        check_same_tokenizer(config.critic.model, tokenizer, "critic.model")
+    _check_tokenizers(config, tokenizer)
     _check_engines(config)
     check_kl_form(config)
     check_router_replay(config)
@@ -107,6 +107,20 @@ def _check_engines(config: PPOTrainerConfig) -> None:
                 ranks, optim = sum(pools_of(config)[pool]), getattr(settings, "optim", None)
                 saved = settings.checkpoint if spec.saved is not None else None
                 check_engine(spec.where, settings, model, ranks, optim, saved)
+
+
+def _check_tokenizers(config: PPOTrainerConfig, tokenizer: Any) -> None:
+    """Refuse models of roles that would read the policy's token ids as other text, and copies without weights."""
+    for spec in active_roles(config):
+        if not spec.passes and spec.update is None:  # one that only scores reads conversations
+            continue
+        model, copy = getattr(spec.config_of(config), "model", None), spec.copy(spec.settings_of(config))
+        if isinstance(model, ModelConfig):
+            check_same_tokenizer(model, tokenizer, f"{spec.where}.model")
+        if copy is not None:
+            key, frozen = copy
+            check_weights(checked_source(frozen.path, f"{spec.where}.{key}"))
+            check_same_tokenizer(frozen, tokenizer, spec.where, path=key)
 
 
 def _with_data(
