@@ -110,6 +110,15 @@ class Conversations:
     def _rendered(self, batch: DataProto) -> list[list[int]]:
         width = batch.batch["responses"].shape[1]
         mask = batch.batch["attention_mask"][:, -width:].bool()
+        written = batch.batch.get("response_mask", None)
+        if written is not None and bool((mask & ~written.bool()).any()):
+            notify(
+                "the reward model has a tokenizer or chat template of its own, so it reads a session with tools "
+                "(rollout.multi_turn, rollout.agent) as one long answer, which holds the text of the tools too; with "
+                "those of the policy it would read the session's turns",
+                "warning",
+                once=True,
+            )
         generated = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], mask, strict=True)]
         answers = self._policy.batch_decode(generated, skip_special_tokens=True)
         prompts = batch.non_tensor_batch["raw_prompt"]

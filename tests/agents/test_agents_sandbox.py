@@ -115,7 +115,7 @@ def running() -> str:
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            found.append(Path(f"/proc/{name}/cmdline").read_text())
+            found.append(Path(f"/proc/{name}/cmdline").read_text(errors="replace"))
     return " ".join(found)
 
 

@@ -134,6 +134,24 @@ def test_another_template_reads_the_messages_anew(micro_model: Path, micro_rewar
     )
 
 
+def test_sessions_with_tools_that_are_read_as_one_answer_are_told(
+    micro_model: Path, micro_reward_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, config = load_tokenizer(micro_model), settings(micro_reward_model)
+    conversations, batch = Conversations(config, tokenizer), answered(tokenizer)
+    width = batch.batch["responses"].shape[1]
+    batch.batch["response_mask"] = batch.batch["attention_mask"][:, -width:].clone()
+    conversations.renders = True
+    conversations(batch)
+    batch.batch["response_mask"][3, 1] = 0  # a token of a tool
+    conversations.renders = False
+    conversations(batch)
+    assert "session with tools" not in capsys.readouterr().err
+    conversations.renders = True
+    conversations(batch)
+    assert "session with tools" in capsys.readouterr().err
+
+
 def test_a_padding_token_that_ends_turns_is_not_scored(micro_model: Path, micro_reward_model: Path) -> None:
     """transformers scores the last token that is not `pad_token_id`, which many reward models set to EOS."""
     tokenizer, config = load_tokenizer(micro_model), settings(micro_reward_model)

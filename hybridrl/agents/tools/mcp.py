@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -89,11 +90,11 @@ class _Server:
         self._name, self._entry = name, entry
         self._loop = asyncio.new_event_loop()
         self._ends = asyncio.Event()
-        self._ready: asyncio.Future[Any] = self._loop.create_future()
+        self._ready: Future[Any] = Future()  # of this thread: the loop ends with a server that does not start
         self._thread = threading.Thread(target=self._run, name=f"mcp {name}", daemon=True)
         self._thread.start()
         try:
-            self._client = asyncio.run_coroutine_threadsafe(self._connected(), self._loop).result(limit)
+            self._client = self._ready.result(limit)
         except Exception as error:
             self.close()
             why = f"it did not answer within {limit:g} s" if isinstance(error, TimeoutError) else _reason(error)
@@ -108,10 +109,10 @@ class _Server:
 
     async def _serve(self) -> None:
         """Hold the connection: it must be opened and closed by one task."""
-        from mcp import Client, StdioServerParameters
-
         async with AsyncExitStack() as stack:
             try:
+                from mcp import Client, StdioServerParameters
+
                 if "url" in self._entry:
                     target: Any = self._entry["url"]
                 else:
@@ -125,9 +126,6 @@ class _Server:
                 self._ready.set_exception(error)
                 return
             await self._ends.wait()
-
-    async def _connected(self) -> Any:
-        return await self._ready
 
     def tools(self) -> list[dict[str, Any]]:
         """The descriptions of its tools in OpenAI's format."""
