@@ -308,7 +308,10 @@ def check_fused(model: Path, tied: Path) -> None:
         assert metrics[1] == pytest.approx(metrics[0], rel=1e-5, abs=1e-7)
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(after[1], after[0], rtol=0, atol=1e-5)
-        assert most == [0, 0] if last is None else most[0] > 20 and 0 < most[1] <= 7, most
+        # A vocabulary that is not split is computed by tiles, which are narrower; test_algorithms_linear_statistics.py
+        # holds their size.
+        tiled = "tp" not in settings
+        assert most == [0, 0] if last is None else most[0] > 20 and (most[1] == 0 if tiled else 0 < most[1] <= 7), most
 
 
 def check_not_fused(rank: int, model: Path) -> None:
