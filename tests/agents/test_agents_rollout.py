@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from families import FAMILIES, write_model
+from template_families import FAMILIES, write_model
 
 from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents, register
 from hybridrl.agents.rollout import _run

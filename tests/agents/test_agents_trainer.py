@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from families import FAMILIES, write_model
+from template_families import FAMILIES, write_model
 
 from hybridrl.agents import AgentRollout
 from hybridrl.config import load_config

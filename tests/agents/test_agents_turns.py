@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from families import BROKEN, ENDS, FAMILIES, write_model
+from template_families import BROKEN, ENDS, FAMILIES, write_model
 from transformers import AutoTokenizer
 
 from hybridrl.agents import FunctionCall

@@ -327,3 +327,9 @@ esac
     else:
         assert "pip does it all" in output
         assert len(calls) == 3 and calls[2] == f"pip {megatron}" and all(line.startswith("pip ") for line in calls)
+
+
+def test_modules_of_the_tests_have_names_of_their_own(repository: Path) -> None:
+    """Folders of tests are no packages: of two modules of one name, a process imports the first for both."""
+    names = [path.name for path in (repository / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
