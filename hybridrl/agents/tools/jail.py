@@ -128,6 +128,10 @@ def _change_root(limits: dict[str, Any]) -> None:
     root = limits["folder"]
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID, "mode=755,size=1m")
+    for name in ("/proc", "/tmp"):
+        os.makedirs(root + name)
+    # Before what is below it: Python may be in a folder of /tmp.
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={limits['files_mb']}m")
     for path in dict.fromkeys((*_SYSTEM, *limits["python"], *_DEVICES)):
         if os.path.islink(path) and path not in limits["python"]:
             os.symlink(os.readlink(path), root + path)
@@ -137,12 +141,9 @@ def _change_root(limits: dict[str, Any]) -> None:
                 with open(root + path, "w"):
                     pass
             _mount(path, root + path, None, _MS_BIND | _MS_REC)
-    for name in ("/proc", "/tmp"):
-        os.makedirs(root + name, exist_ok=True)
-    attributes = (ctypes.c_uint64 * 4)(_RDONLY, 0, 0, 0)
-    _check(_libc.syscall(_MOUNT_SETATTR, -100, root.encode(), _AT_RECURSIVE, ctypes.byref(attributes), 32), root)
+    _set_mount(root, _AT_RECURSIVE, _RDONLY, 0)
+    _set_mount(f"{root}/tmp", 0, 0, _RDONLY)
     _mount("proc", f"{root}/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV)  # root could set /proc/sys
-    _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=1777,size={limits['files_mb']}m")
     os.chroot(root)
     os.chdir("/tmp")
 
@@ -214,6 +215,12 @@ def _parent(pid: str) -> int:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
     words = [None if word is None else word.encode() for word in (source, target, kind)]
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode() or None), target)
+
+
+def _set_mount(path: str, flags: int, put: int, cleared: int) -> None:
+    """Change attributes of a mount; with `_AT_RECURSIVE` of all below it."""
+    attributes = (ctypes.c_uint64 * 4)(put, cleared, 0, 0)
+    _check(_libc.syscall(_MOUNT_SETATTR, -100, path.encode(), flags, ctypes.byref(attributes), 32), path)
 
 
 def _check(result: int, what: str) -> None:
