@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -34,9 +36,7 @@ def spawn(body: Callable[..., None], world: int, *arguments: Any, preload: str =
         preload: a module of the tests with other imports that take long. Modules are imported once, in the process that
             the ranks are forks of; tests with another `preload` start another.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     _start_server((preload,) if preload else PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -47,6 +47,16 @@ def spawn(body: Callable[..., None], world: int, *arguments: Any, preload: str =
             # gloo aborts a rank whose peer is gone, and that rank may be the one reported: show what each one raised.
             raised = [f"{file.name}:\n{file.read_text(encoding='utf-8')}" for file in sorted(Path(folder).iterdir())]
             raise AssertionError("\n".join([str(error), *raised])) from error
+
+
+def _free_port() -> int:
+    """A port that stays free while the ranks' process imports: none that the kernel or Ray give to whoever asks."""
+    ports = random.sample(range(20_000, 32_000), 100)
+    for port in ports:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port of {ports} is free")
 
 
 def _start_server(modules: tuple[str, ...]) -> None:
