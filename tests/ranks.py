@@ -51,7 +51,7 @@ def spawn(body: Callable[..., None], world: int, *arguments: Any, preload: str =
 
 def _free_port() -> int:
     """A port that stays free while the ranks' process imports: none that the kernel or Ray give to whoever asks."""
-    ports = random.sample(range(20_000, 32_000), 100)
+    ports = random.SystemRandom().sample(range(20_000, 32_000), 100)
     for port in ports:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
