@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -320,14 +321,14 @@ class PromptCollator:
         return tensors, {name: [row.get(name) for row in rows] for name in names}
 
 
-class PaddedCollator:
+class PaddedCollator(ABC):
     """Turns conversations with `input_ids` and `loss_mask` into right-padded tensors."""
 
     needs: ClassVar[str]
 
+    @abstractmethod
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Collated:
         """The tensors and objects of a batch."""
-        raise NotImplementedError
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
