@@ -5,11 +5,11 @@ Light enough for the processes of reward functions: no torch, no numpy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class Reason(str, Enum):
+class Reason(StrEnum):
     """Why a sample has no reward."""
 
     INFRA = "infra"  # a sandbox, server or process failed
