@@ -13,8 +13,10 @@ from hybridrl.agents.parsers.base import FunctionCall
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.notify import notify
+from hybridrl.utils import clock
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
+_POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
 
 
@@ -158,14 +160,17 @@ class ToolSession:
         """The result of a coroutine in the session's side loop.
 
         Raises:
-            ToolTimeoutError: it took longer than `tool_timeout_s`. A loop that it blocks is left to itself.
+            ToolTimeoutError: it took longer than `tool_timeout_s`, without the time in `clock.stopped()`. A loop that
+                it blocks is left to itself.
         """
         if self._side is None:
             self._side = _SideLoop()
         side, limit = self._side, self._settings.tool_timeout_s
-        future = asyncio.wrap_future(side.submit(make))
-        done, _ = await asyncio.wait([future], timeout=limit)
-        if not done:
+        with clock.running(clock.Clock()) as measured:
+            future = asyncio.wrap_future(side.submit(make))
+        while not (await asyncio.wait([future], timeout=max(limit - measured.seconds, _POLL_S)))[0]:
+            if measured.is_stopped or measured.seconds < limit:
+                continue
             future.cancel()
             if not await side.responds() and self._side is side:
                 side.stop()  # once what blocks it returns
