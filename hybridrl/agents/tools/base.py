@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
+from hybridrl.verdict import NoVerdict, Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -93,11 +94,17 @@ class BaseTool:
 
         Returns:
             The response, the reward of this call (None: it has none), and metrics by name.
+
+        Raises:
+            NoVerdictError: the session cannot be judged any more, and ends. Other exceptions are answers to the model.
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The reward of the tool's state when the session has ended; reward functions get it by the tool's name."""
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | Verdict | NoVerdict:
+        """The reward of the tool's state when the session has ended; reward functions get it by the tool's name.
+
+        With a `NoVerdict`, or where it raises (`grading`) or takes too long (`timeout`), the session has no verdict.
+        """
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
