@@ -1,12 +1,13 @@
 """Built-in scorers, chosen by a sample's `data_source`.
 
-Each scorer is a module with `compute_score(solution_str, ground_truth, ...)`, imported when first needed. The ground truth
-is text, unless the module has a `check_ground_truth(value)`, which raises `RewardError` for one that it cannot score with. A
-module that runs programs has a `check_machine(**sandbox)`, and its `compute_score` takes the same settings of the sandbox.
+Each scorer is a module with `compute_score(solution_str, ground_truth, ...)`, imported when first needed. The ground
+truth is text, unless the module has a `check_ground_truth(value)`, which raises `RewardError` for one that it cannot
+score with. A module that runs programs has a `check_machine(**sandbox)`, and its `compute_score` takes those settings.
 """
 
 import importlib
 import math
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -119,6 +120,21 @@ def check_ground_truth(ground_truth: Any, data_source: Any) -> None:
         own(ground_truth)
     except RewardError as error:
         raise RewardError(f"data source {data_source!r}: {error}") from None
+
+
+def check_machine(data_sources: Iterable[str], sandbox: Mapping[str, Any]) -> None:
+    """Have scorers that run programs try whether they can.
+
+    Args:
+        data_sources: of the data.
+        sandbox: `sandbox_fusion_url`, `memory_limit_mb` and `max_concurrent`, as `default_compute_score` takes them.
+
+    Raises:
+        RewardError: no program runs.
+    """
+    for module in {scorer_of(source) for source in data_sources}:
+        if hasattr(module, "check_machine"):
+            module.check_machine(**sandbox)
 
 
 def default_compute_score(

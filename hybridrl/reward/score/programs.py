@@ -1,9 +1,9 @@
 """Programs as answers: run on test cases in a sandbox, and scored by how many they pass.
 
-The ground truth is a dict, or the same as JSON: `{"inputs": [...], "outputs": [...]}` for programs that read the standard
-input; with `fn_name` for functions (also methods of `class Solution`), where an input is the list of arguments; or
-`{"assert_case": [...]}`, statements that the program is followed by. What is expected never enters the sandbox, but for
-asserts: the program's output is compared here.
+The ground truth is a dict, or the same as JSON: `{"inputs": [...], "outputs": [...]}` for programs that read the
+standard input; with `fn_name` for functions (or methods of `class Solution`), where an input is the list of arguments;
+or `{"assert_case": [...]}`, statements that the program is followed by. What is expected never enters the sandbox, but
+for asserts: the program's output is compared here.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import json
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.sandbox import Ended, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox, SandboxError
+from hybridrl.sandbox import Ended, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox
 
 _CONSIDERED = 10  # test cases that partial credit looks at
 _NO_PROGRAM = 121  # the exit code of a runner whose program cannot be compiled
@@ -25,8 +25,9 @@ _RUNNER = """
 import builtins, json, os, sys, traceback, types
 names = {}
 exec("import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator, random\\n"
-     "import re, string, sys\\nfrom bisect import *\\nfrom collections import *\\nfrom functools import *\\nfrom heapq import *\\n"
-     "from itertools import *\\nfrom math import *\\nfrom operator import *\\nfrom typing import *", names)
+     "import re, string, sys\\nfrom bisect import *\\nfrom collections import *\\nfrom functools import *\\n"
+     "from heapq import *\\nfrom itertools import *\\nfrom math import *\\n"
+     "from operator import *\\nfrom typing import *", names)
 names = {name: value for name, value in names.items() if name not in dir(builtins) and not name.startswith("__")}
 with open("solution.py", encoding="utf-8") as file:
     source = file.read()
@@ -95,8 +96,8 @@ def compute_score(
         concurrent_semaphore: is held while a program runs; None: there is none.
 
     Returns:
-        `score`; `acc`, whether all test cases that count passed; `tests` and `passed`, their numbers; `fault`, what became
-        of the first that failed: "wrong", "error", "time", "output", "syntax", "no program", or "" where none did.
+        `score`; `acc`, whether all test cases that count passed; `tests` and `passed`, their numbers; `fault`, what
+        became of the first that failed: "wrong", "error", "time", "output", "syntax", "no program"; "" where none did.
 
     Raises:
         SandboxError: the sandbox failed, so there is no verdict.
@@ -142,7 +143,7 @@ def read_tests(ground_truth: Any) -> Tests:
     Raises:
         RewardError: it is none.
     """
-    form = '{"inputs": [...], "outputs": [...]}, with "fn_name" for functions, or {"assert_case": [...]}; a dict or JSON'
+    form = '{"inputs": [...], "outputs": [...]}, with "fn_name" for functions, or {"assert_case": [...]}, also as JSON'
     try:
         found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     except ValueError as error:
@@ -175,8 +176,8 @@ def check_machine(
     """
     if reason := sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent).check():
         notify(
-            f"scoring of programs: the kernel refuses namespaces ({reason}): programs of the model run with limits, but "
-            "they reach the network and what their user may read; reward.sandbox_fusion.url runs them elsewhere",
+            f"scoring of programs: the kernel refuses namespaces ({reason}): programs of the model run with limits, "
+            "but they reach the network and what their user may read; reward.sandbox_fusion.url runs them elsewhere",
             "warning",
         )
 
