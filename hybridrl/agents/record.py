@@ -1,6 +1,8 @@
 """From what a loop returned to a trajectory, against the record of what was generated for its session."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
@@ -49,6 +51,13 @@ def trajectory_of(
                 f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it; keep "
                 "generated token ids as they are, and give text of others response_mask=0"
             )
+    for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
+        for place, value in given:
+            if not 0 <= place < len(output.response_mask) or not output.response_mask[place]:
+                raise RolloutError(
+                    f"an agent loop returned {name} with {value!r} for token {place} of {len(output.response_mask)}, "
+                    "which is not trained on (response_mask); name the last generated token of the turn"
+                )
     # where the mask is 0, nothing of a token is trained on
     kept = [version if mask else NO_VERSION for mask, version in zip(output.response_mask, versions, strict=True)]
     return Trajectory(
@@ -62,6 +71,9 @@ def trajectory_of(
         session=session,
         turn=turn,
         reward=output.reward_score,
+        turn_rewards=[float(reward) for _, reward in output.turn_rewards],
+        turn_ends=[place for place, _ in output.turn_rewards],
+        turn_states=[(place, state_key(state)) for place, state in output.turn_states],
         extra={**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns},
         routed_experts=output.routed_experts,
     )
@@ -69,6 +81,11 @@ def trajectory_of(
 
 #: columns that every row has, so that loops of different kinds share a batch
 _COLUMNS = {"tool_call_counts": 0}
+
+
+def state_key(state: Any) -> int:
+    """A number above 0 that is the same for equal states, in every process."""
+    return int.from_bytes(blake2b(repr(state).encode(), digest_size=4).digest(), "little") % (2**31 - 1) + 1
 
 
 def _spans(values: Sequence[int]) -> list[tuple[int, int]]:
