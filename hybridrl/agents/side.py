@@ -7,6 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.utils import clock
+
+_POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
 
 
@@ -32,14 +35,16 @@ class Side:
         """The result of `make()`, which is awaited if it can be. `make` runs in the side loop, and may block.
 
         Raises:
-            CallTimeoutError: it took longer than the limit.
+            CallTimeoutError: it took longer than the limit, without the time in `clock.stopped()`.
         """
         if self._loop is None:
             self._loop = _SideLoop()
         side = self._loop
-        future = asyncio.wrap_future(side.submit(make))
-        done, _ = await asyncio.wait([future], timeout=limit_s)
-        if not done:
+        with clock.running(clock.Clock()) as measured:
+            future = asyncio.wrap_future(side.submit(make))
+        while not (await asyncio.wait([future], timeout=max(limit_s - measured.seconds, _POLL_S)))[0]:
+            if measured.is_stopped or measured.seconds < limit_s:
+                continue
             future.cancel()
             if not await side.responds() and self._loop is side:
                 side.stop()  # once what blocks it returns

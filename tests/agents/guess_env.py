@@ -3,6 +3,7 @@
 import time
 
 from hybridrl.agents import Environment, Step, register_environment
+from hybridrl.verdict import NoVerdict, Verdict
 
 PIECE = 6  # characters that make a step of `Length`
 
@@ -59,7 +60,9 @@ class Faulty(Environment):
             return None, float("nan"), True
         if self.how == "nothing":
             return None
-        return Step(reward=1.0, done=True)
+        if self.how == "gives_up":
+            return None, NoVerdict("grading", "the move is ambiguous"), True
+        return Step(reward=Verdict(1.0, {"judged": True}), done=True)
 
 
 @register_environment("caller")

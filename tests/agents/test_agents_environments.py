@@ -10,6 +10,7 @@ from hybridrl.agents import create_agents
 from hybridrl.agents.environments.load import load_environments
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
+from hybridrl.verdict import Reason
 
 QWEN = FAMILIES["qwen"]
 
@@ -79,7 +80,7 @@ def test_seeds_are_the_same_again_and_others_in_validation(started, model) -> No
     assert sorted(seeds[0]) == sorted(seeds[1]) and not set(seeds[0]) & set(seeds[2])
 
 
-@pytest.mark.parametrize("how", ["raises", "hangs", "exits", "nan", "nothing"])
+@pytest.mark.parametrize("how", ["raises", "hangs", "exits", "nan", "nothing", "gives_up"])
 def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys, how) -> None:  # noqa: F811
     words = [f"{ROLLOUT}.agent.environment_timeout_s=2", f"{ROLLOUT}.agent.retries=0"]
     rollout, _ = started(env_config(model, "faulty", *words, f"{ROLLOUT}.agent.environment_turn_tokens=5"))
@@ -87,12 +88,16 @@ def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-2"]
     assert batch.batch["turn_level_rewards"].sum(-1).tolist() == [1.0, 1.0]
     told = capsys.readouterr().err
+    (missing,) = batch.meta_info["missing_samples"]
+    reasons = {"hangs": Reason.TIMEOUT, "gives_up": Reason.GRADING}
+    assert (missing.uid, missing.verdict.reason) == ("0-0", reasons.get(how, Reason.INFRA))
     assert {
         "raises": "the game server is gone",
         "hangs": "the environment did not answer within 2 s",
         "exits": "SystemExit: 3",
         "nan": "it must be finite",
         "nothing": "step returned None",
+        "gives_up": "the move is ambiguous",
     }[how] in told
 
 

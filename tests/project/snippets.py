@@ -24,6 +24,7 @@ PAGES = (
     "docs/first_data.md",
     "docs/agents.md",
     "docs/environments.md",
+    "docs/sandbox.md",
     "docs/vision.md",
 )
 CHECKS = ("run", "file", "compose", "install", "quickstart", "after_quickstart")

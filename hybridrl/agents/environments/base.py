@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hybridrl.agents.parsers.base import Call, FunctionCall
 from hybridrl.agents.turns import answers_of
 from hybridrl.errors import RolloutError
 from hybridrl.registry import ENVIRONMENTS, Facts
+from hybridrl.verdict import NoVerdict, NoVerdictError, Verdict
 
 T = TypeVar("T", bound=type)
 
@@ -52,7 +53,7 @@ class Step:
 
     Attributes:
         observation: text, messages or None.
-        reward: of the turn; None counts as 0.
+        reward: of the turn; None counts as 0. A `NoVerdict` ends the session without a score.
         done: the episode is over; then the observation is not shown.
         extra: values for the columns of the sample; those of later steps replace earlier ones of the same name.
         state: identifies the situation before the model's next turn, for estimators that compare turns in the same
@@ -60,10 +61,15 @@ class Step:
     """
 
     observation: Observation = None
-    reward: float | None = None
+    reward: float | Verdict | NoVerdict | None = None
     done: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None
+
+    @property
+    def points(self) -> float:
+        """The reward as a number, once it was checked."""
+        return self.reward if isinstance(self.reward, float) else 0.0
 
 
 class Environment:
@@ -144,6 +150,7 @@ def step_of(result: Any) -> Step:
 
     Raises:
         RolloutError: it is something else, or its reward is not a finite number.
+        NoVerdictError: its reward is a `NoVerdict`.
     """
     if isinstance(result, tuple) and len(result) in (3, 4):
         observation, reward, done, *extra = result
@@ -154,6 +161,10 @@ def step_of(result: Any) -> Step:
             "reward, done, extra)"
         )
     messages_of(result.observation)
+    if isinstance(result.reward, NoVerdict):
+        raise NoVerdictError(result.reward.reason, result.reward.detail)
+    if isinstance(result.reward, Verdict):
+        result = replace(result, reward=result.reward.reward, extra={**result.extra, **result.reward.extra})
     if result.reward is not None:
         result.reward = float(result.reward)
         if not math.isfinite(result.reward):

@@ -106,7 +106,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         action = self._action(output, episode.tools)
         step = await session.step(action)
         episode.extra |= step.extra
-        episode.turn_rewards.append((last, step.reward or 0.0))
+        episode.turn_rewards.append((last, step.points))
         return action, step
 
     def _action(self, output: TokenOutput, tools: Sequence[Mapping[str, Any]]) -> Action:

@@ -156,11 +156,11 @@ class AgentConfig(ConfigNode):
     environment_turn_tokens: int | None = key(
         None, "env_agent: tokens of one turn; the environment gets a turn that is cut there; null: any number", gt=0
     )
-    retries: int = key(1, "times that a failed session is run again", ge=0)
-    on_error: str = key(
-        "drop",
-        "a session that still fails: drop: its sample is left out, and the run ends if all of a batch fail; raise: the "
-        "run ends",
+    retries: int = key(1, "times that a failed session is run again at once, beside the others", ge=0)
+    on_error: str | None = key(
+        None,
+        "a session that still fails: drop: its sample is left out; raise: the run ends; null: as algorithm.missing "
+        "says for the reason",
         choices=("drop", "raise"),
     )
 
