@@ -8,6 +8,8 @@ its tokens divided by counts of the whole mini-batch. The shares add up to the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -116,7 +118,7 @@ def agg_loss(
 
 
 def compute_entropy_loss(
-    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **counts: int
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **counts: Any
 ) -> Tensor:
     """Compute the aggregated entropy of the policy, agg(H(softmax(logits))): [B, T, V] and [B, T] -> scalar.
 

@@ -255,11 +255,13 @@ class Learner:
     def _transformed_rewards(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The scores and baselines after `reward_transform`, for which the rows of a session are one sequence."""
         fields, width = batch.batch, batch.batch["responses"].shape[-1]
-        given = [fields["token_level_scores"], fields["response_mask"], fields.get("reward_baselines", None)]
+        scores, mask = fields["token_level_scores"], fields["response_mask"]
+        baselines = fields.get("reward_baselines", None)
         sessions = split_sessions(batch.non_tensor_batch, len(batch))
         if sessions is None:
-            return self.reward_transform(*given)
-        rewards, baselines = self.reward_transform(*(None if one is None else sessions.join(one) for one in given))
+            return self.reward_transform(scores, mask, baselines)
+        joined = None if baselines is None else sessions.join(baselines)
+        rewards, baselines = self.reward_transform(sessions.join(scores), sessions.join(mask), joined)
         return sessions.split(rewards, width), None if baselines is None else baselines[sessions.groups.ids]
 
     def update(self, batch: DataProto, timer: PhaseTimer, first: bool = False) -> dict[str, float]:
