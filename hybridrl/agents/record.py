@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
+from hybridrl.protocol.names import SESSION_LOG
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 
@@ -68,7 +69,7 @@ def trajectory_of(
 
 
 #: columns that every row has, so that loops of different kinds share a batch
-_COLUMNS = {"tool_call_counts": 0}
+_COLUMNS = {"tool_call_counts": 0, SESSION_LOG: None}
 
 
 def _spans(values: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from hybridrl.agents.record import trajectory_of
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import DROPPED_SAMPLES
+from hybridrl.protocol.names import DROPPED_SAMPLES, SESSION_LOG
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.noise import stream_keys
@@ -132,6 +132,7 @@ class AgentRollout(Rollout):
         several = outputs if isinstance(outputs, Sequence) else [outputs]
         if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
             raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
+        several[0].extra_fields[SESSION_LOG] = session.log.record()
         found = []
         for number, output in enumerate(several):
             name = f"sample {sample}" if len(several) > 1 else ""

@@ -12,7 +12,7 @@ import torch
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import TRAJECTORY_REWARD
+from hybridrl.protocol.names import SESSION_LOG, TRAJECTORY_REWARD
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome
@@ -30,7 +30,7 @@ RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # colum
 #: columns of a generated batch that are no columns of the data
 _NOT_OF_THE_DATA = (
     *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
-    *("__num_turns__", "reward_scores", TRAJECTORY_REWARD),
+    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD),
 )
 #: the managers that were imported, by name
 REGISTRY: dict[str, type[RewardManager]] = REWARD_MANAGERS.objects
