@@ -100,6 +100,8 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
         )
     loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
     tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
+    for tool in tools.values():
+        tool.check_settings(settings)
     template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
     own_tokenizer = copy.deepcopy(tokenizer)
     ends = eos_token_ids(model.path, config_of(model), tokenizer)

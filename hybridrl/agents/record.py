@@ -1,5 +1,6 @@
 """From what a loop returned to a trajectory, against the record of what was generated for its session."""
 
+import math
 from collections.abc import Sequence
 
 from hybridrl.agents.loop import AgentLoopOutput
@@ -7,6 +8,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.protocol.names import SESSION_LOG
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
+from hybridrl.verdict import NoVerdict, Verdict
 
 
 def trajectory_of(
@@ -26,8 +28,17 @@ def trajectory_of(
         session, turn: see `Trajectory`.
 
     Raises:
-        RolloutError: a token of `response_mask` 1 is not one that the policy generated here.
+        RolloutError: a token of `response_mask` 1 is not one that the policy generated here, or the score is not
+            finite.
     """
+    score = output.reward_score
+    assert not isinstance(score, NoVerdict)  # such a session has no trajectories
+    reward = score.reward if isinstance(score, Verdict) else score
+    if reward is not None and not math.isfinite(reward):
+        raise RolloutError(f"an agent loop returned the reward_score {reward}; return a finite number, or a NoVerdict")
+    extra = {**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns}
+    if isinstance(score, Verdict):
+        extra |= score.extra
     start = len(output.prompt_ids)
     whole = [*output.prompt_ids, *output.response_ids]
     log_probs: list[float | None] = [None] * len(output.response_ids)
@@ -62,8 +73,8 @@ def trajectory_of(
         _spans(kept),
         session=session,
         turn=turn,
-        reward=output.reward_score,
-        extra={**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns},
+        reward=reward,
+        extra=extra,
         routed_experts=output.routed_experts,
     )
 

@@ -4,8 +4,8 @@
 TRAJECTORY_REWARD = "trajectory_reward"
 #: tensor [B, S, L, K]: the experts of each token; in the meta of prompts, whether the rollout is to return it
 ROUTED_EXPERTS = "routed_experts"
-#: in the meta of a generated batch: (uid, sample) of each sample that the rollout left out
-DROPPED_SAMPLES = "dropped_samples"
+#: in the meta of a generated batch: a `MissingSample` for each attempt at a sample that gave none
+MISSING_SAMPLES = "missing_samples"
 #: non-tensor: what the model reads of the images of a row, `{"pixel_values", "image_grid_thw"}`; `{}` without any
 MULTI_MODAL_INPUTS = "multi_modal_inputs"
 #: non-tensor: fingerprint of the images that a row's response was generated from

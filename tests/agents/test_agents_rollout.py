@@ -20,6 +20,7 @@ from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import HFRollout, InPlaceRollout, Rollout
+from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 ECHO = Path(__file__).with_name("echo_tools.py")
 PROMPT, RESPONSE = 1200, 400
@@ -232,6 +233,45 @@ class Flaky(AgentLoopBase):
         return AgentLoopOutput(kwargs["prompt_ids"], out.token_ids, [1] * len(out.token_ids))
 
 
+class Judged(AgentLoopBase):
+    """Ends as the row's `ends` says."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt, ends = kwargs["prompt_ids"], kwargs["ends"]
+        out = await self.server_manager.generate(prompt_ids=prompt, sampling_params={"max_tokens": 4})
+        if isinstance(ends, Exception):
+            raise ends
+        mask = [1] * len(out.token_ids)
+        return [AgentLoopOutput(prompt, out.token_ids, mask, reward_score=score) for score in ends]
+
+
+def test_a_session_gives_a_verdict_or_the_reason_why_not(started, model, tmp_path) -> None:
+    file = tmp_path / "loops.yaml"
+    file.write_text(f"- {{name: judged, _target_: {__name__}.Judged}}\n")
+    rollout, _ = started(
+        config_for(
+            model,
+            FAMILIES["qwen"].template,
+            f"{ROLLOUT}.agent.agent_loop_config_path={file}",
+            f"{ROLLOUT}.agent.retries=0",
+        )
+    )
+    ends = [
+        [Verdict(0.5, {"acc": 1})],
+        [0.25, NoVerdict("grading", "no judge")],  # no part of the session remains
+        NoVerdictError("dropped"),
+        TimeoutError("too slow"),
+        [float("nan")],
+    ]
+    batch = rollout.generate(prompts_of(rollout, 5, agent_name=["judged"] * 5, ends=ends))
+    assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
+    assert batch.non_tensor_batch["acc"].tolist() == [1] and batch.non_tensor_batch["uid"].tolist() == ["0-0"]
+    lost = batch.meta_info["missing_samples"]
+    assert [one.verdict.reason for one in lost] == ["grading", "dropped", "timeout", "infra"]
+    assert all(1 <= one.tokens <= 4 for one in lost) and not any(one.again for one in lost)
+    assert lost[0].verdict.detail == "no judge" and "reward_score nan" in lost[3].verdict.detail
+
+
 def own_loops(tmp_path: Path) -> str:
     file = tmp_path / "loops.yaml"
     file.write_text(f"- {{name: flaky, _target_: {__name__}.Flaky, greeting: hello}}\n")
@@ -266,7 +306,9 @@ def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, cap
     names, fails = ["flaky", "flaky", "flaky", None], ["always", "once", "no", "no"]
     batch = rollout.generate(prompts_of(rollout, 4, agent_name=names, fails=fails))
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-2", "0-3"]
-    assert batch.meta_info["dropped_samples"] == [("0-0", 0)]
+    lost = batch.meta_info["missing_samples"]
+    assert [(one.uid, one.sample, one.again) for one in lost] == [("0-0", 0, True), ("0-0", 0, False), ("0-1", 0, True)]
+    assert {one.verdict.reason for one in lost} == {Reason.INFRA} and {one.tokens for one in lost} == {0}
     metrics = rollout.metrics()
     assert (metrics["agent_loop/sessions_retried"], metrics["agent_loop/sessions_failed"]) == (2.0, 1.0)
     assert "the environment is gone" in capsys.readouterr().err

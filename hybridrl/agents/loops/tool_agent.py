@@ -10,6 +10,7 @@ from hybridrl.agents.parsers.base import Call, FunctionCall
 from hybridrl.agents.tools.load import selected_tools
 from hybridrl.agents.tools.session import ToolResult, ToolSession
 from hybridrl.agents.turns import answers_of
+from hybridrl.verdict import NoVerdict
 
 _UNREADABLE = "invalid_call"  # the name of a call that has none
 
@@ -68,10 +69,12 @@ class ToolAgentLoop(AgentLoopBase):
         finally:
             scores = await session.close()
         data.metrics.tool_calls = session.seconds
+        lost = [score for score in scores.values() if isinstance(score, NoVerdict)]
         return AgentLoopOutput(
             data.prompt_ids,
             data.response_ids,
             data.response_mask,
+            reward_score=lost[0] if lost else None,
             num_turns=1 + data.user_turns + data.assistant_turns,
             metrics=data.metrics,
             extra_fields={

@@ -1,6 +1,7 @@
 """Runs the tool calls of one session: side by side, within time limits, and never to the harm of another session."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -12,7 +13,10 @@ from hybridrl.agents.parsers.base import FunctionCall
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.notify import notify
+from hybridrl.utils import clock
+from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
+_POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
 
 
@@ -66,6 +70,9 @@ class ToolSession:
         """The results of calls that the model made in one turn, in their order.
 
         The first `max_parallel_calls` run side by side. The others are answered with the reason why they do not run.
+
+        Raises:
+            NoVerdictError: a tool raised it, which ends the session.
         """
         started = time.perf_counter()
         limit = self._settings.max_parallel_calls
@@ -74,31 +81,45 @@ class ToolSession:
         self.seconds += time.perf_counter() - started
         return [*results, *(ToolResult(refusal, fault="limit") for _ in calls[limit:])]
 
-    async def close(self) -> dict[str, float]:
+    async def close(self) -> dict[str, float | NoVerdict]:
         """End the session's use of its tools.
 
         Returns:
-            What `calc_reward` of each tool that was used returned, by name.
+            What `calc_reward` of each tool that was used returned, by name; a `NoVerdict` where it failed.
         """
-        scores: dict[str, float] = {}
+        scores: dict[str, float | NoVerdict] = {}
         for name, created in self._instances.items():
             if created.done() and not created.cancelled() and created.exception() is None:
-                try:
-                    scores[name] = await self._end(self.tools[name], created.result())
-                except Exception as error:
-                    notify(f"tool {name}: ending a session's use of it failed: {error!r}", "warning", once=True)
+                scores[name] = await self._end(self.tools[name], created.result())
         if self._side is not None:
             self._side.stop()
         return scores
 
-    async def _end(self, tool: BaseTool, instance: str) -> float:
+    async def _end(self, tool: BaseTool, instance: str) -> float | NoVerdict:
         """What `calc_reward` returns; the tool is released also where that fails."""
+        score = await self._score(tool, instance)
         try:
-            return float(
-                await self._limited(lambda: tool.calc_reward(instance, **self._given(tool, "calc_reward_kwargs")))
-            )
-        finally:
             await self._limited(lambda: tool.release(instance, **self._given(tool, "release_kwargs")))
+        except Exception as error:
+            notify(f"tool {tool.name}: ending a session's use of it failed: {error!r}", "warning", once=True)
+        return score
+
+    async def _score(self, tool: BaseTool, instance: str) -> float | NoVerdict:
+        given = self._given(tool, "calc_reward_kwargs")
+        try:
+            score = await self._limited(lambda: tool.calc_reward(instance, **given))
+            if isinstance(score, NoVerdict):
+                return score
+            number = float(score.reward if isinstance(score, Verdict) else score)
+            if not math.isfinite(number):
+                raise ValueError(f"calc_reward returned {number}")
+        except NoVerdictError as error:
+            return error.verdict
+        except ToolTimeoutError as error:
+            return NoVerdict(Reason.TIMEOUT, f"calc_reward of tool {tool.name}: {error}")
+        except Exception as error:
+            return NoVerdict(Reason.GRADING, f"calc_reward of tool {tool.name}: {type(error).__name__}: {error}")
+        return number
 
     def _given(self, tool: BaseTool, name: str) -> dict[str, Any]:
         """An entry of `tools_kwargs`; files such as parquet have None where other rows have one."""
@@ -124,6 +145,8 @@ class ToolSession:
                 lambda: tool.execute(instance, dict(call.arguments), agent_data=agent_data, **kwargs)
             )
             text = response.text if isinstance(response, ToolResponse) else str(response)
+        except NoVerdictError:
+            raise
         except ToolTimeoutError as error:
             return self._failed(str(error), "timeout")
         except Exception as error:
@@ -145,14 +168,17 @@ class ToolSession:
         """The result of a coroutine in the session's side loop.
 
         Raises:
-            ToolTimeoutError: it took longer than `tool_timeout_s`. A loop that it blocks is left to itself.
+            ToolTimeoutError: it took longer than `tool_timeout_s`, without the time in `clock.stopped()`. A loop that
+                it blocks is left to itself.
         """
         if self._side is None:
             self._side = _SideLoop()
         side, limit = self._side, self._settings.tool_timeout_s
-        future = asyncio.wrap_future(side.submit(make))
-        done, _ = await asyncio.wait([future], timeout=limit)
-        if not done:
+        with clock.running(clock.Clock()) as measured:
+            future = asyncio.wrap_future(side.submit(make))
+        while not (await asyncio.wait([future], timeout=max(limit - measured.seconds, _POLL_S)))[0]:
+            if measured.is_stopped or measured.seconds < limit:
+                continue
             future.cancel()
             if not await side.responds() and self._side is side:
                 side.stop()  # once what blocks it returns

@@ -152,13 +152,15 @@ class RewardConfig(ScoringConfig):
     reward_kwargs: dict[str, Any] = key(
         {}, "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}"
     )
-    on_error: str = key(
-        "stop",
-        "a sample that the reward function fails for; stop: ends the run; zero: scores 0; drop: is not trained on",
-        choices=("stop", "zero", "drop"),
+    on_error: str | None = key(
+        None,
+        "a sample that the reward function fails for; stop: ends the run; zero: scores 0, as where the function takes "
+        "too long; drop: is not trained on; refill: is generated again; null: stop if "
+        "the function raises or returns no score, algorithm.missing.infra if its process ends",
+        choices=("stop", "zero", "drop", "refill"),
     )
     max_error_rate: float = key(
-        0.1, "with on_error=zero or drop, the run ends if a larger share of a batch's samples fails", ge=0, le=1
+        0.1, "with on_error=zero, drop or refill, the run ends if a larger share of a batch's samples fails", ge=0, le=1
     )
     reward_model: RewardModelConfig = group(RewardModelConfig)
 

@@ -142,11 +142,11 @@ class AgentConfig(ConfigNode):
     agent_loop_config_path: str | None = key(
         None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
     )
-    retries: int = key(1, "times that a failed session is run again", ge=0)
-    on_error: str = key(
-        "drop",
-        "a session that still fails: drop: its sample is left out, and the run ends if all of a batch fail; raise: the "
-        "run ends",
+    retries: int = key(1, "times that a failed session is run again at once, beside the others", ge=0)
+    on_error: str | None = key(
+        None,
+        "a session that still fails: drop: its sample is left out; raise: the run ends; null: as algorithm.missing "
+        "says for the reason",
         choices=("drop", "raise"),
     )
 

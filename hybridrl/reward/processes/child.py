@@ -28,8 +28,9 @@ from hybridrl.errors import RewardError
 from hybridrl.reward.function import LoadedFunction, RewardFunction, load
 from hybridrl.reward.processes.messages import Answer, Failed, PoolConnection, Ready, Result
 from hybridrl.reward.processes.supervisor import split_off
-from hybridrl.reward.results import BadScore, check_score, check_scores
+from hybridrl.reward.results import BadScore, Score, check_score, check_scores
 from hybridrl.reward.signature import Call, Sample
+from hybridrl.verdict import NoVerdict, NoVerdictError
 
 CELL = struct.Struct("<qd")
 IDLE = -1
@@ -98,7 +99,7 @@ def _score_batch(
         value = function.batch(samples)
         value = loop.wait(value) if loop is not None else value
         results = [
-            Result("bad", text=str(one)) if isinstance(one, BadScore) else Result("score", *one)
+            Result("bad", text=str(one)) if isinstance(one, BadScore) else _result(one)
             for one in check_scores(value, len(samples), function.how.may_abstain)
         ]
     except BadScore as error:
@@ -111,13 +112,21 @@ def _score_batch(
 
 def _checked(value: Any, how: Call) -> Result:
     try:
-        return Result("score", *check_score(value, how.may_abstain))
+        return _result(check_score(value, how.may_abstain))
     except BadScore as error:
         return Result("bad", text=str(error))
 
 
+def _result(found: Score | NoVerdict) -> Result:
+    if isinstance(found, NoVerdict):
+        return Result("missing", text=found.detail, reason=found.reason.value)
+    return Result("score", *found)
+
+
 def _raised(error: BaseException) -> Result:
-    """The traceback from the user's function on."""
+    """The traceback from the user's function on; a `NoVerdictError` is a verdict that is missing."""
+    if isinstance(error, NoVerdictError):
+        return _result(error.verdict)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, LoadedFunction.__module__):
         trace = trace.tb_next
