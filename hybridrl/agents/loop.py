@@ -4,10 +4,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from hybridrl.agents.environments.load import Environments
 from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -57,6 +58,10 @@ class AgentLoopOutput:
         extra_fields: further columns of the batch.
         routed_experts: integers [prompt and response tokens, L, K]; see `Trajectory`.
         multi_modal_data: verl's field for media, which are not supported.
+        turn_rewards: (place in `response_ids`, reward) of turns: the last token of each, which the policy generated.
+            They are added to the score, at that token.
+        turn_states: (place, state) of turns: what identifies the situation before the turn that ends there, by its
+            `repr`; see `gigpo`.
     """
 
     prompt_ids: Sequence[int]
@@ -69,6 +74,8 @@ class AgentLoopOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     routed_experts: torch.Tensor | None = None
     multi_modal_data: Mapping[str, Any] | None = None
+    turn_rewards: Sequence[tuple[int, float]] = ()
+    turn_states: Sequence[tuple[int, Any]] = ()
 
     def __post_init__(self) -> None:
         if len(self.response_mask) != len(self.response_ids):
@@ -232,7 +239,11 @@ class AgentLoopBase(ABC):
         tool_schemas: descriptions of the tools, for the chat template.
         loop: the event loop; `loop.run_in_executor` runs what would block it.
         processor, data_config: verl's attributes: None, and `data`.
+        environments: those of the run; None where no loop of the run uses them.
+        uses_environments: of the class: its sessions act on environments, which the run starts.
     """
+
+    uses_environments: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -255,6 +266,7 @@ class AgentLoopBase(ABC):
         self.turns = turns
         self.loop = asyncio.get_running_loop()
         self.processor, self.data_config = kwargs.get("processor"), kwargs.get("data_config")
+        self.environments: Environments | None = kwargs.get("environments")
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:

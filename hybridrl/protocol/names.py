@@ -2,6 +2,10 @@
 
 #: non-tensor: the reward that came with the trajectory; if None, the reward function scores the row
 TRAJECTORY_REWARD = "trajectory_reward"
+#: tensor [B, T]: rewards of turns, at the last generated token of each; they are part of `token_level_scores`
+TURN_LEVEL_REWARDS = "turn_level_rewards"
+#: tensor [B, T] int32: at the last token of a turn, a number above 0 that identifies the situation before it; else 0
+TURN_STATES = "turn_states"
 #: tensor [B, S, L, K]: the experts of each token; in the meta of prompts, whether the rollout is to return it
 ROUTED_EXPERTS = "routed_experts"
 #: in the meta of a generated batch: a `MissingSample` for each attempt at a sample that gave none

@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import SESSION_LOG, TRAJECTORY_REWARD
+from hybridrl.protocol.names import SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
@@ -46,20 +46,21 @@ REGISTRY: dict[str, type[RewardManager]] = REWARD_MANAGERS.objects
 
 
 def register_reward_manager(
-    name: str, *, settings: type | str | None = None
+    name: str, *, settings: type | str | None = None, runs_functions: bool = True
 ) -> Callable[[type[RewardManager]], type[RewardManager]]:
     """Class decorator: make a manager known as ``reward.reward_manager.name=NAME``.
 
     Args:
         settings: dataclass of the keys of ``reward.reward_kwargs``, or ``module:Class``; the manager has an instance as
             ``self.settings``. A method ``check(config)`` of it may yield sentences about what is wrong.
+        runs_functions: see `hybridrl.registry.ManagerFacts`.
 
     Raises:
         RewardError: another class has that name.
     """
 
     def decorate(cls: type[RewardManager]) -> type[RewardManager]:
-        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings))
+        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings, runs_functions=runs_functions))
         cls.settings_class = REWARD_MANAGERS.settings(name)
         return cls
 
@@ -260,6 +261,8 @@ class RewardManager:
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
+        if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
+            tensor += of_turns
         info = self._columns([dict(one.extra) for one in scored], outcomes)
         missing = [one.no_verdict for one in outcomes]
         metrics = self.metrics
@@ -352,6 +355,19 @@ class BatchRewardManager(RewardManager):
     """
 
     form = "batch"
+
+
+@register_reward_manager("session", runs_functions=False)
+class SessionRewardManager(RewardManager):
+    """Takes the rewards that sessions bring along, of environments or of loops; no reward function runs."""
+
+    def _check(self, samples: list[Sample]) -> None:
+        if samples:
+            raise RewardError(
+                f"reward.reward_manager.name=session: {len(samples)} samples brought no reward along, so a reward "
+                "function has to score them; choose another manager, or give every session a reward (an environment "
+                "with gives_rewards, reward_score of an agent loop)"
+            )
 
 
 @register_reward_manager("dapo", settings="hybridrl.config.schema.reward:DapoConfig")

@@ -166,7 +166,10 @@ class RewardConfig(ScoringConfig):
 
     @property
     def runs_functions(self) -> bool:
-        """Whether reward functions run; otherwise the reward model alone scores."""
+        """Whether reward functions run; otherwise the reward model or the sessions themselves score."""
+        manager = self.reward_manager
+        if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
+            return False
         named = bool(self.functions) or self.custom_reward_function.path is not None
         how = self.reward_model.combine
         return not self.reward_model.enable or how == "sum" or (how == "auto" and named)
