@@ -122,6 +122,7 @@ class ToolAgentLoop(AgentLoopBase):
         began = log.clock()
         results = iter(await session.call(readable, data))
         answered: list[tuple[FunctionCall, str]] = []
+        arguments: Mapping[str, Any] | str
         for call in calls:
             if isinstance(call, FunctionCall):
                 result = next(results)
