@@ -17,6 +17,7 @@ from hybridrl.errors import RewardError
 SCORERS: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "hybridrl/sort": "exact",
+    "hybridrl/calculator": "exact",
     "lighteval/MATH": "math_reward",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",
     "HuggingFaceH4/MATH-500": "math_reward",
