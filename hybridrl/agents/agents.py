@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybridrl.agents.environments.load import Environments, load_environments
+from hybridrl.agents.gateway import Gateway
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -24,6 +25,7 @@ from hybridrl.utils.user_code import load_class
 
 SINGLE_TURN, TOOLS = "single_turn_agent", "tool_agent"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_OF_GATEWAY = ("function", "command", "timeout_s", "max_running", "sampling", "match")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Agents:
         parser: of `multi_turn.format`.
         turns: makes the tokens between turns.
         environments: None where no loop acts on them.
+        gateway: None where no loop uses it.
     """
 
     config: PPOTrainerConfig
@@ -57,6 +60,7 @@ class Agents:
     parser: ToolParser
     turns: Turns
     environments: Environments | None = None
+    gateway: Gateway | None = None
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -71,11 +75,14 @@ class Agents:
             parser=self.parser,
             turns=self.turns,
             environments=self.environments,
+            gateway=self.gateway,
             **entry.arguments,
         )
 
     def close(self) -> None:
-        """End the tools and the environments."""
+        """End the agents, the tools and the environments."""
+        if self.gateway is not None:
+            self.gateway.close()
         if self.environments is not None:
             self.environments.close()
         paths = self.config.actor_rollout_ref.rollout.multi_turn
@@ -123,7 +130,28 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
     parser = TOOL_PARSERS.get(settings.format)()
-    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments)
+    gateway = _gateway(rollout, loops, turns)
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, gateway)
+
+
+def _gateway(rollout: RolloutConfig, loops: Mapping[str, LoopEntry], turns: Turns) -> Gateway | None:
+    """What runs the user's own agents; None where no loop uses it.
+
+    Raises:
+        RolloutError: there is no such agent, or the chat template cannot be continued.
+    """
+    if any(entry.cls.uses_gateway for entry in loops.values()):
+        turns.check(None)
+        return Gateway(rollout)
+    plain = AgentConfig()
+    given = [name for name in _OF_GATEWAY if getattr(rollout.agent, name) != getattr(plain, name)]
+    if given:
+        raise RolloutError(
+            f"{_ROLLOUT}.agent.{given[0]}={getattr(rollout.agent, given[0])} without a loop that runs agents behind "
+            f"the server; set {_ROLLOUT}.agent.default_agent_loop=gateway_agent, or name gateway_agent in the column "
+            "agent_name"
+        )
+    return None
 
 
 def _environments(
