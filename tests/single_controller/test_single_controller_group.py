@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -354,6 +357,30 @@ def test_roles_share_processes() -> None:
         group.spawn({"critic"})
     group.kill()
     pool.release()
+
+
+class Terminated(Worker):
+    """Writes a file if it gets SIGTERM."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def watch(self, file: str) -> int:
+        signal.signal(signal.SIGTERM, lambda *_: Path(file).write_text("SIGTERM"))
+        return os.getpid()
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_workers_of_a_released_pool_end_without_running_python(tmp_path: Path, colocated: bool) -> None:
+    """One that was importing wrote a traceback to the terminal."""
+    pool, wrapped = RayResourcePool([1], use_gpu=False), RayClassWithInitArgs(Terminated)
+    if colocated:
+        group = RayWorkerGroup(pool, create_colocated_worker_cls({"one": wrapped})).spawn({"one"})["one"]
+    else:
+        group = RayWorkerGroup(pool, wrapped)
+    process = psutil.Process(group.watch(str(tmp_path / "file"))[0])
+    pool.release()
+    psutil.wait_procs([process], timeout=60)
+    assert not process.is_running() and not (tmp_path / "file").exists()
+    group.kill()
 
 
 def test_asynchronous_methods_overlap(start: Any) -> None:

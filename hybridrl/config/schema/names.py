@@ -40,6 +40,9 @@ PF_PPO_METHODS: tuple[str, ...] = ("pow", "max_min", "max_random")
 #: how sequence scores are normalised, to be comparable over a run
 REWARD_NORMS: tuple[str, ...] = ("none", "batch", "running")
 
+#: what becomes of a sample without a reward
+ON_MISSING: tuple[str, ...] = ("refill", "drop", "raise")
+
 #: actions of a health check when its threshold is exceeded
 HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 

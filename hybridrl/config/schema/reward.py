@@ -81,6 +81,20 @@ class DapoConfig(ConfigNode):
 
 
 @dataclass
+class SandboxConfig(ConfigNode):
+    """`reward.sandbox_fusion`: where the built-in scorers run programs."""
+
+    url: str | None = key(
+        None,
+        "server that speaks SandboxFusion's HTTP API (POST /run_code), such as `hybridrl sandbox-server`; null: this "
+        "machine. The token is read from HYBRIDRL_SANDBOX_TOKEN",
+    )
+    max_concurrent: int = key(64, "programs that run at once behind the url, per node of this run", gt=0)
+    max_local: int | None = key(None, "programs that run at once without a url; null: one per core", gt=0)
+    memory_limit_mb: int = key(1024, "memory of each process of a program", gt=0)
+
+
+@dataclass
 class ScoringConfig(ConfigNode):
     """`reward` of `evaluation`: which functions score, and their processes."""
 
@@ -88,6 +102,7 @@ class ScoringConfig(ConfigNode):
     functions: dict[str, Any] = key(
         {}, "several functions in place of one, {name: {path, name, weight, reward_kwargs}}; their weighted sum counts"
     )
+    sandbox_fusion: SandboxConfig = group(SandboxConfig)
     num_workers: int | None = key(
         None, "processes that score, per function; null: one per core that may be used, at most 8", gt=0
     )
@@ -152,19 +167,24 @@ class RewardConfig(ScoringConfig):
     reward_kwargs: dict[str, Any] = key(
         {}, "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}"
     )
-    on_error: str = key(
-        "stop",
-        "a sample that the reward function fails for; stop: ends the run; zero: scores 0; drop: is not trained on",
-        choices=("stop", "zero", "drop"),
+    on_error: str | None = key(
+        None,
+        "a sample that the reward function fails for; stop: ends the run; zero: scores 0, as where the function takes "
+        "too long; drop: is not trained on; refill: is generated again; null: stop if "
+        "the function raises or returns no score, algorithm.missing.infra if its process ends",
+        choices=("stop", "zero", "drop", "refill"),
     )
     max_error_rate: float = key(
-        0.1, "with on_error=zero or drop, the run ends if a larger share of a batch's samples fails", ge=0, le=1
+        0.1, "with on_error=zero, drop or refill, the run ends if a larger share of a batch's samples fails", ge=0, le=1
     )
     reward_model: RewardModelConfig = group(RewardModelConfig)
 
     @property
     def runs_functions(self) -> bool:
-        """Whether reward functions run; otherwise the reward model alone scores."""
+        """Whether reward functions run; otherwise the reward model or the sessions themselves score."""
+        manager = self.reward_manager
+        if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
+            return False
         named = bool(self.functions) or self.custom_reward_function.path is not None
         how = self.reward_model.combine
         return not self.reward_model.enable or how == "sum" or (how == "auto" and named)

@@ -142,11 +142,25 @@ class AgentConfig(ConfigNode):
     agent_loop_config_path: str | None = key(
         None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
     )
-    retries: int = key(1, "times that a failed session is run again", ge=0)
-    on_error: str = key(
-        "drop",
-        "a session that still fails: drop: its sample is left out, and the run ends if all of a batch fail; raise: the "
-        "run ends",
+    default_environment: str | None = key(
+        None,
+        "env_agent: environment of rows without env_kwargs.name: a name of environment_config_path, a registered name, "
+        "or module:Class; null: the only one of environment_config_path",
+    )
+    environment_config_path: str | None = key(
+        None, "YAML file with environments, {environments: [{name, class_name, config}]}; null: none"
+    )
+    environment_timeout_s: float = key(
+        60.0, "seconds that reset or step of an environment may take; then its session has no verdict", gt=0
+    )
+    environment_turn_tokens: int | None = key(
+        None, "env_agent: tokens of one turn; the environment gets a turn that is cut there; null: any number", gt=0
+    )
+    retries: int = key(1, "times that a failed session is run again at once, beside the others", ge=0)
+    on_error: str | None = key(
+        None,
+        "a session that still fails: drop: its sample is left out; raise: the run ends; null: as algorithm.missing "
+        "says for the reason",
         choices=("drop", "raise"),
     )
 

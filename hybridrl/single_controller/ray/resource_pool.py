@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,8 @@ class RayResourcePool(ResourcePool):
         self.detached = detached
         self.accelerator_type = accelerator_type
         self.pgs: list[PlacementGroup] | None = None
+        #: handles of the workers that were started in the slots, as long as somebody else holds them
+        self.workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def bundle_resources(self) -> dict[str, float]:
         """Return the Ray resources of one slot."""
@@ -106,7 +109,13 @@ class RayResourcePool(ResourcePool):
         ]
 
     def release(self) -> None:
-        """Release the placement groups. Ray kills the workers in them."""
+        """End the workers in the placement groups, and release these.
+
+        Ray sends SIGTERM to the workers of a group that it removes, which Python turns into an exception wherever the
+        worker is: one that still imports would write a traceback to the terminal. So the workers end first.
+        """
+        for worker in list(self.workers):
+            ray.kill(worker, no_restart=True)
         for group in self.pgs or []:
             ray.util.remove_placement_group(group)
         self.pgs = None

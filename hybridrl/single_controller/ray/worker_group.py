@@ -171,6 +171,7 @@ class RayWorkerGroup(WorkerGroup):
                 options.update(lifetime="detached", namespace=NAMESPACE)
             self._workers.append(actor_class.options(**options).remote())
             self._worker_names.append(name)
+        pool.workers.update(self._workers)
         master = self._workers[0]._host_reserve.remote(self.master_port_wanted or 0)
         local_sizes, local_ranks = pool.local_world_size_list(), pool.local_rank_list()
         node_workers = _slots_by_node(slots)
