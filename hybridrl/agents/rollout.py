@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -151,7 +152,10 @@ class AgentRollout(Rollout):
         found = []
         for number, output in enumerate(several):
             name = f"sample {sample}" if len(several) > 1 else ""
-            found.append(trajectory_of(output, session.generated, uid, sample, name, number))
+            one = trajectory_of(output, session.generated, uid, sample, name, number)
+            # The reward function scores a session once, where it ended; what its other parts bring is added.
+            unscored = number < len(several) - 1 and one.reward is None
+            found.append(replace(one, reward=0.0) if unscored else one)
             if len(output.response_ids) > self._config.response_length:
                 raise RolloutError(
                     f"an agent loop returned {len(output.response_ids)} response_ids, more than "

@@ -457,12 +457,12 @@ def check_built_in(samples: list[Sample], key: str) -> None:
     Raises:
         RewardError: an unknown data source, or a ground truth that no answer could equal.
     """
-    from hybridrl.reward.score import check_data_source, reference_text
+    from hybridrl.reward.score import check_data_source, check_ground_truth
 
     for source in {sample.data_source if isinstance(sample.data_source, str) else None for sample in samples}:
         check_data_source(source, key)
     for sample in samples:
-        reference_text(sample.ground_truth, sample.data_source)
+        check_ground_truth(sample.ground_truth, sample.data_source)
 
 
 def describe(batch: DataProto, sample: Sample, number: int) -> str:
