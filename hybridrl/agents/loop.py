@@ -10,6 +10,7 @@ import torch
 
 from hybridrl.agents.environments.load import Environments
 from hybridrl.agents.interactions.load import Interactions
+from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.turns import Turns
@@ -120,6 +121,9 @@ class SessionClient:
         max_tokens: most tokens of a prompt and what follows it.
         session: its name, for requests that share a replica.
         seed_of: the seed of the turn with a number; None: the engine's own stream.
+
+    Attributes:
+        log: what happens in the session. `generate` is noted by itself; `log.add` notes more.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class SessionClient:
         self._seed_of = seed_of
         #: (prompt, completion) of each call
         self.generated: list[tuple[list[int], Completion]] = []
+        self.log = SessionLog()
         self._turns = 0
 
     async def generate(
@@ -173,6 +178,7 @@ class SessionClient:
             )
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         request = Request(f"{self._session}-{request_number()}", prompt, sampling, session=self._session)
+        began = self.log.clock()
         try:
             completion = await self._client.generate(request)
         except Exception as error:
@@ -180,6 +186,13 @@ class SessionClient:
         if completion.finish_reason == "error":
             raise RolloutError(f"the rollout refused a session's request: {completion.error}")
         self.generated.append((prompt, completion))
+        self.log.add(
+            "generate",
+            began,
+            prompt_tokens=len(prompt),
+            tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
         return TokenOutput(
             list(completion.token_ids), list(completion.log_probs), completion.finish_reason, list(completion.versions)
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
+from hybridrl.protocol.names import SESSION_LOG
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.verdict import NoVerdict, Verdict
@@ -91,7 +92,7 @@ def trajectory_of(
 
 
 #: columns that every row has, so that loops of different kinds share a batch
-_COLUMNS = {"tool_call_counts": 0}
+_COLUMNS = {"tool_call_counts": 0, SESSION_LOG: None}
 
 
 def state_key(state: Any) -> int:

@@ -17,7 +17,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.missing import MissingSample
-from hybridrl.protocol.names import MISSING_SAMPLES
+from hybridrl.protocol.names import MISSING_SAMPLES, SESSION_LOG
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.noise import stream_keys
@@ -149,6 +149,7 @@ class AgentRollout(Rollout):
         lost = [one.reward_score for one in several if isinstance(one.reward_score, NoVerdict)]
         if lost:
             return lost[0]
+        several[0].extra_fields[SESSION_LOG] = session.log.record()
         found = []
         for number, output in enumerate(several):
             name = f"sample {sample}" if len(several) > 1 else ""

@@ -14,3 +14,5 @@ MISSING_SAMPLES = "missing_samples"
 MULTI_MODAL_INPUTS = "multi_modal_inputs"
 #: non-tensor: fingerprint of the images that a row's response was generated from
 IMAGE_DIGEST = "image_digest"
+#: non-tensor: messages, generations and tool calls of a session (`SessionLog.record`), at its first row; else None
+SESSION_LOG = "session_log"

@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
+from hybridrl.protocol.names import SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
@@ -32,7 +32,7 @@ RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # colum
 #: columns of a generated batch that are no columns of the data
 _NOT_OF_THE_DATA = (
     *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
-    *("__num_turns__", "reward_scores", TRAJECTORY_REWARD),
+    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD),
 )
 #: what becomes of samples that the reward function failed for, by the setting that says so
 _THEN = {

@@ -58,6 +58,12 @@ def test_an_episode_is_what_was_sampled_and_rewards_stand_on_their_turns(started
         assert torch.equal(fields["turn_level_rewards"][row], expected)
         assert fields["turn_states"][row].nonzero().flatten().tolist() == expected.nonzero().flatten().tolist()
         assert batch.non_tensor_batch["env_extra"][row] == {"length": len(seen[-1][0])}
+        log = batch.non_tensor_batch["session_log"][row]
+        spoken = [message["content"] for message in log["messages"]]
+        assert spoken[-3:] == [seen[0][0], "1 turns are left.", seen[1][0]] and "2 turns are left." in spoken[-4]
+        assert [event["kind"] for event in log["events"]] == ["generate", "step"] * 2
+        rewards = [event["reward"] for event in log["events"] if event["kind"] == "step"]
+        assert rewards == pytest.approx([len(text) / 10 for text, _ in seen])
     assert not calls
     states = fields["turn_states"]
     firsts = {int(row[row > 0][0]) for row in states}

@@ -23,6 +23,7 @@ class _Episode:
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     turn_states: list[tuple[int, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
     turns: int = 0
     observations: int = 0
     done: bool = False
@@ -78,6 +79,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             messages = [*messages, *messages_of(first.observation)]
         episode = _Episode(self.turns.prompt(messages, tools or None), tools, _state(first))
         episode.extra |= first.extra
+        episode.messages = self.server_manager.log.messages = list(messages)
         return episode
 
     async def _turn(
@@ -95,6 +97,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
         episode.response_ids += output.token_ids
         episode.response_mask += [1] * len(output.token_ids)
         episode.turns += 1
+        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        episode.messages.append({"role": "assistant", "content": text})
         last = len(episode.response_ids) - 1
         if not output.token_ids:
             return None
@@ -103,8 +107,11 @@ class EnvironmentAgentLoop(AgentLoopBase):
             return None  # it was aborted, or the model's context is full
         if output.stop_reason != "stop" and longest == limit:
             return None
-        action = self._action(output, episode.tools)
+        action, log = self._action(output, episode.tools), self.server_manager.log
+        began = log.clock()
         step = await session.step(action)
+        told = messages_of(step.observation)
+        log.add("step", began, turn=episode.turns - 1, observation=told, reward=step.points, done=step.done)
         episode.extra |= step.extra
         episode.turn_rewards.append((last, step.points))
         return action, step
@@ -126,6 +133,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if episode.observations >= (settings.max_user_turns or episode.observations + 1):
             return False
         messages = messages_of(step.observation) or [{"role": "user", "content": ""}]
+        episode.messages += messages
         calls = action.shown if any(message["role"] == "tool" for message in messages) else ()
         tokens = self.turns.following(episode.response_ids[-1], messages, episode.tools or None, calls)
         longer = len(episode.response_ids) + len(tokens)

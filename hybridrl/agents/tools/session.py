@@ -24,12 +24,14 @@ class ToolResult:
         reward: of this call; None: it has none.
         metrics: by name.
         fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" where it did.
+        seconds: that the call took.
     """
 
     text: str
     reward: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
+    seconds: float = 0.0
 
 
 class ToolSession:
@@ -65,7 +67,7 @@ class ToolSession:
         """
         started = time.perf_counter()
         limit = self._settings.max_parallel_calls
-        results = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:limit]))
+        results = await asyncio.gather(*(self._timed(call, agent_data) for call in calls[:limit]))
         refusal = f"Error: not run, because at most {limit} tool call{'s' * (limit > 1)} per turn can be made"
         self.seconds += time.perf_counter() - started
         return [*results, *(ToolResult(refusal, fault="limit") for _ in calls[limit:])]
@@ -112,6 +114,12 @@ class ToolSession:
     def _given(self, tool: BaseTool, name: str) -> dict[str, Any]:
         """An entry of `tools_kwargs`; files such as parquet have None where other rows have one."""
         return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
+
+    async def _timed(self, call: FunctionCall, agent_data: Any) -> ToolResult:
+        started = time.perf_counter()
+        result = await self._answer(call, agent_data)
+        result.seconds = time.perf_counter() - started
+        return result
 
     async def _answer(self, call: FunctionCall, agent_data: Any) -> ToolResult:
         tool = self.tools.get(call.name)
