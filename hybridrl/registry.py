@@ -360,7 +360,7 @@ REWARD_MANAGERS = Registry(
     "reward manager",
     "reward.reward_manager.name",
     ("register_reward_manager",),
-    "reward/manager.py",
+    "reward/**/*.py",
     ManagerFacts,
     RewardError,
 )

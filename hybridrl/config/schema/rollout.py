@@ -63,6 +63,10 @@ class ServerConfig(ConfigNode):
     )
     max_connections: int = key(1024, "clients connected at once; more are refused (503)", gt=0)
     max_requests: int = key(4096, "samples generated or waiting at once; more are refused (429)", gt=0)
+    max_sessions: int = key(16384, "sessions open at once; more are refused (429)", gt=0)
+    session_idle_s: float = key(
+        21600.0, "seconds without a request after which a session is closed where another needs its place", gt=0
+    )
 
 
 @dataclass
