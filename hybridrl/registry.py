@@ -425,6 +425,14 @@ TOOLS = Registry(
     RolloutError,
 )
 
+INTERACTIONS = Registry(
+    "simulated user",
+    "class_name of multi_turn.interaction_config_path",
+    ("register_interaction",),
+    "agents/interactions/*.py",
+    Facts,
+    RolloutError,
+)
 ENVIRONMENTS = Registry(
     "environment",
     "actor_rollout_ref.rollout.agent.default_environment",
