@@ -1,15 +1,14 @@
 """What the sessions of a run share: tools, parser, templates and the loops by name; made and checked at start-up."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from hybridrl.agents.entries import entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
-from hybridrl.agents.gateway import Gateway
+from hybridrl.agents.gateway import Gateway, gateway_of
+from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -25,7 +24,6 @@ from hybridrl.utils.user_code import load_class
 
 SINGLE_TURN, TOOLS = "single_turn_agent", "tool_agent"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_OF_GATEWAY = ("function", "command", "timeout_s", "max_running", "sampling", "match")
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class Agents:
         turns: makes the tokens between turns.
         environments: None where no loop acts on them.
         gateway: None where no loop uses it.
+        interactions: simulated users; None where there are none.
     """
 
     config: PPOTrainerConfig
@@ -60,6 +59,7 @@ class Agents:
     parser: ToolParser
     turns: Turns
     environments: Environments | None = None
+    interactions: Interactions | None = None
     gateway: Gateway | None = None
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
@@ -76,6 +76,7 @@ class Agents:
             turns=self.turns,
             environments=self.environments,
             gateway=self.gateway,
+            interactions=self.interactions,
             **entry.arguments,
         )
 
@@ -119,7 +120,13 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     own_tokenizer = copy.deepcopy(tokenizer)
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
     turns = Turns(own_tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
-    if TOOLS in names:
+    users = None
+    if settings.interaction_config_path is not None:
+        named = "interaction_kwargs"
+        wanted = [kwargs_of(row, named) for data in datasets for row in _rows_with(data, named)]
+        users = load_interactions(settings.interaction_config_path, wanted)
+        turns.check(None)
+    if TOOLS in names and (tools or users is None):
         _check_tools(tools, turns)
     if config.actor_rollout_ref.actor.router_replay.records_in_generation:
         raise RolloutError(
@@ -130,28 +137,8 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
     parser = TOOL_PARSERS.get(settings.format)()
-    gateway = _gateway(rollout, loops, turns)
-    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, gateway)
-
-
-def _gateway(rollout: RolloutConfig, loops: Mapping[str, LoopEntry], turns: Turns) -> Gateway | None:
-    """What runs the user's own agents; None where no loop uses it.
-
-    Raises:
-        RolloutError: there is no such agent, or the chat template cannot be continued.
-    """
-    if any(entry.cls.uses_gateway for entry in loops.values()):
-        turns.check(None)
-        return Gateway(rollout)
-    plain = AgentConfig()
-    given = [name for name in _OF_GATEWAY if getattr(rollout.agent, name) != getattr(plain, name)]
-    if given:
-        raise RolloutError(
-            f"{_ROLLOUT}.agent.{given[0]}={getattr(rollout.agent, given[0])} without a loop that runs agents behind "
-            f"the server; set {_ROLLOUT}.agent.default_agent_loop=gateway_agent, or name gateway_agent in the column "
-            "agent_name"
-        )
-    return None
+    gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in loops.values()), turns)
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway)
 
 
 def _environments(
@@ -214,7 +201,8 @@ def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:
     if not tools:
         raise RolloutError(
             f"{_ROLLOUT}.multi_turn.enable=true with the loop {TOOLS}, which has no tools; name them with "
-            f"{_ROLLOUT}.multi_turn.tool_config_path or .function_tool_path, or choose another loop with "
+            f"{_ROLLOUT}.multi_turn.tool_config_path or .function_tool_path, name simulated users with "
+            f"{_ROLLOUT}.multi_turn.interaction_config_path, or choose another loop with "
             f"{_ROLLOUT}.agent.default_agent_loop"
         )
     schemas = [tool.tool_schema for tool in tools.values()]
@@ -253,18 +241,10 @@ def _listed_loops(path: str | None) -> dict[str, LoopEntry]:
     """The loops of `agent_loop_config_path`: a list of `{name: ..., _target_: MODULE.CLASS, further arguments}`."""
     if path is None:
         return {}
-    key, form = f"{_ROLLOUT}.agent.agent_loop_config_path={path}", "{name: NAME, _target_: MODULE.CLASS, ...}"
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise RolloutError(f"{key}: there is no such file")
-    try:
-        entries = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except Exception as error:  # errors of YAML and OmegaConf have no common base
-        raise RolloutError(f"{key}: it is not readable YAML: {error}") from error
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise RolloutError(f"{key}: it must be a list of entries {form}")
+    setting, form = f"{_ROLLOUT}.agent.agent_loop_config_path", "{name: NAME, _target_: MODULE.CLASS, ...}"
+    key = f"{setting}={path}"
     found = {}
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(entries_of(path, setting, None, form)):
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
             raise RolloutError(f"{key}: entry {number} is {entry!r}, and must be {form}")
         target = str(entry["_target_"])

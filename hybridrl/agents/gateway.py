@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrl.agents.turns import Turns
 from hybridrl.config import RolloutConfig
+from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.rollout import RunServer
@@ -25,6 +27,7 @@ from hybridrl.utils.agent_host import KEY, Job, Program, Result, framed
 
 _START_S = 300.0
 _CALL_S = 60.0
+_SETTINGS = ("function", "command", "timeout_s", "max_running", "sampling", "match")
 _THREADS = 16  # that open and close sessions
 
 
@@ -171,6 +174,29 @@ def _reason(error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(error.read())["error"]["message"])
     return str(error)
+
+
+def gateway_of(rollout: RolloutConfig, used: bool, turns: Turns) -> Gateway | None:
+    """What runs the user's own agents; None where no loop uses it.
+
+    Args:
+        used: some loop of the run uses it.
+        turns: continues the conversations.
+
+    Raises:
+        RolloutError: there is no such agent, or the chat template cannot be continued.
+    """
+    if used:
+        turns.check(None)
+        return Gateway(rollout)
+    plain = AgentConfig()
+    given = [name for name in _SETTINGS if getattr(rollout.agent, name) != getattr(plain, name)]
+    if given:
+        raise RolloutError(
+            f"{KEY}.{given[0]}={getattr(rollout.agent, given[0])} without a loop that runs agents behind the server; set "
+            f"{KEY}.default_agent_loop=gateway_agent, or name gateway_agent in the column agent_name"
+        )
+    return None
 
 
 def program_of(config: RolloutConfig) -> Program:

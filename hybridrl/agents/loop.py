@@ -11,6 +11,7 @@ import torch
 
 from hybridrl.agents.environments.load import Environments
 from hybridrl.agents.gateway import Gateway
+from hybridrl.agents.interactions.load import Interactions
 from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -295,6 +296,7 @@ class AgentLoopBase(ABC):
         loop: the event loop; `loop.run_in_executor` runs what would block it.
         processor, data_config: verl's attributes: None, and `data`.
         environments: those of the run; None where no loop of the run uses them.
+        interactions: simulated users of the run; None where it has none.
         uses_environments: of the class: its sessions act on environments, which the run starts.
         gateway: runs the user's own agents against the run's server; None where no loop of the run uses it.
         uses_gateway: of the class: its sessions are agents behind the run's server.
@@ -326,6 +328,7 @@ class AgentLoopBase(ABC):
         self.processor, self.data_config = kwargs.get("processor"), kwargs.get("data_config")
         self.environments: Environments | None = kwargs.get("environments")
         self.gateway: Gateway | None = kwargs.get("gateway")
+        self.interactions: Interactions | None = kwargs.get("interactions")
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
