@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +41,11 @@ class Closed:
 
     Attributes:
         too_long: requests that did not fit the session's length.
+        messages: the conversation of its last call.
     """
 
-    too_long: int
+    too_long: int = 0
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 class Gateway:
@@ -140,9 +142,10 @@ class Gateway:
 
     async def _closed(self, id: str) -> Closed:
         try:
-            return Closed(int((await self._call("DELETE", f"/sessions/{id}"))["too_long"]))
+            found = await self._call("DELETE", f"/sessions/{id}")
+            return Closed(int(found["too_long"]), found["messages"])
         except RolloutError:  # the server has restarted meanwhile, and knows no session of before
-            return Closed(0)
+            return Closed()
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, method, path, body)
@@ -193,8 +196,8 @@ def gateway_of(rollout: RolloutConfig, used: bool, turns: Turns) -> Gateway | No
     given = [name for name in _SETTINGS if getattr(rollout.agent, name) != getattr(plain, name)]
     if given:
         raise RolloutError(
-            f"{KEY}.{given[0]}={getattr(rollout.agent, given[0])} without a loop that runs agents behind the server; set "
-            f"{KEY}.default_agent_loop=gateway_agent, or name gateway_agent in the column agent_name"
+            f"{KEY}.{given[0]}={getattr(rollout.agent, given[0])} without a loop that runs agents behind the server; "
+            f"set {KEY}.default_agent_loop=gateway_agent, or name gateway_agent in the column agent_name"
         )
     return None
 

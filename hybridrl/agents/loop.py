@@ -1,7 +1,6 @@
 """What an agent loop is: the conversation of one session, with token ids in and out."""
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -173,17 +172,28 @@ class SessionClient:
             return Completion(request.id, [], [], "error", error=error)
         seed = self._seed_of(turn) if sampling.seed is None else sampling.seed
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
-        started = time.perf_counter()
+        began = self.log.clock()
         try:
             completion = await self._client.generate(replace(request, sampling=sampling, priority=TRAINING_PRIORITY))
         except Exception as error:
             self._failure = error
             raise
         finally:
-            self._seconds += time.perf_counter() - started
+            self._seconds += self.log.clock() - began
         if completion.finish_reason in ("stop", "length"):
-            self.generated.append((list(request.prompt_ids), completion))
+            self._note(list(request.prompt_ids), completion, began)
         return completion
+
+    def _note(self, prompt: list[int], completion: Completion, began: float) -> None:
+        """Add what was generated to the session's record."""
+        self.generated.append((prompt, completion))
+        self.log.add(
+            "generate",
+            began,
+            prompt_tokens=len(prompt),
+            tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
 
     def raise_failure(self) -> None:
         """Pass on that `complete` could not generate any more.
@@ -235,14 +245,7 @@ class SessionClient:
             raise GenerationFailedError from error
         if completion.finish_reason == "error":
             raise RolloutError(f"the rollout refused a session's request: {completion.error}")
-        self.generated.append((prompt, completion))
-        self.log.add(
-            "generate",
-            began,
-            prompt_tokens=len(prompt),
-            tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-        )
+        self._note(prompt, completion, began)
         return TokenOutput(
             list(completion.token_ids), list(completion.log_probs), completion.finish_reason, list(completion.versions)
         )

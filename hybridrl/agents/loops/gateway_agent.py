@@ -29,6 +29,7 @@ class GatewayAgentLoop(AgentLoopBase):
         row = {name: value for name, value in kwargs.items() if name != "prompt_ids"}
         result, closed = await self.gateway.run(session.complete, session.sampling, row)
         session.raise_failure()
+        session.log.messages = closed.messages
         if isinstance(result, AgentFailed):
             if not (closed.too_long and session.generated):
                 raise result

@@ -153,6 +153,13 @@ class Session:
             "too_long": self.too_long,
         }
 
+    def messages(self) -> list[Message]:
+        """The conversation of the last call, with its answer."""
+        if not self._shown:
+            return []
+        last = self._shown[max(self._shown)]
+        return [*last["request"]["messages"], last["response"]["message"]]
+
     def trace(self) -> dict[str, Any]:
         """Its calls as OpenEnv's `TrainingTrace`."""
         return training_trace(self.tree, self._shown)
