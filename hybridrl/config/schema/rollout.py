@@ -255,6 +255,9 @@ class RolloutConfig(ConfigNode):
     enable_chunked_prefill: bool = key(True, "engines: process long prompts in chunks, interleaved with other requests")
     enable_prefix_caching: bool = key(True, "engines: compute common prefixes of prompts once")
     max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0)
+    limit_images: int | None = key(
+        None, "engines: most images of a prompt, for the memory that they set aside; null: as many as fit", gt=0
+    )
     scheduling_policy: str = key(
         "fcfs",
         "order of requests inside an engine; priority: by `Request.priority`, so HTTP clients come after training",
