@@ -55,7 +55,8 @@ def chosen(history: RunHistory, limit: int) -> dict[str, Any]:
     """
     found = {kind: (folder, dumped_steps(folder)) for kind in _KINDS if (folder := dump_folder(history, kind))}
     kinds = [kind for kind in found if found[kind][1]] if limit else []
-    dumps, notes = [], []
+    dumps: list[dict[str, Any]] = []
+    notes: list[str] = []
     for kind in kinds:
         folder, steps = found[kind]
         shown = spread(steps, min(_STEPS, max(2, limit // len(kinds))))
