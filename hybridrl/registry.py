@@ -94,7 +94,13 @@ class DistillationFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerFacts(Facts):
-    """A reward manager. Its settings belong to `reward.reward_kwargs`."""
+    """A reward manager. Its settings belong to `reward.reward_kwargs`.
+
+    Attributes:
+        runs_functions: it asks reward functions. False: it takes the rewards that sessions bring along.
+    """
+
+    runs_functions: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +364,7 @@ REWARD_MANAGERS = Registry(
     "reward manager",
     "reward.reward_manager.name",
     ("register_reward_manager",),
-    "reward/manager.py",
+    "reward/**/*.py",
     ManagerFacts,
     RewardError,
 )
@@ -419,6 +425,23 @@ TOOLS = Registry(
     "class_name of multi_turn.tool_config_path",
     ("register_tool",),
     "agents/tools/*.py",
+    Facts,
+    RolloutError,
+)
+
+INTERACTIONS = Registry(
+    "simulated user",
+    "class_name of multi_turn.interaction_config_path",
+    ("register_interaction",),
+    "agents/interactions/*.py",
+    Facts,
+    RolloutError,
+)
+ENVIRONMENTS = Registry(
+    "environment",
+    "actor_rollout_ref.rollout.agent.default_environment",
+    ("register_environment",),
+    "agents/environments/*.py",
     Facts,
     RolloutError,
 )

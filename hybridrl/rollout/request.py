@@ -1,11 +1,16 @@
 """Requests to an inference engine, and its completions."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from hybridrl.rollout.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from hybridrl.rollout.images import PromptImages
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 #: the parts of an engine's memory that can be released and resumed
@@ -60,6 +65,7 @@ class Request:
         priority: requests that wait for a replica are served in this order, the lowest first. Those that wait inside an
             engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
         reading: what is wanted in place of a response; None: a response.
+        images: of the prompt, for a vision-language model.
     """
 
     id: str
@@ -68,6 +74,7 @@ class Request:
     session: str = ""
     priority: int = TRAINING_PRIORITY
     reading: Reading | None = None
+    images: PromptImages | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +91,7 @@ class Completion:
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         found: what was read, of a request with a `Reading`; it has no tokens.
+        image_digest: fingerprint of the images that the engine was given; "" for none.
     """
 
     id: str
@@ -94,3 +102,4 @@ class Completion:
     error: str | None = None
     cached_tokens: int = 0
     found: Findings | None = None
+    image_digest: str = ""

@@ -54,6 +54,22 @@ class FilterGroupsConfig(ConfigNode):
     )
 
 
+_OF_MISSING = (
+    "refill: it alone is generated again; drop: it leaves its group, and a group that is too small for the estimator "
+    "is replaced by another prompt; raise: the run ends"
+)
+
+
+@dataclass
+class MissingConfig(ConfigNode):
+    """`algorithm.missing`: samples without a reward, by the reason why they have none; they never count as 0."""
+
+    infra: str = key("refill", f"a session, server or process failed. {_OF_MISSING}", choices=names.ON_MISSING)
+    timeout: str = key("refill", "something took longer than its limit; as infra", choices=names.ON_MISSING)
+    grading: str = key("refill", "the scorer could not judge the sample; as infra", choices=names.ON_MISSING)
+    dropped: str = key("drop", "a loop, environment or filter left the sample out; as infra", choices=names.ON_MISSING)
+
+
 @dataclass
 class PFPPOConfig(ConfigNode):
     """`algorithm.pf_ppo`: policy filtration, which draws rows by their reward."""
@@ -105,5 +121,6 @@ class AlgorithmConfig(ConfigNode):
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)
+    missing: MissingConfig = group(MissingConfig)
     use_pf_ppo: bool = key(False, "PF-PPO: train on rows drawn by their score, each with its own advantages")
     pf_ppo: PFPPOConfig = group(PFPPOConfig)

@@ -16,7 +16,8 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import DROPPED_SAMPLES, ROUTED_EXPERTS
+from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol.names import MISSING_SAMPLES, ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
@@ -106,7 +107,7 @@ class Sampler:
             metrics = _merged(metrics, self.score(batch, timer))
             if self.needs.reward_baselines:
                 metrics = _merged(metrics, self.add_baselines(batch, prompts, timer))
-            if self.config.reward.on_error == "drop" and any(self._failed):
+            if any(self._failed):
                 batch = without_failed(batch, self._failed)
             if len(batch):
                 self.pool.add(batch)
@@ -128,7 +129,7 @@ class Sampler:
             The metrics of the reward manager.
         """
         result = self._ask(batch, timer)
-        self._failed = list(result.get("failed", ()))
+        self._failed = self._without_verdict(result)
         batch.batch["token_level_scores"] = result["reward_tensor"]
         for name, values in result["reward_extra_info"].items():
             batch.non_tensor_batch[name] = object_array(values)
@@ -146,17 +147,17 @@ class Sampler:
         """
         with timer.phase("gen_max"):
             greedy = self.respond(repeat_for_sampling(prompts, 1), do_sample=False)
-        if DROPPED_SAMPLES in greedy.meta_info:
+        if lost := missing_of(greedy):
             raise RolloutError(
-                f"{len(greedy.meta_info[DROPPED_SAMPLES])} prompts have no greedy response, because their agent "
+                f"{len(lost)} prompts have no greedy response, because their agent "
                 f"sessions failed, and algorithm.adv_estimator={self.config.algorithm.adv_estimator} compares with it; "
                 "raise actor_rollout_ref.rollout.agent.retries, or take an estimator that compares samples"
             )
         result = self._ask(greedy, timer)
         scores = result["reward_tensor"].sum(dim=-1)
         uids = greedy.non_tensor_batch["uid"]
-        without = {uid for uid, failed in zip(uids, result.get("failed", ()), strict=False) if failed}
-        if without and self._failed:
+        without = {uid for uid, failed in zip(uids, self._without_verdict(result), strict=True) if failed}
+        if without:
             rows = zip(self._failed, batch.non_tensor_batch["uid"], strict=True)
             self._failed = [failed or uid in without for failed, uid in rows]
         sums = Groups(uids, scores.device).sum(scores)
@@ -165,6 +166,13 @@ class Sampler:
         batch.batch["reward_baselines"] = sums[torch.tensor(baselines)]
         counts = {name: result["metrics"].get(name, 0.0) for name in _COUNTS}
         return {"critic/reward_baselines/mean": sums.mean().item()} | counts
+
+    def _without_verdict(self, result: Mapping[str, Any]) -> list[bool]:
+        """Tell which rows have no verdict."""
+        missing = [one is not None for one in result["missing"]]
+        if self.config.reward.on_error == "zero":
+            return missing
+        return [one or bool(failed) for one, failed in zip(missing, result.get("failed") or missing, strict=True)]
 
     def _ask(self, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
         """Return what the reward manager and the roles that score make of a batch.
@@ -255,12 +263,18 @@ def without_failed(batch: DataProto, failed: Sequence[bool]) -> DataProto:
     return batch.select_idxs(torch.tensor(kept, dtype=torch.int64))
 
 
+def missing_of(batch: DataProto) -> list[MissingSample]:
+    """Return the samples that a generated batch lacks."""
+    return [one for one in batch.meta_info.get(MISSING_SAMPLES, ()) if not one.again]
+
+
 def without_dropped(batch: DataProto, samples: int) -> DataProto:
     """Return a batch without the rest of a group that the rollout left only one sample of, of several.
 
     The rollout may leave out samples (`rollout.agent.on_error=drop`), which it lists in the meta.
     """
-    hit = {str(uid) for uid, _ in batch.meta_info.pop(DROPPED_SAMPLES, ())}
+    hit = {one.uid for one in missing_of(batch)}
+    batch.meta_info.pop(MISSING_SAMPLES, None)
     if not hit or samples == 1:
         return batch
     uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
@@ -289,7 +303,7 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
     asked = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
     answer = trim(rollout.generate(asked))
     answer.non_tensor_batch = _columns_of(prompts, answer) | answer.non_tensor_batch
-    kept = {name: answer.meta_info[name] for name in (DROPPED_SAMPLES,) if name in answer.meta_info}
+    kept = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
     answer.meta_info = {"temperature": temperature, **kept}
     return answer
 
@@ -308,7 +322,7 @@ def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
     asked = _keys(carried, names)
     row_of = {key: row for row, key in reversed(list(enumerate(asked)))}
     answered = _keys(returned, names)
-    dropped = {(str(uid), str(sample))[: len(names)] for uid, sample in answer.meta_info.get(DROPPED_SAMPLES, ())}
+    dropped = {one.name[: len(names)] for one in missing_of(answer)}
     strange, lost = set(answered) - set(asked), set(asked) - set(answered) - dropped
     if strange or lost:
         what = "answered rows that were not asked for" if strange else "left rows without an answer"
