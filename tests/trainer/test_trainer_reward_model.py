@@ -182,7 +182,7 @@ def test_verls_keys_mean_the_same(micro_model, micro_reward_model, sort_data, tm
     ]
     old += ["reward_model.model.input_tokenizer=null", "reward_model.model.fsdp_config.param_offload=True"]
     new = [f"{MODEL}.enable=True", f"{MODEL}.model_path={micro_reward_model}", f"{MODEL}.rollout.name=vllm"]
-    new += [f"{MODEL}.rollout.prompt_length=2048", f"{MODEL}.rollout.skip_tokenizer_init=False"]
+    new += [f"{MODEL}.rollout.prompt_length=1024", f"{MODEL}.rollout.skip_tokenizer_init=False"]
     for given in (old, new):
         config = load_config("ppo_trainer", [*common, *given])
         validate(config)
