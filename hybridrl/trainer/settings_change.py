@@ -24,6 +24,7 @@ from hybridrl.config.schema.node import ConfigNode, declared, default_tree
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.observe.run_folder import CHANGES, CONFIG, read_changes
 from hybridrl.observe.run_folder import as_dict as written
+from hybridrl.trainer.open_settings import idle_settings, names_model, open_mappings
 from hybridrl.utils.files import write_text
 
 _CODE = (".py", ".pkl")
@@ -36,7 +37,8 @@ _PATHS = (
     "data.train_files",
 )
 _LOSSES = ("actor_rollout_ref.actor.policy_loss.loss_mode", "sft.loss_type", "dpo.loss_type", "rm.loss_type")
-_EXPERIMENT = (*_PATHS, "algorithm.adv_estimator", *_LOSSES)
+_DISTILLATION = ("distillation.enabled", "distillation.distillation_loss.loss_mode")
+_EXPERIMENT = ("algorithm.adv_estimator", *_LOSSES, *_DISTILLATION)
 #: the program of a run, by a group of settings that only its tree has
 _PROGRAMS = {"actor_rollout_ref": "main_ppo", "dpo": "main_dpo", "rm": "main_rm"}
 
@@ -55,15 +57,16 @@ class Change:
     @property
     def is_another_experiment(self) -> bool:
         """Whether the run would go on with another model, other data or another algorithm."""
-        if self.key not in _EXPERIMENT:
-            return False
-        return self.key not in _PATHS or _absolute(self.was) != _absolute(self.now)
+        if self.key in _PATHS or names_model(self.key):
+            return _absolute(self.was) != _absolute(self.now)
+        return self.key in _EXPERIMENT
 
 
 def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
     """Compare `config` with the settings that the run in `folder` had last. Empty if they are not recorded there.
 
     Settings that only follow another one are left out, and so are settings that the earlier version did not have.
+    Those of roles and teachers are compared one by one.
 
     Raises:
         CheckpointError: the folder holds a run of another program, or its settings cannot be read.
@@ -89,9 +92,11 @@ def find_changes(folder: Path, config: ConfigNode) -> list[Change]:
             f"{folder} holds a run of {found}, and this is {wanted}: set trainer.default_local_dir to another folder"
         )
     now = dict(leaves(tree, set(declared(type(config)))))
+    open_mappings(earlier, now)
     idle = [] if not isinstance(config, PPOTrainerConfig) else ["critic."] * (not config.use_critic)
-    if isinstance(config, PPOTrainerConfig) and not config.reward.reward_model.enable:
-        idle.append("reward.reward_model.")
+    if isinstance(config, PPOTrainerConfig):
+        idle += idle_settings(config)
+        idle += ["reward.reward_model."] * (not config.reward.reward_model.enable)
     changes = [
         Change(key, earlier[key], value)
         for key, value in now.items()

@@ -31,26 +31,36 @@ MEGATRON = (
     "actor_rollout_ref.rollout.full_determinism=True",
 )
 
-# GAE that waits forever before it estimates advantages for the `HOLD_AT`-th time in its process, to be killed there.
-# Without it, how far a run comes before it is killed would depend on how busy the machine is.
+# Estimators that wait forever before they estimate advantages for the `HOLD_AT`-th time in their process, to be killed
+# there. Without them, how far a run comes before it is killed would depend on how busy the machine is.
 HELD = """
 import os
 import time
 
 from hybridrl.algorithms import get_adv_estimator_fn, register_adv_est
 
-gae, calls = get_adv_estimator_fn("gae"), 0
+gae, prime, calls = get_adv_estimator_fn("gae"), get_adv_estimator_fn("prime"), 0
 
 
-@register_adv_est("held_gae", needs=("values",))
-def held_gae(token_level_rewards, values, response_mask, gamma, lam):
+def hold():
     global calls
     calls += 1
     while str(calls) == os.environ.get("HOLD_AT"):
         time.sleep(1)
+
+
+@register_adv_est("held_gae", needs=("values",))
+def held_gae(token_level_rewards, values, response_mask, gamma, lam):
+    hold()
     return gae(
         token_level_rewards=token_level_rewards, values=values, response_mask=response_mask, gamma=gamma, lam=lam
     )
+
+
+@register_adv_est("held_prime", needs=("process_rewards",), compares_samples=True, alone=True)
+def held_prime(token_level_rewards, response_mask, index, process_rewards, config):
+    hold()
+    return prime(token_level_rewards, response_mask, index, process_rewards, config)
 """
 
 
@@ -91,6 +101,22 @@ def overrides(run: list[str], model: Path, folder: Path) -> list[str]:
     ]
 
 
+def equal_runs(whole: Path, killed: Path, step: int) -> dict[str, torch.Tensor]:
+    """Compare all that two runs wrote up to a step; the tensors of its checkpoint."""
+    first, second = tensors_of(whole / f"global_step_{step}"), tensors_of(killed / f"global_step_{step}")
+    assert first.keys() == second.keys()
+    unequal = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not unequal
+    assert [without_timing(r) for r in records(whole)] == [without_timing(r) for r in records(killed)]
+    for kind in ("rollouts", "validation"):
+        if not (whole / kind).exists():
+            continue
+        names = sorted(path.name for path in (whole / kind).iterdir())
+        assert names == sorted(path.name for path in (killed / kind).iterdir())
+        assert all((whole / kind / name).read_bytes() == (killed / kind / name).read_bytes() for name in names)
+    return first
+
+
 @pytest.mark.parametrize(("words", "kills"), [((), 2), (MEGATRON, 1)], ids=["fsdp2", "megatron"])
 def test_killed_and_resumed_equals_never_killed(
     start, start_real, sort_run, tmp_path, monkeypatch, words: tuple[str, ...], kills: int
@@ -120,16 +146,54 @@ def test_killed_and_resumed_equals_never_killed(
     assert job.wait() == 0, job.output[-4000:]
     assert "resumed from" in job.output and f"step {2 * kills} of 6" in job.output
 
-    first, second = tensors_of(whole / "global_step_6"), tensors_of(killed / "global_step_6")
-    assert first.keys() == second.keys()
+    first = equal_runs(whole, killed, 6)
     assert any("optimizer" in name for name in first) and any("critic" in name for name in first)
-    unequal = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not unequal
-    assert [without_timing(r) for r in records(whole)] == [without_timing(r) for r in records(killed)]
-    for kind in ("rollouts", "validation"):
-        names = sorted(path.name for path in (whole / kind).iterdir())
-        assert names == sorted(path.name for path in (killed / kind).iterdir())
-        assert all((whole / kind / name).read_bytes() == (killed / kind / name).read_bytes() for name in names)
+
+
+def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
+    start, start_real, sort_run, tmp_path, monkeypatch
+) -> None:
+    """The model of the process rewards learns along with the policy, and the frozen ones are found again."""
+    (tmp_path / "held.py").write_text(HELD)
+    models = [build_tiny_model(tmp_path / f"m{seed}", hidden=32, heads=2, kv_heads=2, seed=seed) for seed in range(4)]
+    policy, process, frozen, teacher = models
+    words = [
+        *sort_run,
+        f"actor_rollout_ref.model.path={policy}",
+        f"actor_rollout_ref.model.external_lib={tmp_path / 'held.py'}",
+        "algorithm.adv_estimator=held_prime",
+        f"roles.prime.model.path={process}",
+        f"roles.prime.ref_path={frozen}",
+        "roles.prime.ppo_mini_batch_size=8",
+        "roles.prime.shuffle=True",
+        "roles.prime.optim.lr=1e-3",
+        "roles.prime.optim.lr_scheduler_type=cosine",
+        "distillation.enabled=True",
+        f"distillation.teacher_models.one.model_path={teacher}",
+        "distillation.distillation_loss.loss_mode=forward_kl_topk_tail",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
+        "trainer.dump_freq=1",
+        "trainer.report=False",
+    ]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    job = start_real(*words, f"trainer.default_local_dir={whole}")
+    assert job.wait() == 0, job.output[-4000:]
+
+    monkeypatch.setenv("HOLD_AT", "4")
+    job = start(*words, f"trainer.default_local_dir={killed}")
+    job.wait_for(lambda: any(record["step"] == 3 for record in records(killed)))
+    job.kill()
+    monkeypatch.delenv("HOLD_AT")
+    job = start(*words, f"trainer.default_local_dir={killed}")
+    assert job.wait() == 0, job.output[-4000:]
+    assert "resumed from" in job.output and "step 2 of 4" in job.output
+
+    first = equal_runs(whole, killed, 4)
+    before = tensors_of(whole / "global_step_2")
+    learned = [name for name in first if name.startswith("prime/model")]
+    assert learned and all(not torch.equal(first[name], before[name]) for name in learned if "norm" not in name)
+    assert all(record["distillation/loss"] > 0 and record["prime/loss"] > 0 for record in records(whole))
 
 
 def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_later(start, sort_run, tmp_path) -> None:

@@ -80,6 +80,57 @@ def test_another_experiment_is_refused_with_the_remedies(folder: Path, word: str
         assert remedy in str(caught.value)
 
 
+PRIME = ["algorithm.adv_estimator=prime", "roles.prime.model.path=models/a"]
+TEACHERS = "distillation.teacher_models"
+TEACHER = ["distillation.enabled=True", f"{TEACHERS}.one.model_path=models/t"]
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "key", "was"),
+    [
+        (PRIME, [*PRIME, "roles.prime.ref_path=models/b"], "roles.prime.ref_path", "models/a"),
+        ([*PRIME, "roles.prime.ref_path=models/b"], PRIME, "roles.prime.ref_path", "models/b"),
+        (PRIME, [*PRIME, "roles.prime.model.path=models/b"], "roles.prime.model.path", "models/a"),
+        (TEACHER, [*TEACHER, f"{TEACHERS}.one.model_path=models/u"], f"{TEACHERS}.one.model_path", "models/t"),
+        (TEACHER, [*TEACHER, f"{TEACHERS}.two.model_path=models/u"], f"{TEACHERS}.two.model_path", None),
+        (TEACHER, [TEACHER[0], f"{TEACHERS}.two.model_path=models/t"], f"{TEACHERS}.one.model_path", "models/t"),
+        (TEACHER, [*TEACHER, "distillation.distillation_loss.loss_mode=k2"], "distillation_loss.loss_mode", "k3"),
+        (TEACHER, [], "distillation.enabled", True),
+    ],
+)
+def test_another_model_of_a_role_or_teacher_is_refused_by_its_own_key(
+    tmp_path: Path, first: list[str], now: list[str], key: str, was: object
+) -> None:
+    write_run_info(tmp_path, load_config("ppo_trainer", [*WORDS, *first]))
+    assert find_changes(tmp_path, load_config("ppo_trainer", [*WORDS, *first])) == []
+    changes = find_changes(tmp_path, load_config("ppo_trainer", [*WORDS, *now]))
+    assert any(change.key.endswith(key) and change.was == was for change in changes)
+    with pytest.raises(CheckpointError, match=rf"{key} was .*, now "):
+        check_same_experiment(tmp_path, changes)
+
+
+def test_settings_of_roles_and_teachers_are_noticed_one_by_one(tmp_path: Path) -> None:
+    """Also those that come back to an earlier value, and not those that stand for the same as before."""
+    write_run_info(tmp_path, load_config("ppo_trainer", [*WORDS, *PRIME, *TEACHER]))
+    more = ["roles.prime.beta_train=0.2", f"{TEACHERS}.one.inference.temperature=0.5", "roles.prime.ref_path=models/a"]
+    more.append(f"{TEACHERS}.one.inference.max_num_seqs=1024")
+    found = {
+        "roles.prime.beta_train": (0.05, 0.2),
+        f"{TEACHERS}.one.inference.temperature": (None, 0.5),
+    }
+    changed = load_config("ppo_trainer", [*WORDS, *PRIME, *TEACHER, *more])
+    changes = find_changes(tmp_path, changed)
+    assert {change.key: (change.was, change.now) for change in changes} == found
+    check_same_experiment(tmp_path, changes)
+    record_changes(tmp_path, 2, changes)
+    assert find_changes(tmp_path, changed) == []
+    back = find_changes(tmp_path, load_config("ppo_trainer", [*WORDS, *PRIME, *TEACHER]))
+    assert {change.key: (change.now, change.was) for change in back} == found
+    off = [*WORDS, "algorithm.adv_estimator=grpo", "distillation.enabled=False", "roles.prime.beta_train=9"]
+    keys = {change.key for change in find_changes(tmp_path, load_config("ppo_trainer", off))}
+    assert keys == {"algorithm.adv_estimator", "distillation.enabled"}, "what takes no part is not compared"
+
+
 def test_another_spelling_of_a_path_is_the_same_experiment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     words = [f"data.train_files={folder / 'data/one.parquet'}", "actor_rollout_ref.rollout.n=8"]
