@@ -1,7 +1,7 @@
 """Estimators for sessions of several turns, which give each turn an advantage of its own.
 
-Legend: B samples, T response tokens, N turns; turn k of sample i is a run of response tokens without a hole, r_{i,k} the
-sum of the rewards on its tokens; R_i = sum_k r_{i,k}; g the samples of one prompt (same `index`).
+Legend: B samples, T response tokens, N turns; turn k of sample i is a run of response tokens without a hole, r_{i,k}
+the sum of the rewards on its tokens; R_i = sum_k r_{i,k}; g the samples of one prompt (same `index`).
 """
 
 from __future__ import annotations
