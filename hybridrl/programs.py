@@ -92,8 +92,35 @@ PROGRAMS = {
         "score the responses in a file, by data source", "evaluation", "hybridrl.trainer.evaluation:run_evaluation"
     ),
 }
-_REPORT = "report"
-_REPORT_SUMMARY = "write the report of a run's folder and print its summary"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command with options of its own in place of settings.
+
+    Attributes:
+        summary: what it does, for `hybridrl --help`.
+        function: `module:name` of the function that is called with the words after the command and with the command; it
+            returns the exit status.
+    """
+
+    summary: str
+    function: str
+
+    def run(self, words: Sequence[str], command: str) -> int:
+        """Call the function."""
+        module, _, name = self.function.partition(":")
+        status: int = getattr(importlib.import_module(module), name)(words, command=command)
+        return status
+
+
+COMMANDS = {
+    "report": Command("write the report of a run's folder and print its summary", "hybridrl.observe.report:main"),
+    "reward-bench": Command(
+        "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
+    ),
+    "sandbox-server": Command("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
+}
 
 
 def start(name: str, command: str, argv: Sequence[str] | None = None) -> None:
@@ -124,12 +151,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, rest = " ".join(words[:parts]) or "--help", words[parts:]
     if name in PROGRAMS:
         start(name, f"hybridrl {name}", rest)
-    elif name == _REPORT:
+    elif name in COMMANDS:
         try:
-            from hybridrl.observe import report
+            status = COMMANDS[name].run(rest, f"hybridrl {name}")
         except ModuleNotFoundError as error:
             _explain_missing(error)
-        raise SystemExit(report.main(rest, command="hybridrl report"))
+        raise SystemExit(status)
     elif name in ("--help", "-h", "help"):
         print(_help())
     elif name == "--version":
@@ -137,14 +164,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(f"hybridrl {__version__}")
     else:
-        known = ", ".join([*PROGRAMS, _REPORT])
+        known = ", ".join([*PROGRAMS, *COMMANDS])
         print(f"error: hybridrl {name}: there is no such command; there are {known}", file=sys.stderr)
         raise SystemExit(2)
 
 
 def _help() -> str:
-    summaries = {**{name: program.summary for name, program in PROGRAMS.items()}, _REPORT: _REPORT_SUMMARY}
-    commands = "\n".join(f"  {name:<12} {summary}" for name, summary in summaries.items())
+    summaries = {name: program.summary for name, program in PROGRAMS.items()}
+    summaries |= {name: command.summary for name, command in COMMANDS.items()}
+    commands = "\n".join(f"  {name:<14} {summary}" for name, summary in summaries.items())
     return (
         f"usage: hybridrl COMMAND [options] key=value ...\n\n{commands}\n\n"
         "hybridrl COMMAND --help shows the options of a command, --cfg job every setting with its value.\n"

@@ -94,7 +94,13 @@ class DistillationFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerFacts(Facts):
-    """A reward manager. Its settings belong to `reward.reward_kwargs`."""
+    """A reward manager. Its settings belong to `reward.reward_kwargs`.
+
+    Attributes:
+        runs_functions: it asks reward functions. False: it takes the rewards that sessions bring along.
+    """
+
+    runs_functions: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,8 @@ class InferenceFacts(Facts):
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
         takes_adapters: it applies an adapter (LoRA) that it is sent next to weights that it has.
         sees_images: it generates from the images of prompts (`multi_modal_inputs`).
+        scores: it serves classifiers with one label (`EngineSpec.task` is `score`).
+        reads: it returns log-probabilities of prompts and of the likeliest tokens there (`EngineSpec.task` is `read`).
     """
 
     packages: tuple[str, ...] = ()
@@ -124,6 +132,8 @@ class InferenceFacts(Facts):
     records_routing: bool = False
     takes_adapters: bool = False
     sees_images: bool = False
+    scores: bool = False
+    reads: bool = False
 
     @property
     def has_replicas(self) -> bool:
@@ -354,7 +364,7 @@ REWARD_MANAGERS = Registry(
     "reward manager",
     "reward.reward_manager.name",
     ("register_reward_manager",),
-    "reward/manager.py",
+    "reward/**/*.py",
     ManagerFacts,
     RewardError,
 )
@@ -415,6 +425,23 @@ TOOLS = Registry(
     "class_name of multi_turn.tool_config_path",
     ("register_tool",),
     "agents/tools/*.py",
+    Facts,
+    RolloutError,
+)
+
+INTERACTIONS = Registry(
+    "simulated user",
+    "class_name of multi_turn.interaction_config_path",
+    ("register_interaction",),
+    "agents/interactions/*.py",
+    Facts,
+    RolloutError,
+)
+ENVIRONMENTS = Registry(
+    "environment",
+    "actor_rollout_ref.rollout.agent.default_environment",
+    ("register_environment",),
+    "agents/environments/*.py",
     Facts,
     RolloutError,
 )

@@ -45,3 +45,27 @@ class NoVerdict:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", Reason(self.reason))
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
+
+class NoVerdictError(Exception):
+    """Ends a session or a call that cannot be judged; loops, environments and what they call may raise it.
+
+    Args:
+        reason: a `Reason`, or its value.
+        detail: what happened, for people.
+    """
+
+    def __init__(self, reason: Reason | str, detail: str = "") -> None:
+        self.verdict = NoVerdict(Reason(reason), detail)
+        super().__init__(str(self.verdict))
+
+
+def no_verdict_of(error: BaseException) -> NoVerdict:
+    """What an exception that ended a session means: its own verdict, `timeout` for a `TimeoutError`, else `infra`."""
+    if isinstance(error, NoVerdictError):
+        return error.verdict
+    reason = Reason.TIMEOUT if isinstance(error, TimeoutError) else Reason.INFRA
+    return NoVerdict(reason, f"{type(error).__name__}: {error}")

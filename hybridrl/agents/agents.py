@@ -1,13 +1,14 @@
 """What the sessions of a run share: tools, parser, templates and the loops by name; made and checked at start-up."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from hybridrl.agents.entries import entries_of
+from hybridrl.agents.environments.load import Environments, load_environments
+from hybridrl.agents.gateway import Gateway, gateway_of
+from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -45,6 +46,9 @@ class Agents:
         tools: by name.
         parser: of `multi_turn.format`.
         turns: makes the tokens between turns.
+        environments: None where no loop acts on them.
+        gateway: None where no loop uses it.
+        interactions: simulated users; None where there are none.
     """
 
     config: PPOTrainerConfig
@@ -54,6 +58,9 @@ class Agents:
     tools: Mapping[str, BaseTool]
     parser: ToolParser
     turns: Turns
+    environments: Environments | None = None
+    interactions: Interactions | None = None
+    gateway: Gateway | None = None
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -67,11 +74,18 @@ class Agents:
             tools=self.tools,
             parser=self.parser,
             turns=self.turns,
+            environments=self.environments,
+            gateway=self.gateway,
+            interactions=self.interactions,
             **entry.arguments,
         )
 
     def close(self) -> None:
-        """End the tools."""
+        """End the agents, the tools and the environments."""
+        if self.gateway is not None:
+            self.gateway.close()
+        if self.environments is not None:
+            self.environments.close()
         paths = self.config.actor_rollout_ref.rollout.multi_turn
         close_tools(paths.tool_config_path, paths.function_tool_path)
 
@@ -100,19 +114,69 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
         )
     loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
     tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
+    for tool in tools.values():
+        tool.check_settings(settings)
     template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
     own_tokenizer = copy.deepcopy(tokenizer)
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
     turns = Turns(own_tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
-    if TOOLS in names:
+    users = None
+    if settings.interaction_config_path is not None:
+        named = "interaction_kwargs"
+        wanted = [kwargs_of(row, named) for data in datasets for row in _rows_with(data, named)]
+        users = load_interactions(settings.interaction_config_path, wanted)
+        turns.check(None)
+    if TOOLS in names and (tools or users is None):
         _check_tools(tools, turns)
     if config.actor_rollout_ref.actor.router_replay.records_in_generation:
         raise RolloutError(
             f"actor_rollout_ref.actor.router_replay.mode={config.actor_rollout_ref.actor.router_replay.mode} needs the "
             "experts of a session's tokens, which agents do not record yet; set it to R2 or disabled"
         )
-    notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}")
-    return Agents(config, own_tokenizer, default, loops, tools, TOOL_PARSERS.get(settings.format)(), turns)
+    environments = _environments(rollout.agent, loops, datasets, turns)
+    acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
+    notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
+    parser = TOOL_PARSERS.get(settings.format)()
+    gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in loops.values()), turns)
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway)
+
+
+def _environments(
+    agent: AgentConfig, loops: Mapping[str, LoopEntry], datasets: Iterable[Any], turns: Turns
+) -> Environments | None:
+    """The environments of the run, started; None where no loop acts on one.
+
+    Raises:
+        RolloutError: an environment cannot work, or the chat template cannot show its observations.
+    """
+    if not any(entry.cls.uses_environments for entry in loops.values()):
+        keys = ("default_environment", "environment_config_path")
+        given = [name for name in keys if getattr(agent, name) is not None]
+        if given:
+            raise RolloutError(
+                f"{_ROLLOUT}.agent.{given[0]}={getattr(agent, given[0])} without a loop that acts on environments; set "
+                f"{_ROLLOUT}.agent.default_agent_loop=env_agent, or name env_agent in the column agent_name"
+            )
+        return None
+    turns.check(None)
+    named = [kwargs_of(row, "env_kwargs").get("name") for data in datasets for row in _rows_with(data, "env_kwargs")]
+    wanted = dict.fromkeys(str(name) for name in named if name)
+    return load_environments(agent.environment_config_path, agent.default_environment, wanted)
+
+
+def kwargs_of(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The arguments that a row has in the column of this name, or in that entry of `extra_info` as verl's data do."""
+    found, info = row.get(name), row.get("extra_info")
+    if found is None and isinstance(info, Mapping):
+        found = info.get(name)
+    return dict(found or {})
+
+
+def _rows_with(dataset: Any, name: str) -> list[dict[str, Any]]:
+    """The columns of each row that `kwargs_of` reads."""
+    columns = [column for column in (name, "extra_info") if column in getattr(dataset, "columns", ())]
+    values = [dataset.column(column) for column in columns]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def _tell_of_unread(rollout: RolloutConfig) -> None:
@@ -137,7 +201,8 @@ def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:
     if not tools:
         raise RolloutError(
             f"{_ROLLOUT}.multi_turn.enable=true with the loop {TOOLS}, which has no tools; name them with "
-            f"{_ROLLOUT}.multi_turn.tool_config_path or .function_tool_path, or choose another loop with "
+            f"{_ROLLOUT}.multi_turn.tool_config_path or .function_tool_path, name simulated users with "
+            f"{_ROLLOUT}.multi_turn.interaction_config_path, or choose another loop with "
             f"{_ROLLOUT}.agent.default_agent_loop"
         )
     schemas = [tool.tool_schema for tool in tools.values()]
@@ -176,18 +241,10 @@ def _listed_loops(path: str | None) -> dict[str, LoopEntry]:
     """The loops of `agent_loop_config_path`: a list of `{name: ..., _target_: MODULE.CLASS, further arguments}`."""
     if path is None:
         return {}
-    key, form = f"{_ROLLOUT}.agent.agent_loop_config_path={path}", "{name: NAME, _target_: MODULE.CLASS, ...}"
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise RolloutError(f"{key}: there is no such file")
-    try:
-        entries = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except Exception as error:  # errors of YAML and OmegaConf have no common base
-        raise RolloutError(f"{key}: it is not readable YAML: {error}") from error
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise RolloutError(f"{key}: it must be a list of entries {form}")
+    setting, form = f"{_ROLLOUT}.agent.agent_loop_config_path", "{name: NAME, _target_: MODULE.CLASS, ...}"
+    key = f"{setting}={path}"
     found = {}
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(entries_of(path, setting, None, form)):
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
             raise RolloutError(f"{key}: entry {number} is {entry!r}, and must be {form}")
         target = str(entry["_target_"])

@@ -1,11 +1,16 @@
 """From what a loop returned to a trajectory, against the record of what was generated for its session."""
 
+import math
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
+from hybridrl.protocol.names import SESSION_LOG
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
+from hybridrl.verdict import NoVerdict, Verdict
 
 
 def trajectory_of(
@@ -25,8 +30,17 @@ def trajectory_of(
         session, turn: see `Trajectory`.
 
     Raises:
-        RolloutError: a token of `response_mask` 1 is not one that the policy generated here.
+        RolloutError: a token of `response_mask` 1 is not one that the policy generated here, or the score is not
+            finite.
     """
+    score = output.reward_score
+    assert not isinstance(score, NoVerdict)  # such a session has no trajectories
+    reward = score.reward if isinstance(score, Verdict) else score
+    if reward is not None and not math.isfinite(reward):
+        raise RolloutError(f"an agent loop returned the reward_score {reward}; return a finite number, or a NoVerdict")
+    extra = {**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns}
+    if isinstance(score, Verdict):
+        extra |= score.extra
     start = len(output.prompt_ids)
     whole = [*output.prompt_ids, *output.response_ids]
     log_probs: list[float | None] = [None] * len(output.response_ids)
@@ -49,6 +63,13 @@ def trajectory_of(
                 f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it; keep "
                 "generated token ids as they are, and give text of others response_mask=0"
             )
+    for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
+        for place, value in given:
+            if not 0 <= place < len(output.response_mask) or not output.response_mask[place]:
+                raise RolloutError(
+                    f"an agent loop returned {name} with {value!r} for token {place} of {len(output.response_mask)}, "
+                    "which is not trained on (response_mask); name the last generated token of the turn"
+                )
     # where the mask is 0, nothing of a token is trained on
     kept = [version if mask else NO_VERSION for mask, version in zip(output.response_mask, versions, strict=True)]
     return Trajectory(
@@ -61,14 +82,22 @@ def trajectory_of(
         _spans(kept),
         session=session,
         turn=turn,
-        reward=output.reward_score,
-        extra={**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns},
+        reward=reward,
+        extra=extra,
+        turn_rewards=[float(value) for _, value in output.turn_rewards],
+        turn_ends=[place for place, _ in output.turn_rewards],
+        turn_states=[(place, state_key(state)) for place, state in output.turn_states],
         routed_experts=output.routed_experts,
     )
 
 
 #: columns that every row has, so that loops of different kinds share a batch
-_COLUMNS = {"tool_call_counts": 0}
+_COLUMNS = {"tool_call_counts": 0, SESSION_LOG: None}
+
+
+def state_key(state: Any) -> int:
+    """A number above 0 that is the same for equal states, in every process."""
+    return int.from_bytes(blake2b(repr(state).encode(), digest_size=4).digest(), "little") % (2**31 - 1) + 1
 
 
 def _spans(values: Sequence[int]) -> list[tuple[int, int]]:

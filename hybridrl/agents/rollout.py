@@ -5,17 +5,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hybridrl.agents.agents import Agents
+from hybridrl.agents.agents import Agents, kwargs_of
 from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
 from hybridrl.agents.record import trajectory_of
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import DROPPED_SAMPLES
+from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol.names import MISSING_SAMPLES, SESSION_LOG
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.noise import stream_keys
@@ -23,6 +25,7 @@ from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.rollout import Rollout
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
+from hybridrl.verdict import NoVerdict, Reason, no_verdict_of
 
 T = TypeVar("T")
 
@@ -45,6 +48,9 @@ class AgentRollout(Rollout):
         self.in_place = inner.in_place
         self.gives_memory_back = inner.gives_memory_back
         self._counts = _Counts()
+        self.server = inner.server
+        if agents.gateway is not None:
+            agents.gateway.connect(inner.server)
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -54,13 +60,13 @@ class AgentRollout(Rollout):
     def generate(self, prompts: DataProto) -> DataProto:
         """One or more rows per row of `prompts`, in their order; see `Rollout.generate` and `batch_of`.
 
-        The meta `dropped_samples` lists (uid, sample) of the rows without an answer.
+        The meta `missing_samples` has a `MissingSample` for each session that gave no verdict.
 
         Raises:
             RolloutError: generation failed; a session failed and `agent.on_error` is `raise`; or all of them failed.
         """
         self.inner.resume()
-        trajectories, dropped = _run(self._sessions(prompts))
+        trajectories, missing = _run(self._sessions(prompts))
         if not trajectories:
             raise RolloutError(f"every one of {len(prompts)} agent sessions failed; the warnings say why")
         batch = batch_of(
@@ -69,17 +75,17 @@ class AgentRollout(Rollout):
             prompt_width=max(prompts.batch["input_ids"].shape[1], *(len(one.prompt_ids) for one in trajectories)),
             response_width=self._config.response_length,
         )
-        if dropped:
-            batch.meta_info[DROPPED_SAMPLES] = dropped
+        if missing:
+            batch.meta_info[MISSING_SAMPLES] = missing
         return batch
 
-    async def _sessions(self, prompts: DataProto) -> tuple[list[Trajectory], list[tuple[str, int]]]:
+    async def _sessions(self, prompts: DataProto) -> tuple[list[Trajectory], list[MissingSample]]:
         rows = rows_of(prompts)
         names = list(zip(*names_of(prompts), strict=True))
         client = self.inner.client()
         sampling = SamplingParams.from_meta(self._config, prompts.meta_info)
         tasks = [
-            asyncio.ensure_future(self._session(client, sampling, prompts.meta_info, row, uid, sample))
+            asyncio.ensure_future(self._told(self._session(client, sampling, prompts.meta_info, row, uid, sample)))
             for row, (uid, sample) in zip(rows, names, strict=True)
         ]
         try:
@@ -88,8 +94,16 @@ class AgentRollout(Rollout):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        dropped = [name for name, one in zip(names, found, strict=True) if one is None]
-        return [trajectory for one in found for trajectory in one or ()], dropped
+        return [one for answered, _ in found for one in answered], [one for _, lost in found for one in lost]
+
+    async def _told(
+        self, session: Coroutine[Any, Any, tuple[list[Trajectory], list[MissingSample]]]
+    ) -> tuple[list[Trajectory], list[MissingSample]]:
+        """What a session gave, told to `on_finished` at once."""
+        found = await session
+        if self.on_finished is not None and found[0]:
+            self.on_finished(found[0])
+        return found
 
     async def _session(
         self,
@@ -99,43 +113,62 @@ class AgentRollout(Rollout):
         row: Mapping[str, Any],
         uid: str,
         sample: int,
-    ) -> list[Trajectory] | None:
-        """The trajectories of one session; None where it failed and is left out."""
+    ) -> tuple[list[Trajectory], list[MissingSample]]:
+        """The trajectories of one session, and the attempts at it without a verdict."""
         settings, longest = self._config.agent, self._config.max_model_len
-        for attempt in range(settings.retries + 1):
+        missing: list[MissingSample] = []
+        failure: Exception | None = None
+        while not missing or missing[-1].again:
             session = SessionClient(
                 client,
                 sampling,
                 longest or self._config.prompt_length + self._config.response_length,
                 f"{uid}/{sample}",
-                self._seeds(meta, uid, sample, attempt, sampling.do_sample),
+                self._seeds(meta, uid, sample, len(missing), sampling.do_sample),
             )
             try:
                 name = row.get("agent_name")
                 loop = self._agents.loop(name, session)
                 given = {key: getattr(sampling, key) for key in ("do_sample", "temperature", "top_p", "top_k")}
                 outputs = await loop.run(given, **row)
-                return self._trajectories(outputs, session, uid, sample)
+                found = self._trajectories(outputs, session, uid, sample)
+                if not isinstance(found, NoVerdict):
+                    return found, missing
+                verdict = found
             except GenerationFailedError as error:
                 assert error.__cause__ is not None
                 raise error.__cause__ from None
             except Exception as error:
-                failure = error
-            self._counts.failed(attempt < settings.retries)
-        what = f"agent session of uid {uid!r}, sample {sample} failed: {type(failure).__name__}: {failure}"
-        if settings.on_error == "raise":
+                verdict, failure = no_verdict_of(error), error
+            again = len(missing) < settings.retries and verdict.reason is not Reason.DROPPED
+            tokens = sum(len(completion.token_ids) for _, completion in session.generated)
+            missing.append(MissingSample(uid, sample, verdict, tokens, again))
+            if verdict.reason is not Reason.DROPPED:
+                self._counts.failed(again)
+        what = f"agent session of uid {uid!r}, sample {sample} has no verdict: {verdict}"
+        if settings.on_error == "raise" and verdict.reason is not Reason.DROPPED:
             raise RolloutError(f"{what}. rollout.agent.on_error=drop leaves such samples out") from failure
-        notify(f"{what}; the sample is left out (rollout.agent.on_error=drop)", "warning")
-        return None
+        notify(f"{what}; the sample is left out", "warning")
+        return [], missing
 
-    def _trajectories(self, outputs: Any, session: SessionClient, uid: str, sample: int) -> list[Trajectory]:
+    def _trajectories(
+        self, outputs: Any, session: SessionClient, uid: str, sample: int
+    ) -> list[Trajectory] | NoVerdict:
+        """The trajectories of what a loop returned, or why it has no verdict."""
         several = outputs if isinstance(outputs, Sequence) else [outputs]
         if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
             raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
+        lost = [one.reward_score for one in several if isinstance(one.reward_score, NoVerdict)]
+        if lost:
+            return lost[0]
+        several[0].extra_fields[SESSION_LOG] = session.log.record()
         found = []
         for number, output in enumerate(several):
             name = f"sample {sample}" if len(several) > 1 else ""
-            found.append(trajectory_of(output, session.generated, uid, sample, name, number))
+            one = trajectory_of(output, session.generated, uid, sample, name, number)
+            # The reward function scores a session once, where it ended; what its other parts bring is added.
+            unscored = number < len(several) - 1 and one.reward is None
+            found.append(replace(one, reward=0.0) if unscored else one)
             if len(output.response_ids) > self._config.response_length:
                 raise RolloutError(
                     f"an agent loop returned {len(output.response_ids)} response_ids, more than "
@@ -239,15 +272,15 @@ def _seconds(metrics: AgentLoopMetrics | Mapping[str, float], name: str) -> floa
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     """The keyword arguments of `AgentLoopBase.run` for each row: its columns, and `prompt_ids`.
 
-    `tools_kwargs` is that column, or the entry of `extra_info`, as verl's data sets have it.
+    `tools_kwargs`, `env_kwargs` and `interaction_kwargs` are these columns, or the entries of `extra_info`, as verl's
+    data sets have them. `validate` says whether the rows are of a validation.
     """
     columns = {str(name): column.tolist() for name, column in prompts.non_tensor_batch.items()}
     rows = []
     for number, ids in enumerate(prompt_ids_of(prompts)):
         row = {name: column[number] for name, column in columns.items()}
-        info = row.get("extra_info")
-        if row.get("tools_kwargs") is None and isinstance(info, Mapping):
-            row["tools_kwargs"] = info.get("tools_kwargs")
+        row |= {name: kwargs_of(row, name) for name in ("tools_kwargs", "env_kwargs", "interaction_kwargs")}
+        row["validate"] = bool(prompts.meta_info.get("validate", False))
         rows.append(row | {"prompt_ids": ids, "raw_prompt": list(row.get("raw_prompt") or [])})
     return rows
 

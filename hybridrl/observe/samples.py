@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,18 @@ def samples(history: RunHistory, kind: str) -> list[tuple[int, list[Sample]]]:
     Raises:
         UserError: a line of a dump is damaged; the error names it.
     """
+    place = dump_folder(history, kind)
+    steps = spread(dumped_steps(place), _STEPS) if place is not None else []
+    return [(step, choose(jsonl.read(place / f"{step}.jsonl"))) for step in steps] if place is not None else []
+
+
+def dump_folder(history: RunHistory, kind: str) -> Path | None:
+    """The folder of a run's dumps of `rollouts` or `validation`; None where there are none."""
     key = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
     trainer = history.config.get("trainer")
     elsewhere = trainer.get(key) if isinstance(trainer, Mapping) else None
-    for place in (history.folder / kind, Path(elsewhere) if elsewhere else None):
-        steps = dumped_steps(place) if place is not None else []
-        if place is not None and steps:
-            return [(step, choose(jsonl.read(place / f"{step}.jsonl"))) for step in spread(steps, _STEPS)]
-    return []
+    places = (history.folder / kind, Path(elsewhere) if elsewhere else None)
+    return next((place for place in places if place is not None and dumped_steps(place)), None)
 
 
 def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
@@ -60,6 +65,29 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         best = max(finite, key=lambda pair: (pair[0], -pair[1]))
         marked = {best[1]: "best", min(finite)[1]: "worst"}
     return [Sample(rows[number], mark) for number, mark in {**marked, **{n: marked.get(n, "") for n in chosen}}.items()]
+
+
+def prompt_order(prompt: str) -> int:
+    """The place of a prompt in an order without meaning that is the same in each step and run."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big")
+
+
+def first_prompts(prompts: Sequence[str], count: int) -> set[int]:
+    """The numbers of about `count` samples, -1 for all: those of whole prompts that come first by `prompt_order`.
+
+    All samples of a prompt are chosen together. Where the first prompt alone has more than `count`, it is chosen.
+    """
+    if count < 0:
+        return set(range(len(prompts)))
+    of_prompt: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        of_prompt.setdefault(prompt, []).append(number)
+    chosen: set[int] = set()
+    for prompt in sorted(of_prompt, key=prompt_order) if count else ():
+        if chosen and len(chosen) + len(of_prompt[prompt]) > count:
+            break
+        chosen.update(of_prompt[prompt])
+    return chosen
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:

@@ -2,11 +2,17 @@
 
 #: non-tensor: the reward that came with the trajectory; if None, the reward function scores the row
 TRAJECTORY_REWARD = "trajectory_reward"
+#: tensor [B, T]: rewards of turns, at the last generated token of each; they are part of `token_level_scores`
+TURN_LEVEL_REWARDS = "turn_level_rewards"
+#: tensor [B, T] int32: at the last token of a turn, a number above 0 that identifies the situation before it; else 0
+TURN_STATES = "turn_states"
 #: tensor [B, S, L, K]: the experts of each token; in the meta of prompts, whether the rollout is to return it
 ROUTED_EXPERTS = "routed_experts"
-#: in the meta of a generated batch: (uid, sample) of each sample that the rollout left out
-DROPPED_SAMPLES = "dropped_samples"
+#: in the meta of a generated batch: a `MissingSample` for each attempt at a sample that gave none
+MISSING_SAMPLES = "missing_samples"
 #: non-tensor: what the model reads of the images of a row, `{"pixel_values", "image_grid_thw"}`; `{}` without any
 MULTI_MODAL_INPUTS = "multi_modal_inputs"
 #: non-tensor: fingerprint of the images that a row's response was generated from
 IMAGE_DIGEST = "image_digest"
+#: non-tensor: messages, generations and tool calls of a session (`SessionLog.record`), at its first row; else None
+SESSION_LOG = "session_log"

@@ -11,11 +11,15 @@ from hybridrl.reward.processes.outcome import Outcome
 def extra_of(outcome: Outcome) -> dict[str, Any]:
     """A sample's extra information: the function's dict, or `acc`, the score itself, where it returned a number.
 
-    Empty for a sample that exceeded the time limit or failed, because the function returned nothing.
+    Empty for a sample without a verdict, because the function returned nothing.
     """
     if outcome.extra is not None:
         return dict(outcome.extra)
-    return {} if outcome.error is not None or outcome.timed_out else {"acc": outcome.score}
+    return {} if _without_result(outcome) else {"acc": outcome.score}
+
+
+def _without_result(outcome: Outcome) -> bool:
+    return outcome.error is not None or outcome.timed_out or outcome.no_verdict is not None
 
 
 class ExtraColumns:
@@ -23,9 +27,13 @@ class ExtraColumns:
 
     A number that a function returned is its accuracy (`acc`) only if it tells right from wrong: after the first one
     that is neither 0 nor 1, numbers are called `score`.
+
+    Args:
+        unscored: `score` and `acc` of a sample that the function returned nothing for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unscored: float | None = None) -> None:
+        self._unscored = unscored
         self._reported: set[str] = set()  # names that some samples lacked
         self._is_accuracy = True
         self._returns_dicts = False
@@ -33,8 +41,7 @@ class ExtraColumns:
     def __call__(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         """Name -> one value per sample, None where a sample's dict lacks it.
 
-        A sample that exceeded the time limit or failed returned nothing; its `score` and `acc` are 0. With several
-        functions, a sample for which one of them returned nothing keeps what the others returned.
+        Nothing was returned for a sample without a verdict; its `score` and `acc` are `unscored`.
 
         Args:
             extras: one per sample, see `extra_of`.
@@ -45,10 +52,10 @@ class ExtraColumns:
         self._returns_dicts |= any(outcome.extra is not None for outcome in outcomes)
         if outcomes and not names and not self._returns_dicts:  # no sample of a function of numbers has a score
             names["acc" if self._is_accuracy else "score"] = None
-        failed = [outcome.extra is None and (outcome.timed_out or outcome.error is not None) for outcome in outcomes]
+        failed = [outcome.extra is None and _without_result(outcome) for outcome in outcomes]
         for extra, bad in zip(extras, failed, strict=True):
             if bad:
-                extra.update({name: 0.0 for name in ("score", "acc") if name in names})
+                extra.update({name: self._unscored for name in ("score", "acc") if name in names})
         for name in names:
             lacking = sum(name not in extra and not bad for extra, bad in zip(extras, failed, strict=True))
             if lacking and name not in self._reported:
@@ -61,7 +68,7 @@ class ExtraColumns:
         return {name: [extra.get(name) for extra in extras] for name in names}
 
     def _named(self, extras: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-        numbers = [one.extra is None and one.error is None and not one.timed_out for one in outcomes]
+        numbers = [one.extra is None and not _without_result(one) for one in outcomes]
         if any(is_number and one.score not in (0, 1) for is_number, one in zip(numbers, outcomes, strict=True)):
             self._is_accuracy = False
         if self._is_accuracy:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.config.own_settings import read_own
-from hybridrl.config.schema.reward import RewardConfig, RewardPartConfig, ScoringConfig
+from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
 from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.no_function import NoFunction
@@ -17,6 +17,7 @@ from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Form, ground_truth_of, missing_column
 from hybridrl.reward.weighted import Pool, WeightedPools
 from hybridrl.utils.user_code import load_object
+from hybridrl.verdict import NoVerdict, Reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 #: methods of verl's managers that nothing here calls
 _METHODS_OF_VERL = ("run_single", "init_class")
+#: failures of reward functions that do not end the run, by `reward.on_error`
+_TOLERATED: Mapping[str | None, frozenset[Reason]] = {
+    None: frozenset({Reason.INFRA}),
+    "stop": frozenset(),
+    **{name: frozenset({Reason.INFRA, Reason.GRADING}) for name in ("zero", "drop", "refill")},
+}
 
 
 def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int | None = None) -> Pool:
@@ -42,32 +49,79 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     Raises:
         RewardError: the settings contradict each other.
     """
+    judge = _judge(reward) if isinstance(reward, RewardConfig) and reward.reward_model.is_judge else None
     if isinstance(reward, RewardConfig) and not reward.runs_functions:
-        return NoFunction()
+        return NoFunction() if judge is None else _with_judge({}, {}, judge, reward)
     custom, parts = reward.custom_reward_function, dict(reward.functions)
     count = num_workers or reward.num_workers
-    tolerant = getattr(reward, "on_error", "stop") != "stop"  # evaluation has no such setting: it stops
+    tolerates = _TOLERATED[getattr(reward, "on_error", "stop")]  # evaluation has no such setting: it stops
     if not parts:
         if custom.path is None and custom.name is not None:
             raise RewardError(
                 f"{KEY}.name={custom.name} is set but {KEY}.path is not. Set it to the file that holds {custom.name}."
             )
-        function = RewardFunction(custom.path, custom.name, dict(custom.reward_kwargs or {}), form)
-        return RewardPool(function, count, reward.timeout_s, tolerant)
+        function = RewardFunction(custom.path, custom.name, _arguments(custom, reward), form)
+        pool = RewardPool(function, count, reward.timeout_s, tolerates)
+        return pool if judge is None else _with_judge({"function": pool}, {"function": 1.0}, judge, reward)
     if custom.path is not None:
         raise RewardError(
             f"{KEY}.path={custom.path} and reward.functions are both set; make it an entry of the latter."
         )
-    pools, weights = {}, {}
+    pools: dict[str, RewardPool] = {}
+    weights: dict[str, float] = {}
     for name, values in parts.items():
         key = f"reward.functions.{name}"
         part, faults = read_own(RewardPartConfig, values, f"{key}.", reward)
         if faults:
             raise RewardError("; ".join(faults))
-        function = RewardFunction(part.path, part.name, dict(part.reward_kwargs), form, key, name)
-        pools[name] = RewardPool(function, count, reward.timeout_s, tolerant)
+        function = RewardFunction(part.path, part.name, _arguments(part, reward), form, key, name)
+        pools[name] = RewardPool(function, count, reward.timeout_s, tolerates)
         weights[name] = part.weight
-    return WeightedPools(pools, weights, tolerant)
+    return WeightedPools(pools, weights, tolerates) if judge is None else _with_judge(pools, weights, judge, reward)
+
+
+def _judge(reward: RewardConfig) -> RewardPool:
+    """The pool, one process, that asks the judge."""
+    judge = reward.reward_model.judge
+    names = ("url", "model", "template", "system_prompt", "max_concurrent", "attempts", "timeout_s", "token_env")
+    settings = {name: getattr(judge, name) for name in names}
+    settings |= {"parse_path": judge.parse.path, "parse_name": judge.parse.name}
+    settings["sampling"] = {"temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.extra_body}
+    function = RewardFunction("pkg://hybridrl.reward.judge", "compute_score", settings, key="reward.reward_model.judge")
+    return service_pool(reward, function, judge.timeout_s)
+
+
+def _with_judge(
+    pools: Mapping[str, RewardPool], weights: Mapping[str, float], judge: RewardPool, reward: ScoringConfig
+) -> WeightedPools:
+    assert isinstance(reward, RewardConfig)
+    if "judge" in pools:
+        raise RewardError("reward.functions.judge and reward.reward_model.judge have one name; rename the function")
+    weight, tolerates = reward.reward_model.weight, _TOLERATED[reward.on_error]
+    return WeightedPools({**pools, "judge": judge}, {**weights, "judge": weight}, tolerates)
+
+
+def service_pool(reward: ScoringConfig, function: RewardFunction, timeout_s: float) -> RewardPool:
+    """The pool, one process, for a function that asks a service for many samples at once."""
+    return RewardPool(function, 1, timeout_s, _TOLERATED[getattr(reward, "on_error", "stop")])
+
+
+def _arguments(function: CustomRewardConfig, reward: ScoringConfig) -> dict[str, Any]:
+    """Further arguments of a function; the built-in scorers also get the settings of the sandbox."""
+    given = dict(function.reward_kwargs or {})
+    return given if function.path is not None else sandbox_settings(reward) | given
+
+
+def sandbox_settings(reward: ScoringConfig) -> dict[str, Any]:
+    """`reward.sandbox_fusion` as arguments of `default_compute_score`."""
+    sandbox = reward.sandbox_fusion
+    count = sandbox.max_local if sandbox.url is None else sandbox.max_concurrent
+    found = {
+        "sandbox_fusion_url": sandbox.url,
+        "memory_limit_mb": sandbox.memory_limit_mb,
+        "max_concurrent": count,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_reward(config: PPOTrainerConfig) -> None:
@@ -78,7 +132,7 @@ def check_reward(config: PPOTrainerConfig) -> None:
     Raises:
         RewardError: no such file, function or manager, an import that fails, parameters that do not fit.
     """
-    pool = create_pool(config.reward, manager_class(config).form, num_workers=1)
+    pool = manager_class(config).create_pool(config, num_workers=1)
     if isinstance(pool, RewardPool) and pool.built_in:
         return
     with pool:
@@ -96,9 +150,9 @@ def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
     Raises:
         RewardError: an unknown data source, or a row without ground truth.
     """
-    from hybridrl.reward.score import check_data_source, reference_text
+    from hybridrl.reward.score import check_data_source, check_ground_truth, check_machine
 
-    if not create_pool(config.reward).built_in or not hasattr(dataset, "column"):
+    if not manager_class(config).create_pool(config).built_in or not hasattr(dataset, "column"):
         return
     table = dataset.table
     key = config.data.reward_fn_key
@@ -109,9 +163,10 @@ def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
             if source not in known:
                 check_data_source(source, key)
                 known.add(source)
-            reference_text(truth, source)
+            check_ground_truth(truth, source)
         except RewardError as error:
             raise RewardError(f"{dataset.locate(item)}: {error}") from None
+    check_machine(known, sandbox_settings(config.reward))
 
 
 def ground_truths(dataset: Any) -> list[Any]:
@@ -153,7 +208,7 @@ def create_reward_manager(config: PPOTrainerConfig, tokenizer: PreTrainedTokeniz
         RewardError: no such manager, or its settings do not fit.
     """
     cls = manager_class(config)
-    return cls(config, tokenizer, create_pool(config.reward, cls.form))
+    return cls(config, tokenizer, cls.create_pool(config))
 
 
 def manager_class(config: PPOTrainerConfig) -> type[RewardManager]:
@@ -229,7 +284,8 @@ def _binds(signature: inspect.Signature, *arguments: Any, **named: Any) -> bool:
 def ask(manager: Callable[..., Any], batch: DataProto) -> dict[str, Any]:
     """Have a manager score a batch; returns what `RewardManager.__call__` describes.
 
-    A manager with a `__call__` of its own may leave out `reward_extra_info`, `metrics` and `failed`.
+    A manager with a `__call__` of its own may leave out `reward_extra_info`, `metrics`, `failed` and `missing`. A row
+    that failed and has no entry in `missing` has the reason `grading`, unless `reward.on_error` is `zero`.
 
     Raises:
         RewardError: it returns something else.
@@ -253,15 +309,19 @@ def ask(manager: Callable[..., Any], batch: DataProto) -> dict[str, Any]:
             f"{f'shape {list(rewards.shape)}' if is_tensor else f'type {type(rewards).__name__}'} for responses "
             f"{list(shape)}; it must return a tensor of their shape"
         )
-    failed = result.get("failed")
-    if failed is not None and len(failed) not in (0, len(batch)):
-        raise RewardError(
-            f"the reward manager {name} returned {len(failed)} values of 'failed' for {len(batch)} responses"
-        )
+    for key in ("failed", "missing"):
+        found_of_key = result.get(key)
+        if found_of_key is not None and len(found_of_key) not in (0, len(batch)):
+            raise RewardError(
+                f"the reward manager {name} returned {len(found_of_key)} values of {key!r} for {len(batch)} responses"
+            )
+    missing = result.get("missing") or [None] * len(batch)
+    if strange := [one for one in missing if not (one is None or isinstance(one, NoVerdict))]:
+        raise RewardError(f"the reward manager {name} returned {strange[0]!r} in 'missing'; use NoVerdict or None")
     extra = dict(result.get("reward_extra_info") or {})
     for column, values in extra.items():
         if len(values) != len(batch):
             raise RewardError(
                 f"the reward manager {name} returned {len(values)} values of {column!r} for {len(batch)} responses"
             )
-    return {"metrics": {}, **result, "reward_extra_info": extra}
+    return {"metrics": {}, **result, "reward_extra_info": extra, "missing": list(missing)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -12,12 +13,13 @@ import torch
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import TRAJECTORY_REWARD
+from hybridrl.protocol.names import SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
-from hybridrl.reward.processes.outcome import Outcome
+from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
 from hybridrl.reward.weighted import Pool
+from hybridrl.verdict import NoVerdict
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -30,27 +32,35 @@ RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # colum
 #: columns of a generated batch that are no columns of the data
 _NOT_OF_THE_DATA = (
     *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
-    *("__num_turns__", "reward_scores", TRAJECTORY_REWARD),
+    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD),
 )
+#: what becomes of samples that the reward function failed for, by the setting that says so
+_THEN = {
+    "zero": "they score 0",
+    "drop": "training and validation leave them out (of greedy baselines, all samples of the prompt)",
+    "refill": "they are generated again",
+    "raise": "the run ends",
+}
 #: the managers that were imported, by name
 REGISTRY: dict[str, type[RewardManager]] = REWARD_MANAGERS.objects
 
 
 def register_reward_manager(
-    name: str, *, settings: type | str | None = None
+    name: str, *, settings: type | str | None = None, runs_functions: bool = True
 ) -> Callable[[type[RewardManager]], type[RewardManager]]:
     """Class decorator: make a manager known as ``reward.reward_manager.name=NAME``.
 
     Args:
         settings: dataclass of the keys of ``reward.reward_kwargs``, or ``module:Class``; the manager has an instance as
             ``self.settings``. A method ``check(config)`` of it may yield sentences about what is wrong.
+        runs_functions: see `hybridrl.registry.ManagerFacts`.
 
     Raises:
         RewardError: another class has that name.
     """
 
     def decorate(cls: type[RewardManager]) -> type[RewardManager]:
-        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings))
+        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings, runs_functions=runs_functions))
         cls.settings_class = REWARD_MANAGERS.settings(name)
         return cls
 
@@ -76,9 +86,9 @@ class Scored:
     """One row's score.
 
     Attributes:
-        score: after `RewardManager.adjust`.
+        score: after `RewardManager.adjust`; NaN without a verdict.
         extra: the row's extra information.
-        outcome: what the reward function returned.
+        outcome: what the reward function returned; without a `no_verdict` where `reward.on_error=zero` made it a 0.
     """
 
     score: float
@@ -109,25 +119,46 @@ class RewardManager:
         self.tokenizer = tokenizer
         self.pool = pool
         self.metrics: dict[str, float] = {}
-        self._make_columns = ExtraColumns()
-        self.settings = self._read_settings(dict(config.reward.reward_kwargs or {}))
+        self._scores_zero = config.reward.on_error == "zero"
+        self._make_columns = ExtraColumns(0.0 if self._scores_zero else None)
+        self.settings = self.read_settings(config)
 
-    def _read_settings(self, values: dict[str, Any]) -> Any:
-        """``reward.reward_kwargs`` as this manager's own dataclass; None where it has none."""
+    @classmethod
+    def read_settings(cls, config: PPOTrainerConfig) -> Any:
+        """``reward.reward_kwargs`` as this class's own dataclass; None where it has none.
+
+        Raises:
+            RewardError: a key or a value is wrong.
+        """
         from hybridrl.config.own_settings import read_own
 
-        if self.settings_class is None:
+        values = dict(config.reward.reward_kwargs or {})
+        if cls.settings_class is None:
             if values:
                 raise RewardError(
-                    f"reward.reward_kwargs has {', '.join(values)}, and the reward manager {type(self).__name__} has "
+                    f"reward.reward_kwargs has {', '.join(values)}, and the reward manager {cls.__name__} has "
                     "no settings. Arguments of the reward function itself belong into "
                     "reward.custom_reward_function.reward_kwargs."
                 )
             return None
-        settings, faults = read_own(self.settings_class, values, "reward.reward_kwargs.", self.config)
+        settings, faults = read_own(cls.settings_class, values, "reward.reward_kwargs.", config)
         if faults:
             raise RewardError("; ".join(faults))
         return settings
+
+    @classmethod
+    def create_pool(cls, config: PPOTrainerConfig, num_workers: int | None = None) -> Pool:
+        """What a manager of this class scores with, not started yet: the functions that the configuration names.
+
+        Args:
+            num_workers: processes per function; None: as the settings say.
+
+        Raises:
+            RewardError: the settings contradict each other.
+        """
+        from hybridrl.reward.factory import create_pool
+
+        return create_pool(config.reward, cls.form, num_workers)
 
     def start(self) -> None:
         """Start the pool's processes without waiting for them."""
@@ -177,16 +208,17 @@ class RewardManager:
             return_dict: return more than the tensor.
 
         Returns:
-            The reward tensor, float32 `[B, T]`: each score on its response's last generated token, 0 elsewhere. With
-            `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B}, "metrics": {name: float},
-            "failed": list of B}`; `failed` tells the rows that the function failed for (`reward.on_error`). The
+            The reward tensor, float32 `[B, T]`: each score on its response's last generated token, NaN there without a
+            verdict, and 0 elsewhere. With `return_dict` `{"reward_tensor", "reward_extra_info": {name: list of B},
+            "metrics": {name: float}, "failed": list of B, "missing": list of B}`; `failed` tells the rows that the
+            function failed for (`reward.on_error`), `missing` has a `NoVerdict` for each row without a verdict. The
             extra information comes from the function's dicts (None where a sample's dict lacks a name), or is the
             score itself, where it returned numbers: `acc`, or `score` if they are not all 0 or 1. Metrics:
             `reward/timeouts`, `reward/errors` and the seconds per sample, `timing_s/reward_sample/mean` and `/max`.
 
         Raises:
             RewardError: see `RewardPool.run`; the sample is named by data source, uid and prompt. With
-                `reward.on_error` other than `stop`, only if more samples fail than `reward.max_error_rate` allows.
+                `reward.on_error` zero, drop or refill, only if more fail than `reward.max_error_rate` allows.
         """
         lengths = response_lengths(batch)
         samples = self.samples(batch, lengths)
@@ -196,7 +228,7 @@ class RewardManager:
         found = self.score_batch(
             [samples[number] for number in asked], lambda number: describe(batch, samples[asked[number]], asked[number])
         )
-        outcomes = [Outcome(0.0 if reward is None else reward, None, 0.0) for reward in given]
+        outcomes = [_given(reward) for reward in given]
         for number, outcome in zip(asked, found, strict=True):
             outcomes[number] = outcome
         rows = zip(outcomes, samples, lengths.tolist(), strict=True)
@@ -230,7 +262,7 @@ class RewardManager:
                 outcome = self.pool.submit(sample, describe(batch, sample, number))
             else:
                 outcome = Future()
-                outcome.set_result(Outcome(reward, None, 0.0))
+                outcome.set_result(_given(reward))
             futures.append(_then(outcome, partial(self._scored, sample=sample, length=length)))
         return futures
 
@@ -249,8 +281,18 @@ class RewardManager:
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
+        if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
+            tensor += of_turns
         info = self._columns([dict(one.extra) for one in scored], outcomes)
-        return {"reward_tensor": tensor, "reward_extra_info": info, "metrics": self.metrics, "failed": failed}
+        missing = [one.no_verdict for one in outcomes]
+        metrics = self.metrics
+        return {
+            "reward_tensor": tensor,
+            "reward_extra_info": info,
+            "metrics": metrics,
+            "failed": failed,
+            "missing": missing,
+        }
 
     def _report_failures(self, errors: list[str | None]) -> None:
         """Report samples that the reward function failed for (`reward.on_error`), or end the run.
@@ -262,16 +304,17 @@ class RewardManager:
         if not failures:
             return
         what = f"the reward function failed for {len(failures)} of {len(errors)} samples"
-        if len(failures) > reward.max_error_rate * len(errors):
+        if reward.on_error is not None and len(failures) > reward.max_error_rate * len(errors):
             raise RewardError(f"{what}, more than reward.max_error_rate={reward.max_error_rate:g}. {failures[0]}")
-        then = (
-            "they score 0"
-            if reward.on_error == "zero"
-            else "training leaves them out (of greedy baselines, all samples of the prompt); in validation they score 0"
-        )
-        notify(f"{what}; {then} (reward.on_error={reward.on_error}). The first: {failures[0]}", "warning")
+        key = "reward.on_error" if reward.on_error is not None else "algorithm.missing.infra"
+        chosen = reward.on_error or self.config.algorithm.missing.infra
+        notify(f"{what}; {_THEN[chosen]} ({key}={chosen}). The first: {failures[0]}", "warning")
 
     def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
+        if outcome.no_verdict is not None:
+            if not (self._scores_zero and (outcome.timed_out or outcome.error is not None)):
+                return Scored(math.nan, extra_of(outcome), outcome)
+            outcome = replace(outcome, score=0.0, no_verdict=None)
         score, extra = self.adjust(outcome.score, extra_of(outcome), sample, length)
         return Scored(score, extra, outcome)
 
@@ -332,6 +375,19 @@ class BatchRewardManager(RewardManager):
     """
 
     form = "batch"
+
+
+@register_reward_manager("session", runs_functions=False)
+class SessionRewardManager(RewardManager):
+    """Takes the rewards that sessions bring along, of environments or of loops; no reward function runs."""
+
+    def _check(self, samples: list[Sample]) -> None:
+        if samples:
+            raise RewardError(
+                f"reward.reward_manager.name=session: {len(samples)} samples brought no reward along, so a reward "
+                "function has to score them; choose another manager, or give every session a reward (an environment "
+                "with gives_rewards, reward_score of an agent loop)"
+            )
 
 
 @register_reward_manager("dapo", settings="hybridrl.config.schema.reward:DapoConfig")
@@ -400,10 +456,19 @@ def _last_of(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), positions, -1).amax(dim=-1)
 
 
-def given_rewards(batch: DataProto) -> list[float | None]:
-    """The reward that each row brought along (column `trajectory_reward`); None leaves it to the reward function."""
+def given_rewards(batch: DataProto) -> list[float | NoVerdict | None]:
+    """What each row brought along (column `trajectory_reward`); None leaves it to the reward function."""
     column = batch.non_tensor_batch.get(TRAJECTORY_REWARD)
-    return [None] * len(batch) if column is None else [None if one is None else float(one) for one in column]
+    if column is None:
+        return [None] * len(batch)
+    return [one if one is None or isinstance(one, NoVerdict) else float(one) for one in column]
+
+
+def _given(reward: float | NoVerdict | None) -> Outcome:
+    """The outcome of a row that is not asked for."""
+    if isinstance(reward, NoVerdict):
+        return without_score(reward, 0.0)
+    return Outcome(0.0 if reward is None else reward, None, 0.0)
 
 
 def check_built_in(samples: list[Sample], key: str) -> None:
@@ -412,12 +477,12 @@ def check_built_in(samples: list[Sample], key: str) -> None:
     Raises:
         RewardError: an unknown data source, or a ground truth that no answer could equal.
     """
-    from hybridrl.reward.score import check_data_source, reference_text
+    from hybridrl.reward.score import check_data_source, check_ground_truth
 
     for source in {sample.data_source if isinstance(sample.data_source, str) else None for sample in samples}:
         check_data_source(source, key)
     for sample in samples:
-        reference_text(sample.ground_truth, sample.data_source)
+        check_ground_truth(sample.ground_truth, sample.data_source)
 
 
 def describe(batch: DataProto, sample: Sample, number: int) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.reward.limited import LimitedPool
 from hybridrl.reward.no_function import NoFunction
-from hybridrl.reward.processes.outcome import Outcome, ScoreError
+from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.processes.pool import RewardPool
 from hybridrl.reward.signature import Call, Sample
+from hybridrl.verdict import NoVerdict, Reason
 
 
 class WeightedPools:
@@ -24,13 +26,15 @@ class WeightedPools:
     Args:
         pools: a pool per part, by name.
         weights: a factor per part.
-        tolerant: see `RewardPool`.
+        tolerates: see `RewardPool`.
     """
 
-    def __init__(self, pools: Mapping[str, RewardPool], weights: Mapping[str, float], tolerant: bool = False) -> None:
+    def __init__(
+        self, pools: Mapping[str, RewardPool], weights: Mapping[str, float], tolerates: Collection[Reason] = ()
+    ) -> None:
         self.pools = dict(pools)
         self.weights = dict(weights)
-        self.tolerant = tolerant
+        self.tolerates = tolerates
 
     @property
     def label(self) -> str:
@@ -80,7 +84,7 @@ class WeightedPools:
         """Score samples; see `RewardPool.run`. The functions run at the same time.
 
         Raises:
-            RewardError: a function failed, unless the pools are tolerant.
+            RewardError: a function failed, unless the pools tolerate it.
         """
         found: dict[str, Future[list[Outcome]]] = {}
         for name, pool in self.pools.items():
@@ -105,18 +109,20 @@ class WeightedPools:
     def _sum(self, parts: Mapping[str, Outcome], name: str) -> Outcome:
         seconds, timed_out = max(one.seconds for one in parts.values()), any(one.timed_out for one in parts.values())
         error = next((one.error for one in parts.values() if one.error is not None), None)
-        if error is None and not any(one.applies for one in parts.values()):
+        missing = next((one.no_verdict for one in parts.values() if one.no_verdict is not None), None)
+        if missing is None and not any(one.applies for one in parts.values()):
             error = f"none of the reward functions {', '.join(parts)} applies to {name}: each returned None"
-        if error is not None:
-            if not self.tolerant:
+            if Reason.GRADING not in self.tolerates:
                 raise ScoreError(error)
-            return Outcome(0.0, None, seconds, error=error)
+            missing = NoVerdict(Reason.GRADING, error)
+        if missing is not None:  # a sum without one of its parts would be another reward
+            return without_score(missing, seconds, timed_out=timed_out, error=error)
         score = math.fsum(self.weights[part] * one.score for part, one in parts.items() if one.applies)
         extra: dict[str, Any] = {"score": score}
         for part, one in parts.items():
             extra[part] = one.score if one.applies else None
             extra |= {f"{part}/{key}": value for key, value in (one.extra or {}).items() if key != "score"}
-        return Outcome(score, extra, seconds, timed_out)
+        return Outcome(score, extra, seconds)
 
 
 def _in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -134,4 +140,4 @@ def _in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 #: what a reward manager scores with
-Pool = RewardPool | WeightedPools | NoFunction
+Pool = RewardPool | WeightedPools | LimitedPool | NoFunction

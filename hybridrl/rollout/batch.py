@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.models.vision import is_vision_model
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import ROUTED_EXPERTS, TRAJECTORY_REWARD
+from hybridrl.protocol.names import (
+    MULTI_MODAL_INPUTS,
+    ROUTED_EXPERTS,
+    TRAJECTORY_REWARD,
+    TURN_LEVEL_REWARDS,
+    TURN_STATES,
+)
+from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.noise import stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -44,11 +53,44 @@ def prompt_ids_of(prompts: DataProto) -> list[list[int]]:
     return [[token for token, kept in zip(*row, strict=True) if kept] for row in zip(ids, mask, strict=True)]
 
 
-def requests_of(prompts: DataProto, config: RolloutConfig, next_id: Callable[[], int]) -> list[Request]:
+def images_of(prompts: DataProto, model: PreTrainedConfig, most: int | None = None) -> list[PromptImages | None]:
+    """The images of each row; None for rows without any.
+
+    Args:
+        model: configuration of the model that reads them.
+        most: images of a row (`rollout.limit_images`); None: any number.
+
+    Raises:
+        RolloutError: a row has more or fewer placeholders than its images have tokens, or too many images.
+    """
+    if not is_vision_model(model):
+        return [None] * len(prompts)
+    column = prompts.non_tensor_batch.get(MULTI_MODAL_INPUTS)
+    rows = [{}] * len(prompts) if column is None else [one or {} for one in column.tolist()]
+    found = [
+        PromptImages.of(ids, tensors, model, f"prompt {row} of the batch")
+        for row, (ids, tensors) in enumerate(zip(prompt_ids_of(prompts), rows, strict=True))
+    ]
+    for row, images in enumerate(found):
+        if images is not None and most is not None and len(images.places) > most:
+            raise RolloutError(
+                f"prompt {row} of the batch has {len(images.places)} images, and the engine was started for prompts of "
+                f"actor_rollout_ref.rollout.limit_images={most}; set limit_images={len(images.places)} or null"
+            )
+    return found
+
+
+def requests_of(
+    prompts: DataProto,
+    config: RolloutConfig,
+    next_id: Callable[[], int],
+    images: Sequence[PromptImages | None] | None = None,
+) -> list[Request]:
     """One request per row of a batch as `Rollout.generate` takes it.
 
     Args:
         next_id: returns a number that no other request has.
+        images: of each row (`images_of`); None: of none.
     """
     meta = prompts.meta_info
     params = SamplingParams.from_meta(config, meta)
@@ -65,8 +107,9 @@ def requests_of(prompts: DataProto, config: RolloutConfig, next_id: Callable[[],
             prompt_ids=prompt_ids,
             sampling=params if seed is None else replace(params, seed=seed),
             session=uid,
+            images=own,
         )
-        for prompt_ids, uid, seed in zip(prompt_ids_of(prompts), uids, seeds, strict=True)
+        for prompt_ids, uid, seed, own in zip(prompt_ids_of(prompts), uids, seeds, images or [None] * rows, strict=True)
     ]
 
 
@@ -90,7 +133,8 @@ def batch_of(
         Tensors `prompts` [B, P], `responses`, `response_mask` (the trajectories' masks, holes included),
         `rollout_log_probs`, `weight_versions` [B, T], and `input_ids`, `attention_mask` (all tokens, those of tools
         included), `position_ids` [B, P + T] or [B, k, P + T]; where trajectories have it, `routed_experts`
-        [B, P + T, L, K], 0 on padding.
+        [B, P + T, L, K], 0 on padding; where any has `turn_ends`, `turn_level_rewards` and `turn_states` [B, T], the
+        values of turns at their last tokens, 0 elsewhere.
         Non-tensors `uid` and `sample`, each extra field (None in rows without it), and, where any trajectory has one,
         `session_id` with `trajectory_index`, `trajectory_reward` (None leaves the row to the reward function),
         `turn_rewards` and `multi_modal_inputs`.
@@ -131,9 +175,23 @@ def batch_of(
         "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
         "weight_versions": versions,
     }
+    if any(one.turn_ends is not None for one in trajectories):
+        tensors |= _turns(trajectories, after)
     if any(one.routed_experts is not None for one in trajectories):
         tensors[ROUTED_EXPERTS] = _experts(trajectories, attention_mask.bool())
     return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
+
+
+def _turns(trajectories: Sequence[Trajectory], width: int) -> dict[str, torch.Tensor]:
+    """`turn_level_rewards` and `turn_states` of `batch_of`."""
+    rewards = torch.zeros((len(trajectories), width), dtype=torch.float32)
+    states = torch.zeros((len(trajectories), width), dtype=torch.int32)
+    for row, one in enumerate(trajectories):
+        for place, reward in zip(one.turn_ends or (), one.turn_rewards, strict=False):
+            rewards[row, place] += reward
+        for place, state in one.turn_states:
+            states[row, place] = state
+    return {TURN_LEVEL_REWARDS: rewards, TURN_STATES: states}
 
 
 def _width(field: str, setting: str, width: int | None, trajectories: Sequence[Trajectory]) -> int:
@@ -167,7 +225,7 @@ def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict
         columns["trajectory_index"] = [one.turn for one in trajectories]
     if any(one.reward is not None for one in trajectories):
         columns[TRAJECTORY_REWARD] = [one.reward for one in trajectories]
-    if any(one.turn_rewards for one in trajectories):
+    if any(one.turn_rewards or one.turn_ends is not None for one in trajectories):
         columns["turn_rewards"] = [list(one.turn_rewards) for one in trajectories]
     if any(one.multimodal for one in trajectories):
         columns["multi_modal_inputs"] = [dict(one.multimodal) for one in trajectories]

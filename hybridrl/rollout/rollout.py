@@ -6,19 +6,32 @@ Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import RolloutConfig
+from hybridrl.models.info import config_of
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import MULTI_MODAL_INPUTS
-from hybridrl.rollout.batch import batch_of, names_of, requests_of
+from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS
+from hybridrl.rollout.batch import batch_of, images_of, names_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
-from hybridrl.rollout.request import MEMORY_TAGS
+from hybridrl.rollout.request import MEMORY_TAGS, Completion
 from hybridrl.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from hybridrl.rollout.server import Access, ServerProcess
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+
+
+@dataclass(frozen=True)
+class RunServer:
+    """The server of a run, and how clients reach it."""
+
+    process: "ServerProcess"
+    access: "Access"
 
 
 class Rollout(ABC):
@@ -28,11 +41,16 @@ class Rollout(ABC):
         version: number of training steps of those weights; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
+        server: serves it over HTTP; None where it is not served.
+        on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
+            `generate` generates others. A rollout that returns all responses at once does not call it.
     """
 
+    on_finished: Callable[[Sequence[Trajectory]], None] | None = None
     version: int = -1
     in_place: bool = False
     gives_memory_back: bool = False
+    server: RunServer | None = None
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:
@@ -124,6 +142,8 @@ class InPlaceRollout(Rollout):
         self._config = config
         self._client: TurnClient | None = None
         self._trains = self._paused = False
+        #: called before the client is closed
+        self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto) -> DataProto:
         known = [name for name in ("uid", "sample", MULTI_MODAL_INPUTS) if name in prompts.non_tensor_batch]
@@ -173,6 +193,8 @@ class InPlaceRollout(Rollout):
             self._client.open()
 
     def close(self) -> None:
+        for call in self.on_close:
+            call()
         if self._client is not None:
             self._client.close()
 
@@ -190,6 +212,7 @@ class ReplicatedRollout(Rollout):
     def __init__(self, pool: ReplicaPool) -> None:
         self.pool = pool
         self._config = pool.settings.spec.config
+        self._model = config_of(pool.settings.spec.model)
         self.gives_memory_back = self._config.free_cache_engine and bool(pool.placements[0].devices)
         self._generating_s = 0.0
         self._before: dict[str, dict[str, float]] = {}
@@ -200,19 +223,29 @@ class ReplicatedRollout(Rollout):
     def generate(self, prompts: DataProto) -> DataProto:
         self.resume()  # the KV cache is released until there is something to generate
         started = time.perf_counter()
-        requests = requests_of(prompts, self._config, request_number)
-        completions = self.pool.generate(requests)
+        images = images_of(prompts, self._model, self._config.limit_images)
+        requests = requests_of(prompts, self._config, request_number, images)
+        names = list(zip(*names_of(prompts), strict=True))
+        seeing, finished = MULTI_MODAL_INPUTS in prompts.non_tensor_batch, self.on_finished
+
+        def trajectory(number: int, completion: Completion) -> Trajectory:
+            extra = {IMAGE_DIGEST: completion.image_digest} if seeing else {}
+            return Trajectory.single_turn(requests[number].prompt_ids, completion, *names[number], extra=extra)
+
+        def done(number: int, completion: Completion) -> None:
+            assert finished is not None
+            finished([trajectory(number, completion)])
+
+        completions = self.pool.generate(requests, None if finished is None else done)
         self._generating_s += time.perf_counter() - started
-        rows = zip(requests, completions, *names_of(prompts), strict=True)
-        trajectories = [
-            Trajectory.single_turn(request.prompt_ids, completion, uid, sample)
-            for request, completion, uid, sample in rows
-        ]
+        trajectories = [trajectory(number, completion) for number, completion in enumerate(completions)]
+        positions = prompts.batch["position_ids"]
         return batch_of(
             trajectories,
             self.pool.settings.spec.pad_token_id,
             prompt_width=prompts.batch["input_ids"].shape[1],
             response_width=self._config.response_length,
+            prompt_positions=positions if positions.ndim > 2 else None,
         )
 
     def update_weights(self, version: int) -> dict[str, float]:

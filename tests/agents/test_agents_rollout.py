@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -19,7 +20,10 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
+from hybridrl.reward import create_reward_manager
 from hybridrl.rollout import HFRollout, InPlaceRollout, Rollout
+from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 ECHO = Path(__file__).with_name("echo_tools.py")
 PROMPT, RESPONSE = 1200, 400
@@ -76,7 +80,7 @@ def started(engine):
     """Makes a rollout of agents over the engine; ends it afterwards."""
     made = []
 
-    def start(config) -> tuple[AgentRollout, Recorded]:
+    def start(config, *datasets) -> tuple[AgentRollout, Recorded]:
         policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
         ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
         local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
@@ -84,7 +88,7 @@ def started(engine):
         inner.update_weights(0)
         recorded = Recorded(inner.client())
         inner.client = lambda: recorded
-        agents = create_agents(config, tokenizer, [])
+        agents = create_agents(config, tokenizer, datasets)
         assert agents is not None
         made.append(AgentRollout(inner, agents))
         return made[-1], recorded
@@ -212,6 +216,14 @@ class CutsContext(AgentLoopBase):
         return parts
 
 
+@register("cuts_context_unscored")
+class CutsContextUnscored(CutsContext):
+    """The same, without rewards of its own."""
+
+    async def run(self, sampling_params, **kwargs):
+        return [replace(part, reward_score=None) for part in await super().run(sampling_params, **kwargs)]
+
+
 class Flaky(AgentLoopBase):
     """Fails at rows whose `fails` says so: always, the first time, or by asking for too much."""
 
@@ -230,6 +242,45 @@ class Flaky(AgentLoopBase):
             await self.server_manager.generate(prompt_ids=[3] * 5000)
         out = await self.server_manager.generate(prompt_ids=kwargs["prompt_ids"], sampling_params={"max_tokens": 4})
         return AgentLoopOutput(kwargs["prompt_ids"], out.token_ids, [1] * len(out.token_ids))
+
+
+class Judged(AgentLoopBase):
+    """Ends as the row's `ends` says."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt, ends = kwargs["prompt_ids"], kwargs["ends"]
+        out = await self.server_manager.generate(prompt_ids=prompt, sampling_params={"max_tokens": 4})
+        if isinstance(ends, Exception):
+            raise ends
+        mask = [1] * len(out.token_ids)
+        return [AgentLoopOutput(prompt, out.token_ids, mask, reward_score=score) for score in ends]
+
+
+def test_a_session_gives_a_verdict_or_the_reason_why_not(started, model, tmp_path) -> None:
+    file = tmp_path / "loops.yaml"
+    file.write_text(f"- {{name: judged, _target_: {__name__}.Judged}}\n")
+    rollout, _ = started(
+        config_for(
+            model,
+            FAMILIES["qwen"].template,
+            f"{ROLLOUT}.agent.agent_loop_config_path={file}",
+            f"{ROLLOUT}.agent.retries=0",
+        )
+    )
+    ends = [
+        [Verdict(0.5, {"acc": 1})],
+        [0.25, NoVerdict("grading", "no judge")],  # no part of the session remains
+        NoVerdictError("dropped"),
+        TimeoutError("too slow"),
+        [float("nan")],
+    ]
+    batch = rollout.generate(prompts_of(rollout, 5, agent_name=["judged"] * 5, ends=ends))
+    assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
+    assert batch.non_tensor_batch["acc"].tolist() == [1] and batch.non_tensor_batch["uid"].tolist() == ["0-0"]
+    lost = batch.meta_info["missing_samples"]
+    assert [one.verdict.reason for one in lost] == ["grading", "dropped", "timeout", "infra"]
+    assert all(1 <= one.tokens <= 4 for one in lost) and not any(one.again for one in lost)
+    assert lost[0].verdict.detail == "no judge" and "reward_score nan" in lost[3].verdict.detail
 
 
 def own_loops(tmp_path: Path) -> str:
@@ -259,6 +310,13 @@ def test_a_session_of_several_parts_is_several_rows(started, model, engine) -> N
     assert (trained - batch.batch["rollout_log_probs"])[generated].abs().max() < 1e-5
 
 
+def test_the_reward_function_scores_a_session_of_several_parts_once(started, model) -> None:
+    loop = f"{ROLLOUT}.agent.default_agent_loop=cuts_context_unscored"
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, loop))
+    batch = rollout.generate(prompts_of(rollout, 2))
+    assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.0, None] * 2
+
+
 def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, capsys) -> None:
     config = config_for(model, FAMILIES["qwen"].template, own_loops(tmp_path))
     rollout, _ = started(config)
@@ -266,7 +324,9 @@ def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, cap
     names, fails = ["flaky", "flaky", "flaky", None], ["always", "once", "no", "no"]
     batch = rollout.generate(prompts_of(rollout, 4, agent_name=names, fails=fails))
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-2", "0-3"]
-    assert batch.meta_info["dropped_samples"] == [("0-0", 0)]
+    lost = batch.meta_info["missing_samples"]
+    assert [(one.uid, one.sample, one.again) for one in lost] == [("0-0", 0, True), ("0-0", 0, False), ("0-1", 0, True)]
+    assert {one.verdict.reason for one in lost} == {Reason.INFRA} and {one.tokens for one in lost} == {0}
     metrics = rollout.metrics()
     assert (metrics["agent_loop/sessions_retried"], metrics["agent_loop/sessions_failed"]) == (2.0, 1.0)
     assert "the environment is gone" in capsys.readouterr().err
@@ -365,3 +425,43 @@ def test_settings_that_nothing_reads_are_told(model, capsys) -> None:
     plain = load_config("ppo_trainer", [f"actor_rollout_ref.model.path={model}"])
     assert create_agents(plain, tokenizer_of(plain.actor_rollout_ref.model), []) is None
     assert "no effect here" not in capsys.readouterr().err
+
+
+@register("waits_for_a_score")
+class WaitsForAScore(AgentLoopBase):
+    """Answers at once, but for sample 1, which first waits until some sample has been scored."""
+
+    async def run(self, sampling_params, **row):
+        prompt = list(row["prompt_ids"])
+        made = await self.server_manager.generate(
+            prompt_ids=prompt, sampling_params={**sampling_params, "max_tokens": 4}
+        )
+        while row["uid"] == "0-1" and not Path(row["scored"]).exists():
+            await asyncio.sleep(0.01)
+        return AgentLoopOutput(prompt, made.token_ids, [1] * len(made.token_ids))
+
+
+def test_a_session_is_scored_while_others_still_run(started, model, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n\ndef compute_score(solution_str, ground_truth):\n"
+        "    Path(__file__).with_name('scored').touch()\n    return float(len(solution_str))\n"
+    )
+    config = config_for(
+        model,
+        next(iter(FAMILIES.values())).template,
+        f"reward.custom_reward_function.path={tmp_path / 'mine.py'}",
+        f"{ROLLOUT}.agent.default_agent_loop=waits_for_a_score",
+    )
+    rollout, _ = started(config)
+    manager = create_reward_manager(config, rollout._agents.tokenizer)
+    asked = prompts_of(rollout, 3, scored=[str(tmp_path / "scored")] * 3)
+    scores = EarlyScores(manager, rollout)
+    try:
+        with scores.listening(asked):
+            batch = rollout.generate(asked)  # would wait for ever if sessions were scored after it
+        batch.non_tensor_batch |= {name: asked.non_tensor_batch[name] for name in ("raw_prompt", "scored")}
+        early, later = scores(batch), manager(batch, return_dict=True)
+        assert early["metrics"]["reward/scored_early"] > 0
+        assert torch.equal(early["reward_tensor"], later["reward_tensor"])
+    finally:
+        manager.close()

@@ -12,8 +12,10 @@ from hybridrl.config import load_config
 from hybridrl.config.checks.agents import check_agents, check_no_agents
 from hybridrl.errors import ConfigError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import DROPPED_SAMPLES
+from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol.names import MISSING_SAMPLES
 from hybridrl.trainer.ppo.sampler import without_dropped
+from hybridrl.verdict import NoVerdict
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -40,7 +42,7 @@ def test_other_programs_refuse_agents() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        *("multi_turn.interaction_config_path=x.yaml", "multi_turn.use_inference_chat_template=True"),
+        "multi_turn.use_inference_chat_template=True",
         *("multi_turn.num_repeat_rollouts=2", "agent.custom_async_server.path=x.py", "multi_turn.max_parallel_calls=0"),
         *("multi_turn.tool_response_truncate_side=top", "multi_turn.tokenization_sanity_check_mode=off"),
     ],
@@ -59,10 +61,10 @@ def test_a_group_without_enough_samples_is_left_out() -> None:
     names = {"uid": ["a", "b", "b", "b", "c"], "sample": [0, 0, 0, 2, 1]}
     columns = {name: object_array(column) for name, column in names.items()}
     batch = DataProto.from_dict(tensors={"x": torch.zeros(5, 1)}, non_tensors=columns)
-    batch.meta_info[DROPPED_SAMPLES] = [("a", 1), ("b", 1)]
+    batch.meta_info[MISSING_SAMPLES] = [MissingSample(uid, 1, NoVerdict("infra")) for uid in "ab"]
     kept = without_dropped(batch, 3)
     assert kept.non_tensor_batch["uid"].tolist() == ["b", "b", "b", "c"]  # two samples of b, one of them in two rows
-    assert DROPPED_SAMPLES not in kept.meta_info
+    assert MISSING_SAMPLES not in kept.meta_info
 
 
 def test_verls_modules_are_there() -> None:

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool
+from hybridrl.agents.side import _SideLoop
 from hybridrl.agents.tools.base import tool_of
 from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, evaluate
 from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
-from hybridrl.agents.tools.session import ToolSession, _SideLoop
+from hybridrl.agents.tools.session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
+from hybridrl.verdict import NoVerdictError, Reason, Verdict
 
 SETTINGS = MultiTurnConfig(max_parallel_calls=8, tool_timeout_s=5.0)
 
@@ -202,11 +204,34 @@ class Unscored(Stateful):
         raise ConnectionError("the state is lost")
 
 
-def test_a_tool_whose_reward_fails_is_released_and_has_no_score(capsys) -> None:
+def test_a_tool_whose_reward_fails_is_released_and_has_no_verdict() -> None:
     tool = Unscored({})
     results, scores = run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})
-    assert results[0].text == "2" and scores == {} and tool.log == ["create", "release"]
-    assert "the state is lost" in capsys.readouterr().err
+    assert results[0].text == "2" and tool.log == ["create", "release"]
+    assert scores["count"].reason is Reason.GRADING and "the state is lost" in scores["count"].detail
+    for lost, reason in [(NoVerdictError("infra", "no disk"), Reason.INFRA), (float("nan"), Reason.GRADING)]:
+        tool = Unscored({})
+        tool.calc_reward = raises(lost) if isinstance(lost, Exception) else returns(lost)
+        assert run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})[1]["count"].reason is reason
+    tool.calc_reward = returns(Verdict(0.25))
+    assert run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})[1] == {"count": 0.25}
+    tool.execute = raises(NoVerdictError("timeout"))
+    with pytest.raises(NoVerdictError, match="timeout"):  # no answer to the model: it ends the session
+        run([tool], [("count", {})], count={"create_kwargs": {"start": 1}})
+
+
+def raises(error: Exception):
+    async def method(*args, **kwargs):
+        raise error
+
+    return method
+
+
+def returns(value):
+    async def method(*args, **kwargs):
+        return value
+
+    return method
 
 
 def test_a_loop_that_was_stopped_does_not_respond() -> None:

@@ -23,6 +23,8 @@ PAGES = (
     "docs/first_reward.md",
     "docs/first_data.md",
     "docs/agents.md",
+    "docs/environments.md",
+    "docs/sandbox.md",
     "docs/vision.md",
 )
 CHECKS = ("run", "file", "compose", "install", "quickstart", "after_quickstart")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridrl.programs import PROGRAMS
+from hybridrl.programs import COMMANDS, PROGRAMS
 
 
 def python(*words: str, folder: Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -28,7 +28,13 @@ def setting(tree: str, *path: str) -> object:
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = python("-m", "hybridrl", folder=tmp_path)
     assert done.returncode == 0
-    assert all(f"\n  {name} " in done.stdout for name in (*PROGRAMS, "report"))
+    assert all(f"\n  {name} " in done.stdout for name in (*PROGRAMS, *COMMANDS))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_with_options_of_its_own(tmp_path: Path, name: str) -> None:
+    done = python("-m", "hybridrl", name, "--help", folder=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: hybridrl {name} ")
 
 
 def test_an_unknown_command_is_refused_by_name(tmp_path: Path) -> None:

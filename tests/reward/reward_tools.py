@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
+
+from hybridrl.reward.processes.outcome import Outcome
 
 
 def alive(pid: int) -> bool:
@@ -12,6 +16,12 @@ def alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return False
+
+
+def scores(outcomes: Sequence[Outcome]) -> list[float | None]:
+    """The scores; None where there is no verdict, which must then be a reason and no number."""
+    assert all(math.isnan(one.score) == (one.no_verdict is not None) for one in outcomes)
+    return [None if one.no_verdict is not None else one.score for one in outcomes]
 
 
 def gone_within(pid: int, seconds: float) -> bool:

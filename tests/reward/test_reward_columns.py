@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
+
 from hybridrl.reward.columns import ExtraColumns, extra_of
-from hybridrl.reward.processes.outcome import Outcome
+from hybridrl.reward.processes.outcome import Outcome, without_score
+from hybridrl.verdict import NoVerdict
 
 
 def number(score: float) -> Outcome:
@@ -16,35 +19,33 @@ def parts(score: float, **extra: Any) -> Outcome:
     return Outcome(score, {"score": score, **extra}, 0.1)
 
 
-def columns(*outcomes: Outcome, make: ExtraColumns | None = None) -> dict[str, list[Any]]:
-    return (make or ExtraColumns())([extra_of(outcome) for outcome in outcomes], outcomes)
+def columns(
+    *outcomes: Outcome, make: ExtraColumns | None = None, unscored: float | None = None
+) -> dict[str, list[Any]]:
+    return (make or ExtraColumns(unscored))([extra_of(outcome) for outcome in outcomes], outcomes)
 
 
-LATE = Outcome(0.0, None, 10.0, timed_out=True)
-FAILED = Outcome(0.0, None, 0.1, error="it raised")
+LATE = without_score(NoVerdict("timeout"), 10.0, timed_out=True)
+FAILED = without_score(NoVerdict("grading"), 0.1, error="it raised")
+UNJUDGED = without_score(NoVerdict("infra"), 0.1)
 
 
 def test_a_late_sample_invents_no_column(capsys: Any) -> None:
-    assert columns(parts(0.5, letters=3), LATE) == {"score": [0.5, 0.0], "letters": [3, None]}
+    assert columns(parts(0.5, letters=3), LATE) == {"score": [0.5, None], "letters": [3, None]}
     assert "'acc'" not in capsys.readouterr().err
 
 
-def test_a_late_sample_scores_zero_among_numbers() -> None:
-    assert columns(number(1.0), LATE, FAILED) == {"acc": [1.0, 0.0, 0.0]}
-    assert columns(number(0.3), LATE) == {"score": [0.3, 0.0]}
+@pytest.mark.parametrize("unscored", [None, 0.0])
+def test_a_sample_without_a_verdict_scores_nothing_among_numbers(unscored) -> None:
+    assert columns(number(1.0), LATE, FAILED, unscored=unscored) == {"acc": [1.0, unscored, unscored]}
+    assert columns(number(0.3), LATE, UNJUDGED, unscored=unscored) == {"score": [0.3, unscored, unscored]}
 
 
 def test_a_batch_in_which_nothing_was_scored_keeps_its_column() -> None:
-    make = ExtraColumns()
+    make = ExtraColumns(0.0)
     assert columns(LATE, LATE, make=make) == {"acc": [0.0, 0.0]}
     assert columns(number(0.3), make=make) == {"score": [0.3]}
     assert columns(LATE, make=make) == {"score": [0.0]}
     make = ExtraColumns()
     assert columns(parts(0.5), make=make) == {"score": [0.5]}
     assert columns(LATE, make=make) == {}
-
-
-def test_one_late_function_of_several_leaves_what_the_others_returned() -> None:
-    late = Outcome(0.5, {"score": 0.5, "acc": 1.0, "slow": 0.0}, 10.0, timed_out=True)
-    found = columns(late, parts(1.5, acc=1.0, slow=1.0))
-    assert found == {"score": [0.5, 1.5], "acc": [1.0, 1.0], "slow": [0.0, 1.0]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from hybridrl.reward import (
     register,
 )
 from hybridrl.reward.factory import ask
+from hybridrl.verdict import NoVerdict
 
 LENGTHS_FILE = """
 def compute_score(solution_str, ground_truth):
@@ -180,7 +183,8 @@ def test_an_error_names_data_source_uid_and_prompt(manager_for, make_batch, user
         manager_for(path)(batch)
 
 
-def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_file, capsys):
+@pytest.mark.parametrize("on_error", [None, "zero"])
+def test_a_hang_is_no_verdict_unless_zero_is_asked_for(manager_for, make_batch, user_file, capsys, on_error):
     path = user_file(
         """
         import time
@@ -190,12 +194,60 @@ def test_a_hang_scores_zero_is_counted_and_warned(manager_for, make_batch, user_
             return {"score": 1.0, "acc": True, "note": "ok"}
         """
     )
-    result = manager_for(path, timeout_s=2.0)(
+    result = manager_for(path, timeout_s=2.0, on_error=on_error)(
         make_batch(["a", "hang", "c"], **sort_columns("1", "2", "3")), return_dict=True
     )
-    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0]
-    assert result["reward_extra_info"] == {"score": [1, 0, 1], "acc": [True, 0, True], "note": ["ok", None, "ok"]}
+    score = None if on_error is None else 0
+    assert math.isnan(result["reward_tensor"].sum()) == (on_error is None)
+    assert result["reward_tensor"].nan_to_num(nan=9.0).sum(-1).tolist() == [1.0, 9.0 if score is None else 0.0, 1.0]
+    assert [one and one.reason for one in result["missing"]] == [None, "timeout" if on_error is None else None, None]
+    assert result["reward_extra_info"] == {
+        "score": [1, score, 1],
+        "acc": [True, score, True],
+        "note": ["ok", None, "ok"],
+    }
     assert result["metrics"]["reward/timeouts"] == 1.0 and "uid '0-1'" in capsys.readouterr().err
+
+
+def test_a_function_may_give_verdicts_or_say_why_not(manager_for, make_batch, user_file):
+    path = user_file(
+        """
+        from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
+        def compute_score(solution_str, ground_truth):
+            if solution_str == "raises":
+                raise NoVerdictError(Reason.TIMEOUT, "the judge")
+            if solution_str == "none":
+                return NoVerdict("infra", "no disk")
+            return Verdict(0.5, {"acc": 1}) if solution_str == "good" else Verdict(2)
+        """
+    )
+    manager = manager_for(path)
+    batch = make_batch(["good", "none", "raises", "plain"], **sort_columns(*"1234"))
+    for result in (
+        manager(batch, return_dict=True),
+        manager.collect(batch, [future.result(timeout=120) for future in manager.submit(batch)]),
+    ):
+        assert result["reward_tensor"].sum(-1).nan_to_num(nan=9.0).tolist() == [0.5, 9.0, 9.0, 2.0]
+        assert result["missing"] == [None, NoVerdict("infra", "no disk"), NoVerdict("timeout", "the judge"), None]
+        assert result["failed"] == [False] * 4 and result["metrics"]["reward/errors"] == 0
+        assert result["reward_extra_info"] == {"score": [0.5, None, None, 2.0], "acc": [1, None, None, None]}
+    path = user_file(
+        """
+        from hybridrl.verdict import NoVerdict, Verdict
+        def compute_reward(responses, ground_truths):
+            return [NoVerdict("dropped") if r == "x" else Verdict(1) for r in responses]
+        """
+    )
+    result = manager_for(path)(make_batch(["a", "x"], **sort_columns("1", "2")), return_dict=True)
+    assert result["missing"] == [None, NoVerdict("dropped")]
+
+
+def test_a_row_may_bring_along_why_it_has_no_reward(manager_for, make_batch, user_file):
+    batch = make_batch(["ab", "abc"], **sort_columns("1", "2"))
+    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([NoVerdict("infra"), 1.5])
+    result = manager_for(user_file(LENGTHS_FILE))(batch, return_dict=True)
+    assert result["missing"] == [NoVerdict("infra"), None] and result["reward_tensor"][1].sum() == 1.5
+    assert result["reward_tensor"][0].sum().isnan()
 
 
 @pytest.mark.parametrize("name", ["uid", "data_source"])
@@ -270,7 +322,9 @@ def test_settings_of_managers_are_checked(manager_for, config, name, settings, m
 
 
 def test_registry():
-    with pytest.raises(RewardError, match=r"reward_manager.name is 'magic'.*batch, dapo, naive"):
+    with pytest.raises(
+        RewardError, match=r"reward_manager.name is 'magic'.*batch, dapo, gdpo, naive, prime, rate_limited, remote"
+    ):
         get_reward_manager_cls("magic")
     with pytest.raises(RewardError, match="'naive' is registered already, as hybridrl"):
         register("naive")(type("Other", (RewardManager,), {"__module__": "x"}))
@@ -439,13 +493,18 @@ def compute_score(solution_str, ground_truth):
 
 
 @pytest.mark.parametrize("fault", ["1 / 0", "__import__('os')._exit(3)", "(_ for _ in ()).throw(SystemExit)"])
-@pytest.mark.parametrize("on_error", ["zero", "drop"])
-def test_a_sample_that_fails_scores_0_and_is_told(manager_for, make_batch, user_file, on_error, fault, capsys):
+@pytest.mark.parametrize("on_error", ["zero", "drop", "refill"])
+def test_a_sample_that_fails_scores_0_or_has_no_verdict_and_is_told(
+    manager_for, make_batch, user_file, on_error, fault, capsys
+):
     manager = manager_for(user_file(FAULTY.format(fault=fault)), on_error=on_error, max_error_rate=0.25)
     result = manager(make_batch(["a", "bad", "c", "d"], **sort_columns(*"1234")), return_dict=True)
-    assert result["reward_tensor"].sum(-1).tolist() == [2, 0, 2, 2]
+    scores, zero = result["reward_tensor"].sum(-1), on_error == "zero"
+    assert scores[[0, 2, 3]].tolist() == [2, 2, 2] and (scores[1] == 0 if zero else scores[1].isnan())
     assert result["failed"] == [False, True, False, False]
-    assert result["reward_extra_info"] == {"score": [2, 0, 2, 2], "letters": [1, None, 1, 1]}
+    reason = None if zero else "infra" if "_exit" in fault else "grading"
+    assert [one and one.reason for one in result["missing"]] == [None, reason, None, None]
+    assert result["reward_extra_info"] == {"score": [2, 0 if zero else None, 2, 2], "letters": [1, None, 1, 1]}
     assert result["metrics"]["reward/errors"] == 1
     told = capsys.readouterr().err
     assert "1 of 4 samples" in told and "uid '0-1'" in told and f"reward.on_error={on_error}" in told

@@ -1,6 +1,7 @@
 """What a tool is: a description for the model, and something that runs when the model calls it."""
 
 import asyncio
+import contextvars
 import inspect
 import json
 import threading
@@ -10,7 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
+from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
+from hybridrl.verdict import NoVerdict, Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,6 +65,13 @@ class BaseTool:
         """The description of the tool in OpenAI's format, where the YAML entry gives none."""
         return self.tool_schema
 
+    def check_settings(self, settings: MultiTurnConfig) -> None:
+        """Refuse settings of `rollout.multi_turn` that the tool cannot work with; called once, at start-up.
+
+        Raises:
+            RolloutError: names the setting, its value and what is allowed.
+        """
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Begin a session's use of the tool, before its first call.
 
@@ -84,11 +94,17 @@ class BaseTool:
 
         Returns:
             The response, the reward of this call (None: it has none), and metrics by name.
+
+        Raises:
+            NoVerdictError: the session cannot be judged any more, and ends. Other exceptions are answers to the model.
         """
         raise NotImplementedError(f"{type(self).__name__} has no execute")
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The reward of the tool's state when the session has ended; reward functions get it by the tool's name."""
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | Verdict | NoVerdict:
+        """The reward of the tool's state when the session has ended; reward functions get it by the tool's name.
+
+        With a `NoVerdict`, or where it raises (`grading`) or takes too long (`timeout`), the session has no verdict.
+        """
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -200,12 +216,12 @@ def as_result(value: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
 
 async def in_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a thread of its own, which does not keep the process from ending."""
-    future: Future[Any] = Future()
+    context, future = contextvars.copy_context(), Future[Any]()
     future.set_running_or_notify_cancel()  # the thread ends with it, whether or not someone still waits
 
     def run() -> None:
         try:
-            future.set_result(function())
+            future.set_result(context.run(function))
         except BaseException as error:
             future.set_exception(error)
 

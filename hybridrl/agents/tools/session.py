@@ -1,23 +1,18 @@
 """Runs the tool calls of one session: side by side, within time limits, and never to the harm of another session."""
 
 import asyncio
-import threading
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.agents.parsers.base import FunctionCall
+from hybridrl.agents.side import CallTimeoutError, Side
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.notify import notify
-
-_RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
-
-
-class ToolTimeoutError(Exception):
-    """A tool did not answer in time."""
+from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 
 @dataclass
@@ -29,12 +24,14 @@ class ToolResult:
         reward: of this call; None: it has none.
         metrics: by name.
         fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" where it did.
+        seconds: that the call took.
     """
 
     text: str
     reward: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
+    seconds: float = 0.0
 
 
 class ToolSession:
@@ -57,50 +54,72 @@ class ToolSession:
         self._settings = settings
         self._kwargs = tools_kwargs or {}
         self._instances: dict[str, asyncio.Task[str]] = {}
-        self._side: _SideLoop | None = None
+        self._side = Side("the tool")
         self.seconds = 0.0
 
     async def call(self, calls: Sequence[FunctionCall], agent_data: Any = None) -> list[ToolResult]:
         """The results of calls that the model made in one turn, in their order.
 
         The first `max_parallel_calls` run side by side. The others are answered with the reason why they do not run.
+
+        Raises:
+            NoVerdictError: a tool raised it, which ends the session.
         """
         started = time.perf_counter()
         limit = self._settings.max_parallel_calls
-        results = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:limit]))
+        results = await asyncio.gather(*(self._timed(call, agent_data) for call in calls[:limit]))
         refusal = f"Error: not run, because at most {limit} tool call{'s' * (limit > 1)} per turn can be made"
         self.seconds += time.perf_counter() - started
         return [*results, *(ToolResult(refusal, fault="limit") for _ in calls[limit:])]
 
-    async def close(self) -> dict[str, float]:
+    async def close(self) -> dict[str, float | NoVerdict]:
         """End the session's use of its tools.
 
         Returns:
-            What `calc_reward` of each tool that was used returned, by name.
+            What `calc_reward` of each tool that was used returned, by name; a `NoVerdict` where it failed.
         """
-        scores: dict[str, float] = {}
+        scores: dict[str, float | NoVerdict] = {}
         for name, created in self._instances.items():
             if created.done() and not created.cancelled() and created.exception() is None:
-                try:
-                    scores[name] = await self._end(self.tools[name], created.result())
-                except Exception as error:
-                    notify(f"tool {name}: ending a session's use of it failed: {error!r}", "warning", once=True)
-        if self._side is not None:
-            self._side.stop()
+                scores[name] = await self._end(self.tools[name], created.result())
+        self._side.stop()
         return scores
 
-    async def _end(self, tool: BaseTool, instance: str) -> float:
+    async def _end(self, tool: BaseTool, instance: str) -> float | NoVerdict:
         """What `calc_reward` returns; the tool is released also where that fails."""
+        score = await self._score(tool, instance)
         try:
-            return float(
-                await self._limited(lambda: tool.calc_reward(instance, **self._given(tool, "calc_reward_kwargs")))
-            )
-        finally:
             await self._limited(lambda: tool.release(instance, **self._given(tool, "release_kwargs")))
+        except Exception as error:
+            notify(f"tool {tool.name}: ending a session's use of it failed: {error!r}", "warning", once=True)
+        return score
+
+    async def _score(self, tool: BaseTool, instance: str) -> float | NoVerdict:
+        given = self._given(tool, "calc_reward_kwargs")
+        try:
+            score = await self._limited(lambda: tool.calc_reward(instance, **given))
+            if isinstance(score, NoVerdict):
+                return score
+            number = float(score.reward if isinstance(score, Verdict) else score)
+            if not math.isfinite(number):
+                raise ValueError(f"calc_reward returned {number}")
+        except NoVerdictError as error:
+            return error.verdict
+        except CallTimeoutError as error:
+            return NoVerdict(Reason.TIMEOUT, f"calc_reward of tool {tool.name}: {error}")
+        except Exception as error:
+            return NoVerdict(Reason.GRADING, f"calc_reward of tool {tool.name}: {type(error).__name__}: {error}")
+        return number
 
     def _given(self, tool: BaseTool, name: str) -> dict[str, Any]:
         """An entry of `tools_kwargs`; files such as parquet have None where other rows have one."""
         return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
+
+    async def _timed(self, call: FunctionCall, agent_data: Any) -> ToolResult:
+        started = time.perf_counter()
+        result = await self._answer(call, agent_data)
+        result.seconds = time.perf_counter() - started
+        return result
 
     async def _answer(self, call: FunctionCall, agent_data: Any) -> ToolResult:
         tool = self.tools.get(call.name)
@@ -116,7 +135,9 @@ class ToolSession:
                 lambda: tool.execute(instance, dict(call.arguments), agent_data=agent_data, **kwargs)
             )
             text = response.text if isinstance(response, ToolResponse) else str(response)
-        except ToolTimeoutError as error:
+        except NoVerdictError:
+            raise
+        except CallTimeoutError as error:
             return self._failed(str(error), "timeout")
         except Exception as error:
             return self._failed(f"{type(error).__name__}: {error}", "error")
@@ -133,27 +154,13 @@ class ToolSession:
             self._instances[tool.name] = asyncio.ensure_future(create())
         return await asyncio.shield(self._instances[tool.name])
 
-    async def _limited(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of a coroutine in the session's side loop.
+    async def _limited(self, make: Callable[[], Any]) -> Any:
+        """The result of a call of a tool.
 
         Raises:
-            ToolTimeoutError: it took longer than `tool_timeout_s`. A loop that it blocks is left to itself.
+            CallTimeoutError: it took longer than `tool_timeout_s`, without the time in `clock.stopped()`.
         """
-        if self._side is None:
-            self._side = _SideLoop()
-        side, limit = self._side, self._settings.tool_timeout_s
-        future = asyncio.wrap_future(side.submit(make))
-        done, _ = await asyncio.wait([future], timeout=limit)
-        if not done:
-            future.cancel()
-            if not await side.responds() and self._side is side:
-                side.stop()  # once what blocks it returns
-                self._side = None
-            raise ToolTimeoutError(f"the tool did not answer within {limit:g} s")
-        result, error = future.result()
-        if error is not None:
-            raise error
-        return result
+        return await self._side.run(make, self._settings.tool_timeout_s)
 
     def _failed(self, reason: str, fault: str) -> ToolResult:
         return ToolResult(self._cut(f"Error: {reason}"), fault=fault)
@@ -170,50 +177,6 @@ class ToolSession:
             return text[:limit] + "...(truncated)"
         head = limit // 2
         return text[:head] + "...(truncated)..." + text[len(text) - (limit - head) :]
-
-
-class _SideLoop:
-    """An event loop in a thread of its own, which does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="tools", daemon=True).start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-    def submit(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """A future of (result, None) or (None, error): an exit that a tool raises must not end the loop."""
-
-        async def run() -> tuple[Any, Exception | None]:
-            try:
-                return await make(), None
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:
-                return None, error
-            except BaseException as error:
-                return None, RuntimeError(f"{type(error).__name__}: {error}")
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
-
-    async def responds(self) -> bool:
-        """Whether it runs anything."""
-        ran: Future[None] = Future()
-        ran.set_running_or_notify_cancel()
-        try:
-            self._loop.call_soon_threadsafe(ran.set_result, None)
-        except RuntimeError:  # a parallel call found it blocked and stopped it, and what blocked it has returned
-            return False
-        done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
-        return bool(done)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def _fault_in_arguments(tool: BaseTool, arguments: Mapping[str, Any]) -> str | None:

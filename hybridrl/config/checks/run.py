@@ -21,6 +21,7 @@ from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
+from hybridrl.config.checks.served import check_served
 from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
@@ -51,6 +52,7 @@ from hybridrl.registry import (
     has_replicas,
     is_endpoint,
 )
+from hybridrl.utils.json_client import is_address
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -113,6 +115,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_correction(config)
     yield check_full_kl(config)
     yield check_distillation(config)
+    yield check_served(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_sampling(policy.rollout)
     yield check_agents(policy.rollout)
@@ -248,8 +251,13 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             yield from check_source_file("reward.reward_manager.module.path", module.path)
         if manager.module.path is None:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
-    elif (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
+        return
+    if (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
         yield from read_own(settings, config.reward.reward_kwargs, "reward.reward_kwargs.", config)[1]
+    if not REWARD_MANAGERS.facts(manager.name).runs_functions:
+        for name in ("custom_reward_function.path", "functions"):
+            if functools.reduce(getattr, name.split("."), config.reward):
+                yield f"reward.{name} has no effect with reward.reward_manager.name={manager.name}; remove one of them"
 
 
 def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
@@ -262,6 +270,9 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
         for name in ("custom_reward_function.path", "functions"):
             if functools.reduce(getattr, name.split("."), config.reward):
                 yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
+    if part.is_judge:
+        yield from _check_judge(config)
+        return
     if part.model.adapted:
         yield (
             f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
@@ -274,6 +285,22 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
             f"{where}.enable_resource_pool=True and placement.roles.reward_model={placed['reward_model']} both say "
             "where the reward model runs; set one of them"
         )
+
+
+def _check_judge(config: PPOTrainerConfig) -> Iterator[str]:
+    where, part, manager = "reward.reward_model", config.reward.reward_model, config.reward.reward_manager
+    if not is_address(part.judge.url):
+        yield f"{where}.judge.url={part.judge.url}: give an address such as http://HOST:8000/v1"
+    unread = {
+        "model.path": part.model.path,
+        "rollout.name": part.rollout.name,
+        "enable_resource_pool": part.enable_resource_pool,
+    }
+    for name, value in unread.items():
+        if value:
+            yield f"{where}.{name}={value} has no effect with {where}.judge.url, whose endpoint runs it; remove it"
+    if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
+        yield f"{where}.judge.url has no effect with reward.reward_manager.name={manager.name}; remove one of them"
 
 
 # ---------------------------------------------------------------- lengths and sampling

@@ -54,6 +54,22 @@ class FilterGroupsConfig(ConfigNode):
     )
 
 
+_OF_MISSING = (
+    "refill: it alone is generated again; drop: it leaves its group, and a group that is too small for the estimator "
+    "is replaced by another prompt; raise: the run ends"
+)
+
+
+@dataclass
+class MissingConfig(ConfigNode):
+    """`algorithm.missing`: samples without a reward, by the reason why they have none; they never count as 0."""
+
+    infra: str = key("refill", f"a session, server or process failed. {_OF_MISSING}", choices=names.ON_MISSING)
+    timeout: str = key("refill", "something took longer than its limit; as infra", choices=names.ON_MISSING)
+    grading: str = key("refill", "the scorer could not judge the sample; as infra", choices=names.ON_MISSING)
+    dropped: str = key("drop", "a loop, environment or filter left the sample out; as infra", choices=names.ON_MISSING)
+
+
 @dataclass
 class PFPPOConfig(ConfigNode):
     """`algorithm.pf_ppo`: policy filtration, which draws rows by their reward."""
@@ -91,6 +107,12 @@ class AlgorithmConfig(ConfigNode):
         choices=("none", "batch_norm"),
     )
     prime_whiten: bool = key(False, "prime: whiten the advantages over all response tokens")
+    gigpo_step_advantage_w: float = key(1.0, "gigpo: weight of the comparison of turns in the same situation", ge=0)
+    gigpo_mode: str = key(
+        "mean_norm",
+        "gigpo: differences from the mean; mean_std_norm: divided by the standard deviation",
+        choices=("mean_norm", "mean_std_norm"),
+    )
     normalize_rewards: str = key(
         "none",
         "batch, running: a sequence's score minus the mean and divided by the standard deviation of the batch, of the "
@@ -105,5 +127,6 @@ class AlgorithmConfig(ConfigNode):
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)
+    missing: MissingConfig = group(MissingConfig)
     use_pf_ppo: bool = key(False, "PF-PPO: train on rows drawn by their score, each with its own advantages")
     pf_ppo: PFPPOConfig = group(PFPPOConfig)

@@ -40,6 +40,9 @@ PF_PPO_METHODS: tuple[str, ...] = ("pow", "max_min", "max_random")
 #: how sequence scores are normalised, to be comparable over a run
 REWARD_NORMS: tuple[str, ...] = ("none", "batch", "running")
 
+#: what becomes of a sample without a reward
+ON_MISSING: tuple[str, ...] = ("refill", "drop", "raise")
+
 #: actions of a health check when its threshold is exceeded
 HEALTH_ACTIONS: tuple[str, ...] = ("off", "warn", "stop", "rollback")
 
@@ -56,8 +59,6 @@ LOAD_FORMAT_SYNONYMS: dict[str, str] = {
 }
 #: how often something is done, other than a number of steps
 FREQUENCIES: tuple[str, ...] = ("after_each_epoch",)
-
-REWARD_MANAGERS_LATER: tuple[str, ...] = ("prime", "gdpo", "rate_limited", "remote")
 
 LOGGERS: tuple[str, ...] = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 LOGGERS_LATER: tuple[str, ...] = ("vemlp_wandb", "rl_insight")

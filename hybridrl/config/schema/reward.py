@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
+from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import REWARD_MANAGERS
+from hybridrl.utils.json_client import is_address
 
 
 @dataclass
@@ -47,7 +48,6 @@ class RewardManagerConfig(ConfigNode):
         "naive",
         "how scores are asked for and shaped",
         registry=REWARD_MANAGERS,
-        later=names.REWARD_MANAGERS_LATER,
     )
     source: str = key("register", "register: by name; importlib: from module.path", choices=("register", "importlib"))
     module: RewardModuleConfig = group(RewardModuleConfig)
@@ -81,6 +81,81 @@ class DapoConfig(ConfigNode):
 
 
 @dataclass
+class GdpoManagerConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `gdpo`, which has none."""
+
+    def check(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each fault of these settings in a run of `config`."""
+        if not config.algorithm.gdpo_reward_keys:
+            yield (
+                "reward.reward_manager.name=gdpo checks the components that algorithm.gdpo_reward_keys names, and it "
+                "names none; set it, with algorithm.adv_estimator=gdpo, or take reward.reward_manager.name=naive"
+            )
+
+
+@dataclass
+class RateLimitConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `rate_limited`."""
+
+    max_concurrent: int = key(1, "samples that are being scored at once", gt=0)
+    max_rpm: float | None = key(None, "samples that begin within any 60 seconds; null: any number", ge=1)
+    max_tpm: float | None = key(None, "tokens of samples that begin within any 60 seconds; null: any number", gt=0)
+    estimated_tokens_per_request: int = key(2000, "tokens that each sample counts as", gt=0)
+
+    def check(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each fault of these settings in a run of `config`."""
+        if self.max_tpm is not None and self.estimated_tokens_per_request > self.max_tpm:
+            yield (
+                f"reward.reward_kwargs.max_tpm={self.max_tpm:g} is below reward.reward_kwargs."
+                f"estimated_tokens_per_request={self.estimated_tokens_per_request}, so no sample could be scored"
+            )
+
+
+@dataclass
+class RemoteScoresConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `remote`."""
+
+    url: str | None = key(
+        None, 'service that answers POST {"samples": [...]} with {"scores": [...]}; null: functions in processes'
+    )
+    max_concurrent: int = key(32, "requests at once", gt=0)
+    batch_size: int = key(16, "samples that arrive together and share a request", gt=0)
+    attempts: int = key(4, "how often a request that fails is sent", gt=0)
+    token_env: str | None = key(
+        "HYBRIDRL_REWARD_TOKEN", "environment variable with the bearer token, where it is set; null: none"
+    )
+
+    def check(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each fault of these settings in a run of `config`."""
+        custom = config.reward.custom_reward_function.path or config.reward.functions
+        model = config.reward.reward_model
+        if self.url is not None and model.enable and (model.is_judge or model.combine != "sum"):
+            what = "judge.url: one of them scores" if model.is_judge else f"combine={model.combine}: set it to sum"
+            yield f"reward.reward_kwargs.url={self.url} with reward.reward_model.{what}"
+        if self.url is not None and not is_address(self.url):
+            yield f"reward.reward_kwargs.url={self.url}: give an address such as http://HOST:8000/scores"
+        if self.url is not None and custom:
+            yield (
+                f"reward.reward_kwargs.url={self.url} and a reward function (reward.custom_reward_function.path or "
+                "reward.functions) are both set, and one of them scores; remove the other"
+            )
+
+
+@dataclass
+class SandboxConfig(ConfigNode):
+    """`reward.sandbox_fusion`: where the built-in scorers run programs."""
+
+    url: str | None = key(
+        None,
+        "server that speaks SandboxFusion's HTTP API (POST /run_code), such as `hybridrl sandbox-server`; null: this "
+        "machine. The token is read from HYBRIDRL_SANDBOX_TOKEN",
+    )
+    max_concurrent: int = key(64, "programs that run at once behind the url, per node of this run", gt=0)
+    max_local: int | None = key(None, "programs that run at once without a url; null: one per core", gt=0)
+    memory_limit_mb: int = key(1024, "memory of each process of a program", gt=0)
+
+
+@dataclass
 class ScoringConfig(ConfigNode):
     """`reward` of `evaluation`: which functions score, and their processes."""
 
@@ -88,10 +163,45 @@ class ScoringConfig(ConfigNode):
     functions: dict[str, Any] = key(
         {}, "several functions in place of one, {name: {path, name, weight, reward_kwargs}}; their weighted sum counts"
     )
+    sandbox_fusion: SandboxConfig = group(SandboxConfig)
     num_workers: int | None = key(
         None, "processes that score, per function; null: one per core that may be used, at most 8", gt=0
     )
     timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
+
+
+@dataclass
+class ParseConfig(ConfigNode):
+    """`reward.reward_model.judge.parse`: the function that reads a judge's answer."""
+
+    path: str | None = key(None, "Python file with the function; null: the number after the last `Score:`")
+    name: str | None = key(
+        None, "its name; null: parse. It gets (text) or (text, sample) and returns what a score may be"
+    )
+
+
+@dataclass
+class JudgeConfig(ConfigNode):
+    """`reward.reward_model.judge`: a language model that is asked about each response, in place of a classifier."""
+
+    url: str | None = key(
+        None, "OpenAI-compatible API that serves the judge, such as http://HOST:8000/v1; null: a classifier scores"
+    )
+    model: str | None = key(None, "its name there; null: the only one that the endpoint has")
+    token_env: str | None = key("OPENAI_API_KEY", "environment variable with the API key, where it is set; null: none")
+    template: str | None = key(
+        None,
+        "file with the question, a Jinja template of prompt, messages, response, ground_truth, data_source and "
+        "extra_info; null: a question that asks for a score from 0 to 10",
+    )
+    system_prompt: str | None = key(None, "text of a system message before the question")
+    parse: ParseConfig = group(ParseConfig)
+    temperature: float = key(0.0, "of the judge's answers", ge=0)
+    max_tokens: int = key(1024, "most tokens of an answer", gt=0)
+    extra_body: dict[str, Any] = key({}, "further fields of each request")
+    max_concurrent: int = key(64, "requests at once", gt=0)
+    attempts: int = key(4, "how often a request that fails is sent", gt=0)
+    timeout_s: float = key(120.0, "seconds for the verdict on a response, with all attempts", gt=0)
 
 
 _POLICY = "${actor_rollout_ref.model."
@@ -99,7 +209,7 @@ _POLICY = "${actor_rollout_ref.model."
 
 @dataclass
 class RewardModelConfig(ConfigNode):
-    """`reward.reward_model`: a classifier that scores responses."""
+    """`reward.reward_model`: a classifier that scores responses, or a judge that is asked about them."""
 
     enable: bool = key(False, "a reward model takes part in the run")
     combine: str = key(
@@ -137,11 +247,19 @@ class RewardModelConfig(ConfigNode):
     megatron: MegatronConfig = group(
         MegatronConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
     )
+    rollout: ServingConfig = group(ServingConfig, "an inference engine that serves the model instead")
+    judge: JudgeConfig = group(JudgeConfig, "a language model behind an endpoint that judges instead")
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether a language model judges, so that no classifier takes part."""
+        return self.enable and self.judge.url is not None
 
     @property
     def own_pool(self) -> list[int]:
         """The processes of its own pool, by node; empty if `placement` says where it runs."""
-        return [self.n_gpus_per_node] * self.nnodes if self.enable and self.enable_resource_pool else []
+        owns = self.enable and self.enable_resource_pool and not self.is_judge
+        return [self.n_gpus_per_node] * self.nnodes if owns else []
 
 
 @dataclass
@@ -150,21 +268,29 @@ class RewardConfig(ScoringConfig):
 
     reward_manager: RewardManagerConfig = group(RewardManagerConfig)
     reward_kwargs: dict[str, Any] = key(
-        {}, "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}"
+        {},
+        "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}; "
+        "rate_limited: max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request; remote: url, max_concurrent, "
+        "batch_size, attempts, token_env",
     )
-    on_error: str = key(
-        "stop",
-        "a sample that the reward function fails for; stop: ends the run; zero: scores 0; drop: is not trained on",
-        choices=("stop", "zero", "drop"),
+    on_error: str | None = key(
+        None,
+        "a sample that the reward function fails for; stop: ends the run; zero: scores 0, as where the function takes "
+        "too long; drop: is not trained on; refill: is generated again; null: stop if "
+        "the function raises or returns no score, algorithm.missing.infra if its process ends",
+        choices=("stop", "zero", "drop", "refill"),
     )
     max_error_rate: float = key(
-        0.1, "with on_error=zero or drop, the run ends if a larger share of a batch's samples fails", ge=0, le=1
+        0.1, "with on_error=zero, drop or refill, the run ends if a larger share of a batch's samples fails", ge=0, le=1
     )
     reward_model: RewardModelConfig = group(RewardModelConfig)
 
     @property
     def runs_functions(self) -> bool:
-        """Whether reward functions run; otherwise the reward model alone scores."""
+        """Whether reward functions run; otherwise the reward model or the sessions themselves score."""
+        manager = self.reward_manager
+        if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
+            return False
         named = bool(self.functions) or self.custom_reward_function.path is not None
         how = self.reward_model.combine
         return not self.reward_model.enable or how == "sum" or (how == "auto" and named)

@@ -63,6 +63,10 @@ class ServerConfig(ConfigNode):
     )
     max_connections: int = key(1024, "clients connected at once; more are refused (503)", gt=0)
     max_requests: int = key(4096, "samples generated or waiting at once; more are refused (429)", gt=0)
+    max_sessions: int = key(16384, "sessions open at once; more are refused (429)", gt=0)
+    session_idle_s: float = key(
+        21600.0, "seconds without a request after which a session is closed where another needs its place", gt=0
+    )
 
 
 @dataclass
@@ -112,8 +116,18 @@ class MultiTurnConfig(ConfigNode):
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS)
     tool_config_path: str | None = key(None, "YAML file with tools; null: none")
     function_tool_path: str | None = key(None, "Python file or module with functions marked @function_tool; null: none")
+    interaction_config_path: str | None = key(
+        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none"
+    )
+    turn_rewards: bool = key(
+        False,
+        "tool_agent: scores of simulated users and rewards of tool calls are added to the score, at the last token of "
+        "their turn; false: reward functions get them and no more",
+    )
     max_assistant_turns: int | None = key(None, "turns of the model in a session; null: any number", gt=0)
-    max_user_turns: int | None = key(None, "rounds of answers of tools in a session; null: any number", gt=0)
+    max_user_turns: int | None = key(
+        None, "rounds of answers of tools, users or environments in a session; null: any number", gt=0
+    )
     max_parallel_calls: int = key(
         1, "tool calls of one turn that are run; further ones are answered with an error", gt=0
     )
@@ -121,7 +135,12 @@ class MultiTurnConfig(ConfigNode):
     tool_response_truncate_side: str = key(
         "middle", "what is cut off a longer answer: its beginning, middle or end", choices=("left", "middle", "right")
     )
-    tool_timeout_s: float = key(60.0, "seconds that a tool may take for a call; then the model gets an error", gt=0)
+    tool_timeout_s: float = key(
+        60.0,
+        "seconds that a tool or a simulated user may take for a call; then the model gets an error, or the session has "
+        "no verdict",
+        gt=0,
+    )
     tokenization_sanity_check_mode: str = key(
         "strict",
         "refuse chat templates that change earlier text of a conversation that goes on; ignore_strippable: whitespace "
@@ -142,11 +161,49 @@ class AgentConfig(ConfigNode):
     agent_loop_config_path: str | None = key(
         None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
     )
-    retries: int = key(1, "times that a failed session is run again", ge=0)
-    on_error: str = key(
-        "drop",
-        "a session that still fails: drop: its sample is left out, and the run ends if all of a batch fail; raise: the "
-        "run ends",
+    default_environment: str | None = key(
+        None,
+        "env_agent: environment of rows without env_kwargs.name: a name of environment_config_path, a registered name, "
+        "or module:Class; null: the only one of environment_config_path",
+    )
+    environment_config_path: str | None = key(
+        None, "YAML file with environments, {environments: [{name, class_name, config}]}; null: none"
+    )
+    environment_timeout_s: float = key(
+        60.0, "seconds that reset or step of an environment may take; then its session has no verdict", gt=0
+    )
+    environment_turn_tokens: int | None = key(
+        None, "env_agent: tokens of one turn; the environment gets a turn that is cut there; null: any number", gt=0
+    )
+    function: str | None = key(
+        None,
+        "gateway_agent: the agent, a function (base_url, api_key, row) as module:function or FILE.py:function, async "
+        "or not; null: agent.command",
+    )
+    command: str | None = key(
+        None,
+        "gateway_agent: the agent, a command that finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, "
+        "ANTHROPIC_API_KEY and HYBRIDRL_ROW in its environment; null: agent.function",
+    )
+    timeout_s: float = key(1800.0, "gateway_agent: seconds that an agent may take; then it is ended", gt=0)
+    max_running: int = key(256, "gateway_agent: agents that run at once, each in a process of its own", gt=0)
+    sampling: str = key(
+        "run",
+        "gateway_agent: whose temperature, top_p and top_k hold: run: those of the rollout, whatever requests say; "
+        "agent: those of requests, where they have any",
+        choices=("run", "agent"),
+    )
+    match: str = key(
+        "strict",
+        "gateway_agent: which messages continue a conversation: strict: the same text and calls; loose: ids of calls, "
+        "spaces around text and the types of arguments may differ",
+        choices=("strict", "loose"),
+    )
+    retries: int = key(1, "times that a failed session is run again at once, beside the others", ge=0)
+    on_error: str | None = key(
+        None,
+        "a session that still fails: drop: its sample is left out; raise: the run ends; null: as algorithm.missing "
+        "says for the reason",
         choices=("drop", "raise"),
     )
 
@@ -222,6 +279,9 @@ class RolloutConfig(ConfigNode):
     enable_chunked_prefill: bool = key(True, "engines: process long prompts in chunks, interleaved with other requests")
     enable_prefix_caching: bool = key(True, "engines: compute common prefixes of prompts once")
     max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0)
+    limit_images: int | None = key(
+        None, "engines: most images of a prompt, for the memory that they set aside; null: as many as fit", gt=0
+    )
     scheduling_policy: str = key(
         "fcfs",
         "order of requests inside an engine; priority: by `Request.priority`, so HTTP clients come after training",

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hybridrl.errors import RewardError
@@ -19,7 +19,8 @@ from hybridrl.notify import notify
 from hybridrl.reward.function import RewardFunction
 from hybridrl.reward.processes.handle import ChildProcess, Job
 from hybridrl.reward.processes.messages import Answer, Failed, Ready, Result, ready_channels
-from hybridrl.reward.processes.outcome import Outcome, ScoreError
+from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
+from hybridrl.verdict import NoVerdict, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,17 @@ class Dispatcher:
         function: what the processes run.
         num_workers: number of processes.
         timeout_s: seconds that one call may take.
-        tolerant: a sample that the function fails for gets an outcome that says so, in place of an error.
+        tolerates: a sample that the function fails for with such a reason gets an outcome that says so, in place of an
+            error.
     """
 
-    def __init__(self, function: RewardFunction, num_workers: int, timeout_s: float, tolerant: bool = False) -> None:
+    def __init__(
+        self, function: RewardFunction, num_workers: int, timeout_s: float, tolerates: Collection[Reason] = ()
+    ) -> None:
         self.function = function
         self.num_workers = num_workers
         self.timeout_s = timeout_s
-        self.tolerant = tolerant
+        self.tolerates = frozenset(tolerates)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
@@ -260,16 +264,19 @@ class Dispatcher:
                 self._mean_s = seconds if self._mean_s is None else 0.9 * self._mean_s + 0.1 * seconds
             return self._outcome(job, results[0], seconds, label)
         if len(results) < job.count:  # the call failed as a whole
-            return self._outcome(job, results[0], seconds, label)
+            outcome = self._outcome(job, results[0], seconds, label)
+            return outcome if isinstance(outcome, ScoreError) else [outcome] * job.count
         outcomes = [self._outcome(job, result, seconds, label) for result in results]
         failed = next((one for one in outcomes if isinstance(one, ScoreError)), None)
-        if failed is not None and not self.tolerant:
+        if failed is not None and failed.reason not in self.tolerates:
             return failed
         return [_tolerated(one) if isinstance(one, ScoreError) else one for one in outcomes]
 
     def _outcome(self, job: Job, result: Result, seconds: float, label: str) -> Outcome | ScoreError:
         if result.kind == "raised":
             return ScoreError(f"{label} raised an exception for {job.name}:\n{result.text}")
+        if result.kind == "missing":
+            return without_score(NoVerdict(Reason(result.reason), result.text), seconds)
         if result.kind != "score":
             return ScoreError(f"{label} {result.text}. It was called for {job.name}.")
         return Outcome(result.score or 0.0, result.extra, seconds, applies=result.score is not None)
@@ -288,12 +295,9 @@ class Dispatcher:
                     f"reward.timeout_s={self.timeout_s:g} seconds, the last of them {job.name}: it hangs. Fix it, or "
                     "raise reward.timeout_s if it needs the time."
                 )
-        notify(
-            f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds: it scores 0. Raise the "
-            "limit if the function needs the time.",
-            "warning",
-        )
-        return Outcome(0.0, None, seconds, timed_out=True)
+        what = f"reward of {job.name} took more than reward.timeout_s={self.timeout_s:g} seconds"
+        notify(f"{what}. Raise the limit if the function needs the time.", "warning")
+        return without_score(NoVerdict(Reason.TIMEOUT, what), seconds, timed_out=True)
 
     # ------------------------------------------------------------------ limits and ends
 
@@ -327,7 +331,7 @@ class Dispatcher:
             if computed is not None:
                 del child.working_on[computed.number]
                 name = computed.name if computed.count is None else f"{computed.count} responses"
-                self._finish(computed, ScoreError(f"{what} while it scored {name}."))
+                self._finish(computed, ScoreError(f"{what} while it scored {name}.", Reason.INFRA))
                 self._put_back(self._end(child))
             else:
                 self._put_back(self._end(child), what)
@@ -345,7 +349,8 @@ class Dispatcher:
                 job.lost += 1
         failed = [job for job in jobs if lost is not None and job.lost >= _LOST_LIMIT]
         for job in failed:
-            self._finish(job, ScoreError(f"{lost} with {job.name} waiting in it, which happened {job.lost} times."))
+            what = f"{lost} with {job.name} waiting in it, which happened {job.lost} times."
+            self._finish(job, ScoreError(what, Reason.INFRA))
         kept = [job for job in jobs if job not in failed]
         self._pending.extendleft(sorted(kept, key=lambda job: job.number, reverse=True))
 
@@ -370,7 +375,7 @@ class Dispatcher:
         """Hand a job's result, or its error, to whoever waits for it."""
         if job.future.done() or not job.future.set_running_or_notify_cancel():
             return
-        if isinstance(result, ScoreError) and self.tolerant:
+        if isinstance(result, ScoreError) and result.reason in self.tolerates:
             outcome = _tolerated(result)
             result = outcome if job.count is None else [outcome] * job.count
         if isinstance(result, RewardError):
@@ -395,4 +400,4 @@ class _LoadError(Exception):
 
 
 def _tolerated(error: ScoreError) -> Outcome:
-    return Outcome(0.0, None, 0.0, error=str(error))
+    return without_score(NoVerdict(error.reason, str(error)), 0.0, error=str(error))

@@ -15,16 +15,17 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.signature import Call
+from hybridrl.verdict import Reason
 
 _HEADER = struct.Struct("!Q")
 _READ = 1 << 20
 _LARGEST = 1 << 32  # bytes of a message; a longer one is no message of ours
 
-Kind = Literal["score", "bad", "raised", "timeout"]
+Kind = Literal["score", "bad", "raised", "timeout", "missing"]
 
 
 class MalformedMessage(Exception):
@@ -60,16 +61,18 @@ class Result:
     """The result of one call for one sample.
 
     Attributes:
-        kind: `score`, `bad` (no score), `raised` (an exception), or `timeout`.
+        kind: `score`, `bad` (no score), `raised` (an exception), `timeout`, or `missing` (a `NoVerdict`).
         score: None if the function does not apply to the sample, and for kinds other than `score`.
         extra: the function's dict, where it returned one.
         text: what was wrong, or the traceback.
+        reason: of a `missing` verdict, a `Reason`.
     """
 
     kind: Kind
     score: float | None = None
     extra: dict[str, Any] | None = None
     text: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ def encode(message: Message) -> bytes:
         return json.dumps({"ready": dataclasses.asdict(message)}).encode()
     if isinstance(message, Failed):
         return json.dumps({"failed": message.message}).encode()
-    answers = [[one.number, one.seconds, [[r.kind, r.score, r.extra, r.text] for r in one.results]] for one in message]
+    answers = [
+        [one.number, one.seconds, [[r.kind, r.score, r.extra, r.text, r.reason] for r in one.results]]
+        for one in message
+    ]
     return json.dumps({"answers": answers}).encode()
 
 
@@ -133,12 +139,14 @@ def _answer(number: Any, seconds: Any, results: Any) -> Answer:
     return Answer(number, [_result(*one) for one in results], float(seconds))
 
 
-def _result(kind: Any, score: Any, extra: Any, text: Any) -> Result:
-    if kind not in ("score", "bad", "raised", "timeout") or not isinstance(text, str):
+def _result(kind: Any, score: Any, extra: Any, text: Any, reason: Any) -> Result:
+    if kind not in get_args(Kind) or not isinstance(text, str):
         raise ValueError(f"a result of kind {kind!r}")
+    if kind == "missing":
+        Reason(reason)  # a ValueError if it is none
     if not (score is None or _is_number(score)) or not (extra is None or isinstance(extra, dict)):
         raise ValueError("a result with a score that is no number")
-    return Result(kind, None if score is None else float(score), extra, text)
+    return Result(kind, None if score is None else float(score), extra, text, str(reason))
 
 
 def _is_number(value: Any) -> bool:

@@ -4,10 +4,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.errors import RewardError
+from hybridrl.verdict import NoVerdict, Reason
 
 
 class ScoreError(RewardError):
-    """The reward function failed for one sample: it raised, returned no score, or ended its process."""
+    """The reward function failed for one sample: it raised, returned no score, or ended its process.
+
+    Attributes:
+        reason: `grading`, or `infra` where its process ended.
+    """
+
+    def __init__(self, message: str, reason: Reason = Reason.GRADING) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -15,12 +24,13 @@ class Outcome:
     """The score of one sample.
 
     Attributes:
-        score: the number; 0 after a timeout, a failure, and where the function does not apply.
+        score: the number; NaN where there is no verdict, 0 where the function does not apply.
         extra: the whole dict, where the function returned one.
         seconds: how long it took.
         timed_out: it exceeded the time limit.
         applies: the function returned a score, not None for "does not apply".
-        error: why there is no score; None if there is one. Only in a pool that tolerates failures.
+        error: why the function failed; None if it did not. Only in a pool that tolerates failures.
+        no_verdict: why there is no score; None if there is one.
     """
 
     score: float
@@ -29,3 +39,9 @@ class Outcome:
     timed_out: bool = False
     applies: bool = True
     error: str | None = None
+    no_verdict: NoVerdict | None = None
+
+
+def without_score(verdict: NoVerdict, seconds: float, *, timed_out: bool = False, error: str | None = None) -> Outcome:
+    """The outcome of a sample that was not scored; see `Outcome`."""
+    return Outcome(float("nan"), None, seconds, timed_out=timed_out, error=error, no_verdict=verdict)

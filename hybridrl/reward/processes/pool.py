@@ -7,7 +7,7 @@ file, and end when this process ends, however that happens.
 import concurrent.futures
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +17,7 @@ from hybridrl.reward.processes.handle import Job
 from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.signature import Call, Sample
 from hybridrl.utils.cores import available_cores
+from hybridrl.verdict import Reason
 
 
 class RewardPool:
@@ -26,7 +27,8 @@ class RewardPool:
         function: which one.
         num_workers: number of processes; None: one per core that this process may use, at most 8.
         timeout_s: seconds that one call may take: a sample's, or the whole batch's where the function takes a batch.
-        tolerant: a sample that the function fails for gets an `Outcome` with `error`, in place of an exception.
+        tolerates: a sample that the function fails for with such a reason (`grading`: it raised or returned no score;
+            `infra`: its process ended) gets an `Outcome` with `error`, in place of an exception.
     """
 
     def __init__(
@@ -34,10 +36,10 @@ class RewardPool:
         function: RewardFunction,
         num_workers: int | None = None,
         timeout_s: float = 30.0,
-        tolerant: bool = False,
+        tolerates: Collection[Reason] = (),
     ) -> None:
         self.function = function
-        self.tolerant = tolerant
+        self.tolerates = tolerates
         self.num_workers = num_workers or min(8, available_cores())
         self.timeout_s = timeout_s
         self._numbers = itertools.count()
@@ -80,8 +82,8 @@ class RewardPool:
 
         Returns:
             A future that raises `ScoreError` where the function raises, returns no finite number or ends its process,
-            unless the pool is tolerant; and `RewardError` where it cannot be loaded, takes a whole batch, or hangs on
-            the very first samples that it is given, twice in every process. Later timeouts score 0.
+            unless the pool tolerates it; and `RewardError` where it cannot be loaded, takes a whole batch, or hangs on
+            the very first samples that it is given, twice in every process. Later timeouts have no verdict.
         """
         job = self._job(sample, name)
         self._running().add([job])
@@ -133,7 +135,7 @@ class RewardPool:
     def _running(self) -> Dispatcher:
         with self._lock:
             if self._dispatcher is None or self._dispatcher.has_failed:
-                self._dispatcher = Dispatcher(self.function, self.num_workers, self.timeout_s, self.tolerant)
+                self._dispatcher = Dispatcher(self.function, self.num_workers, self.timeout_s, self.tolerates)
                 self._dispatcher.start()
             return self._dispatcher
 

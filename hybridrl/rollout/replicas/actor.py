@@ -17,8 +17,9 @@ import torch
 from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
+from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import Completion, Reading, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.utils.child_processes import keep_exit_codes
@@ -90,6 +91,7 @@ class Replica:
         self._engine: InferenceEngine
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._inside: set[str] = set()  # requests that the engine works on
+        self._images = ReceivedImages()
         self._tokenizer: Any = None
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
@@ -111,7 +113,11 @@ class Replica:
             self._engine = InferenceEngines.create(self._engine_name, self.spec)
             await self._engine.start()
             warm_up = SamplingParams(True, 1.0, 1.0, -1, _WARM_UP_TOKENS, ignore_eos=True)
-            await self._engine.generate(Request("warm-up", [self.spec.pad_token_id], warm_up))
+            first = Request("warm-up", [self.spec.pad_token_id], warm_up)
+            if self.spec.task == "generate":
+                await self._engine.generate(first)
+            else:
+                await self._engine.read(replace(first, reading=Reading(top=self.spec.top)))
         except Exception as error:
             message = str(error) if isinstance(error, RolloutError) else repr(error)
             log = end_of_log(self._log_file)
@@ -151,8 +157,15 @@ class Replica:
         A request in flight during a weight update keeps its tokens and continues under the new weights.
         """
         answer = Completion(request.id, [], [], "abort")
+        if request.images is not None:
+            answer.image_digest = request.images.digest()
         try:
             while await self._may_generate(request.id):
+                if request.reading is not None:
+                    answer = await self._read(request)
+                    if answer.finish_reason != "abort":
+                        break
+                    continue
                 version = self.version
                 if not self._inside:
                     self._busy_since = time.monotonic()
@@ -180,6 +193,15 @@ class Replica:
             self._aborted.discard(request.id)
         return answer
 
+    async def _read(self, request: Request) -> Completion:
+        if not self._inside:
+            self._busy_since = time.monotonic()
+        self._inside.add(request.id)
+        try:
+            return await self._engine.read(request)
+        finally:
+            self._inside.discard(request.id)
+
     def _cut_at_stop(self, answer: Completion, stop: Sequence[str], new: int) -> None:
         """End a completion at a stop string that the engine missed, because an abort divided it."""
         whole = new == len(answer.token_ids) and answer.finish_reason != "abort"
@@ -204,12 +226,18 @@ class Replica:
         return request_id not in self._aborted
 
     async def _answer(self, request: Request) -> None:
+        sent = request.images
         try:
+            if sent is not None:
+                request = replace(request, images=await self._images.take(sent))
             completion = await self.generate(request)
         except asyncio.CancelledError:
             raise
         except Exception:
             self._die()
+        finally:
+            if sent is not None:
+                self._images.give_back(sent)
         del self._tasks[request.id]
         self._done.append(completion)
         if len(self._done) >= self._awaited or not self._tasks:

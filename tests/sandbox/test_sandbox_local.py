@@ -1,8 +1,8 @@
-"""Programs in the sandbox: what they may use, and what they cannot reach."""
+"""Programs in the sandbox, on this machine and behind the server: what they may use, and what they cannot reach."""
 
-import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -11,28 +11,59 @@ import venv
 from pathlib import Path
 
 import pytest
+from sandbox_tools import started_server
 
-from hybridrl.agents import FunctionCall
-from hybridrl.agents.tools import jail
-from hybridrl.agents.tools.sandbox import Limits, PythonTool, run_python
-from hybridrl.agents.tools.session import ToolSession
-from hybridrl.config.schema.rollout import MultiTurnConfig
-from hybridrl.errors import RolloutError
+from hybridrl.sandbox import Limits, LocalSandbox, Program, RemoteSandbox, SandboxError, jail
 
 LIMITS = Limits(wall_s=20, cpu_s=5, memory_mb=300, processes=16, files_mb=8, output_kb=64)
 WAYS = ("root", "user")
+SECRET = {"SECRET_KEY": "hunter2"}
+
+
+def run_python(code, limits=LIMITS, ways=WAYS):
+    return LocalSandbox(ways=ways).run(Program(code, one_stream=True), limits)
 
 
 def has_namespaces(way: str) -> bool:
     return run_python("", LIMITS, [way]).isolated == "namespaces"
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(scope="module")
+def server():
+    """The included server, as a program of its own."""
+    with started_server("--max-processes", "16", "--max-files-mb", "8", "--max-output-kb", "64", env=SECRET) as url:
+        yield url
+
+
+@pytest.fixture(params=[*WAYS, "server"])
 def isolated(request):
-    """Runs a program in namespaces, which were made in one of two ways."""
+    """Runs a program in namespaces, which were made in one of two ways, or by the server."""
+    if request.param == "server":
+        if not has_namespaces("root") and not has_namespaces("user"):
+            pytest.skip("the kernel gives this user no namespaces")
+        sandbox = RemoteSandbox(request.getfixturevalue("server"))
+        return lambda code, limits=LIMITS: sandbox.run(Program(code, one_stream=True), limits)
     if not has_namespaces(request.param):
         pytest.skip(f"the kernel gives this user no namespaces by the way {request.param!r}")
     return lambda code, limits=LIMITS: run_python(code, limits, [request.param])
+
+
+class Limited:
+    """Runs a program with limits: here, or by the server."""
+
+    def __init__(self, sandbox):
+        self.sandbox = sandbox
+
+    def __call__(self, code, limits=LIMITS):
+        return self.sandbox.run(Program(code, one_stream=True), limits)
+
+
+@pytest.fixture(params=["local", "server"])
+def limited(request):
+    if not has_namespaces("root") and os.geteuid() == 0:
+        pytest.skip("root without namespaces")
+    remote = request.param == "server"
+    return Limited(RemoteSandbox(request.getfixturevalue("server")) if remote else LocalSandbox())
 
 
 def test_a_program_prints_fails_and_leaves(isolated) -> None:
@@ -44,7 +75,7 @@ def test_a_program_prints_fails_and_leaves(isolated) -> None:
 
 
 def test_it_sees_neither_environment_nor_processes_nor_files_of_the_run(isolated, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    monkeypatch.setenv(*next(iter(SECRET.items())))
     (tmp_path / "secret").write_text("hunter2")
     seen = isolated(
         "import glob, os\nprint(dict(os.environ), os.getuid(), sorted(os.listdir('.')))\n"
@@ -58,13 +89,18 @@ def test_it_sees_neither_environment_nor_processes_nor_files_of_the_run(isolated
     assert int(seen.split()[-1]) <= 2  # itself, and the first process of the namespace
 
 
-def test_python_may_be_in_a_temporary_folder(isolated, monkeypatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_python_may_be_in_a_temporary_folder(way, monkeypatch) -> None:
+    if not has_namespaces(way):
+        pytest.skip(f"the kernel gives this user no namespaces by the way {way!r}")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         venv.create(folder, symlinks=True)
         os.chmod(folder, 0o755)
         monkeypatch.setattr(sys, "prefix", folder)
         monkeypatch.setattr(sys, "executable", f"{folder}/bin/python")
-        found = isolated(f"import os, sys\nprint(sys.prefix)\nopen('own', 'w')\nopen({folder!r} + '/escaped', 'w')")
+        found = run_python(
+            f"import os, sys\nprint(sys.prefix)\nopen('own', 'w')\nopen({folder!r} + '/escaped', 'w')", LIMITS, [way]
+        )
         assert found.output.startswith(f"{folder}\n") and "Read-only file system" in found.output, found
         assert "/escaped" in found.output
 
@@ -117,11 +153,21 @@ def test_what_it_started_ends_with_it(ways, tmp_path) -> None:
         f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)', {mark!r}], start_new_session=True,\n"
         "    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\nprint('left')"
     )
-    found = run_python(code, LIMITS, ways)
-    if found.code == 126:
-        assert "Permission" in found.output and not ways  # this Python is in a folder of root alone
-    else:
-        assert found.output == "left\n"
+    try:
+        assert run_python(code, LIMITS, ways).output == "left\n"
+    except SandboxError as error:
+        assert "Permission" in str(error) and not ways  # this Python is in a folder of root alone
+    assert mark not in running()
+
+
+def test_what_it_started_ends_with_it_on_the_server(isolated) -> None:
+    mark = f"{time.time_ns()}"
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n"
+        f"    os.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(300)', {mark!r}])\n"
+        "os.close(1); os.close(2); time.sleep(0.2)"
+    )
+    assert isolated(code).code == 0
     assert mark not in running()
 
 
@@ -144,31 +190,48 @@ def running() -> str:
     ],
     ids=["memory", "disk", "files", "processes"],
 )
-def test_limits_hold(code, word) -> None:
-    if not has_namespaces("root") and os.geteuid() == 0:
-        pytest.skip("root without namespaces")
-    assert word in run_python(code, LIMITS).output
+def test_limits_hold(limited, code, word) -> None:
+    assert word in limited(code, LIMITS).output
 
 
-def test_endless_programs_are_ended() -> None:
-    printed = run_python("while True: print('x' * 1000)", LIMITS)
+def test_endless_programs_are_ended(limited) -> None:
+    printed = limited("while True: print('x' * 1000)", LIMITS)
     assert printed.ended == "output" and len(printed.output) == 64 * 1024
     short = Limits(wall_s=1.0)
-    ended = run_python("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", short)
+    ended = limited("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)", short)
     assert ended.ended == "time"
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert run_python(bomb, Limits(wall_s=1.0, processes=16)).ended == "time"
+    assert limited(bomb, Limits(wall_s=1.0, processes=16)).ended == "time"
+    assert limited("print(1)", LIMITS).output == "1\n"
 
 
-def test_as_a_tool() -> None:
-    tool = PythonTool({"type": "native", "wall_s": 20.0})
+def test_streams_input_and_files(limited) -> None:
+    code = (
+        "import os, sys\nprint(sys.stdin.read().upper())\nprint('to errors', file=sys.stderr)\n"
+        "open('in/out.txt', 'w').write(open('in/a.txt').read() * 2)\n"
+        "os.symlink('/etc/hostname', 'link'); os.mkfifo('pipe')"
+    )
+    wanted = ("in/out.txt", "missing", "link", "pipe")
+    program = Program(code, stdin=b"question", files={"in/a.txt": b"ab"}, fetch=wanted)
+    found = limited.sandbox.run(program, LIMITS)
+    assert (found.output, found.errors, found.code) == ("QUESTION\n", "to errors\n", 0)
+    assert dict(found.files) == {"in/out.txt": b"abab"}  # no link is followed, no pipe is waited for
 
-    async def session():
-        tools = ToolSession({"python": tool}, MultiTurnConfig(max_parallel_calls=2, max_tool_response_length=2000))
-        calls = [FunctionCall("python", {"code": code}) for code in ("print(2 ** 10)", "1 / 0")]
-        return [one.text for one in await tools.call(calls)]
 
-    good, bad = asyncio.run(session())
-    assert good == "1024" and "ZeroDivisionError" in bad and bad.endswith("[exit code 1]")
-    with pytest.raises(RolloutError, match="known are wall_s"):
-        PythonTool({"time": 3})
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "", "a//b"])
+def test_files_stay_in_the_programs_folder(limited, path) -> None:
+    for program in (Program("", files={path: b"x"}), Program("", fetch=[path])):
+        with pytest.raises(SandboxError, match="relative"):
+            limited.sandbox.run(program, LIMITS)
+
+
+def test_a_compiled_language(limited) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("this machine has no g++")
+    source = '#include <cstdio>\nint main() { int a; scanf("%d", &a); printf("%d\\n", 2 * a); return 3; }'
+    found = limited.sandbox.run(Program(source, "cpp", stdin=b"21"), LIMITS)
+    assert (found.output, found.code) == ("42\n", 3) and found.compiled.succeeded
+    broken = limited.sandbox.run(Program("int main() {", "cpp"), LIMITS)
+    assert not broken.compiled.succeeded and "error" in broken.compiled.errors
+    with pytest.raises(SandboxError, match=r"language 'cobol'.*python"):
+        limited.sandbox.run(Program("", "cobol"), LIMITS)

@@ -1,0 +1,28 @@
+"""Samples that a rollout was asked for and has no verdict of."""
+
+from dataclasses import dataclass
+
+from hybridrl.verdict import NoVerdict
+
+
+@dataclass(frozen=True)
+class MissingSample:
+    """An attempt at a sample that gave nothing to train on.
+
+    Attributes:
+        uid, sample: which one; see the columns of these names.
+        verdict: the reason.
+        tokens: how many were generated; None: it is not known.
+        again: it was generated again at once, by the rollout itself, so that the sample may not be missing.
+    """
+
+    uid: str
+    sample: int
+    verdict: NoVerdict
+    tokens: int | None = None
+    again: bool = False
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """What identifies the sample in a batch."""
+        return self.uid, str(self.sample)

@@ -1,0 +1,72 @@
+"""A limit on programs that run at once, over all processes of a user on a machine."""
+
+import contextlib
+import fcntl
+import os
+import random
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridrl.sandbox.program import SandboxError
+
+_POLL_S = 0.02
+
+
+class Slots:
+    """A number of places. Whoever holds one has a lock on its file, which the kernel releases when a process ends.
+
+    Args:
+        count: places.
+        name: what they are for. Processes that use the same name share the places.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self.count = count
+        self.name = name
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold a place; waits until one is free.
+
+        Raises:
+            SandboxError: the folder of the locks belongs to another user.
+        """
+        folder = _folder(self.name)
+        while (descriptor := self._free(folder)) is None:
+            time.sleep(_POLL_S * (0.5 + random.random()))
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _free(self, folder: Path) -> int | None:
+        """The descriptor of a place that was free."""
+        first = random.randrange(self.count)
+        for number in range(self.count):
+            path = folder / str((first + number) % self.count)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            else:
+                return descriptor
+        return None
+
+
+def _folder(name: str) -> Path:
+    """The folder of the locks, which this user owns."""
+    folder = Path(tempfile.gettempdir()) / f"hybridrl-slots-{os.getuid()}"
+    for path in (folder, folder / name):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise SandboxError(f"{path} is not a folder of this user; remove it, or set TMPDIR to another folder")
+    return folder / name

@@ -1,0 +1,80 @@
+"""The time that a call takes against its limit, without the time that it waits for what has limits of its own.
+
+Whoever limits a call gives it a `Clock` with `running`. What the call waits for stops the clock with `stopped`. A call
+without a clock is not limited, and `stopped` does nothing.
+"""
+
+import contextlib
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+_current: contextvars.ContextVar["Clock | None"] = contextvars.ContextVar("clock", default=None)
+
+
+class Clock:
+    """Counts the seconds of one call. It runs from the start, and stops while any thread of the call waits.
+
+    Args:
+        told: is called with True when it stops, and with False when it goes on.
+    """
+
+    def __init__(self, told: Callable[[bool], None] | None = None) -> None:
+        self._lock = threading.RLock()
+        self._told = told
+        self._waiting = 0
+        self._counted, self._since = 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that count."""
+        with self._lock:
+            return self._counted + (0.0 if self._waiting else time.monotonic() - self._since)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped now."""
+        return self._waiting > 0
+
+    def stop(self) -> None:
+        """Stop; as often as it was stopped, it has to be continued."""
+        with self._lock:
+            if not self._waiting:
+                self._counted += time.monotonic() - self._since
+            self._waiting += 1
+            if self._waiting == 1 and self._told is not None:
+                self._told(True)
+
+    def go_on(self) -> None:
+        """Continue."""
+        with self._lock:
+            self._waiting -= 1
+            if not self._waiting:
+                self._since = time.monotonic()
+                if self._told is not None:
+                    self._told(False)
+
+
+@contextlib.contextmanager
+def running(clock: Clock) -> Iterator[Clock]:
+    """What is called within this context, and the tasks and threads that copy its context, are measured by `clock`."""
+    token = _current.set(clock)
+    try:
+        yield clock
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def stopped() -> Iterator[None]:
+    """The clock of this call is stopped within this context."""
+    clock = _current.get()
+    if clock is None:
+        yield
+        return
+    clock.stop()
+    try:
+        yield
+    finally:
+        clock.go_on()
