@@ -14,7 +14,7 @@ from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import ROUTED_EXPERTS, TRAJECTORY_REWARD
-from hybridrl.rollout.noise import stream_keys
+from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
@@ -55,13 +55,13 @@ def requests_of(prompts: DataProto, config: RolloutConfig, next_id: Callable[[],
     rows = len(prompts)
     uids, samples = names_of(prompts)
     step = int(meta.get("global_steps", 0))
-    purpose = "validate" if meta.get("validate", False) else "train"
+    purpose = purpose_of(meta)
     seeds: list[int | None] = [None] * rows
     if (config.full_determinism or meta.get("seeded", False)) and params.do_sample:
         seeds = [int(key) % 2**63 for key in stream_keys(config.seed, step, purpose, uids, samples)]
     return [
         Request(
-            id=f"{purpose}-{step}-{next_id()}",
+            id=f"{purpose.replace(' ', '-')}-{step}-{next_id()}",
             prompt_ids=prompt_ids,
             sampling=params if seed is None else replace(params, seed=seed),
             session=uid,
@@ -80,7 +80,7 @@ def batch_of(
     """One row per trajectory, in their order; a sample may have any number of rows.
 
     Args:
-        trajectories: at least one.
+        trajectories: where there are none, both widths must be given.
         pad_token_id: fills prompts on the left and responses on the right.
         prompt_width: P; None takes the longest prompt.
         response_width: T; None takes the longest response.
@@ -137,6 +137,8 @@ def batch_of(
 
 
 def _width(field: str, setting: str, width: int | None, trajectories: Sequence[Trajectory]) -> int:
+    if not trajectories and width is not None:
+        return width
     longest = max(trajectories, key=lambda one: len(getattr(one, field)))
     found = len(getattr(longest, field))
     if width is not None and found > width:
