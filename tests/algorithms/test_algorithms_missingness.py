@@ -12,24 +12,24 @@ from hybridrl.algorithms.missingness import Dependence, bias_bound, ranks
 PROMPTS, SAMPLES, STEPS = 16, 8, 10
 
 
-def one_window(seed: int, kind: str, value: str) -> Dependence:
+def one_window(seed: int, kind: str, value: str, steps: int = STEPS) -> Dependence:
     """A window of steps: responses whose lengths and rewards drift, of prompts of different difficulty.
 
     Args:
-        kind: which attempts are missing. random: each with 5 %; left out: the same with 10 %, and they are not generated
-            again, so that groups differ in size; prompts: whole prompts with 3 %, as where a node fails;
+        kind: which attempts are missing. random: each with 5 %; left out: the same with 10 %, and they are not
+            generated again, so that groups differ in size; prompts: whole prompts with 3 %, as where a node fails;
             drifting: at random, by a share that grows while responses become longer; long: of long responses; easy: of
             prompts with high rewards.
         value: length, or reward: the mean of the prompt's judged samples, refills included.
     """
     draw, test = np.random.default_rng(seed), Dependence()
-    for step in range(STEPS):
+    for step in range(steps):
         missing, values, prompts = [], [], []
         for prompt in range(PROMPTS):
             hard = draw.normal()
             gone, judged, attempts = draw.random() < 0.03, [], []
             while len(attempts if kind == "left out" else judged) < SAMPLES:
-                length = np.exp(5 + step / STEPS + 0.5 * hard + draw.normal())
+                length = np.exp(5 + step / steps + 0.5 * hard + draw.normal())
                 reward = float(draw.random() < 1 / (1 + np.exp(1 + hard)))
                 share = {
                     "random": 0.05,
@@ -61,7 +61,7 @@ def test_no_false_alarm_where_samples_are_missing_at_random(kind, value) -> None
 
 @pytest.mark.parametrize(("kind", "value"), [("long", "length"), ("easy", "reward")])
 def test_missingness_that_depends_on_the_sample_is_found(kind, value) -> None:
-    tests = [one_window(seed, kind, value) for seed in range(20)]
+    tests = [one_window(seed, kind, value, steps=25) for seed in range(20)]
     assert all(test.p_value < 5e-4 and test.total > 0 for test in tests)
 
 
