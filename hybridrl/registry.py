@@ -112,7 +112,13 @@ class DistillationFacts(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerFacts(Facts):
-    """A reward manager. Its settings belong to `reward.reward_kwargs`."""
+    """A reward manager. Its settings belong to `reward.reward_kwargs`.
+
+    Attributes:
+        runs_functions: it asks reward functions. False: it takes the rewards that sessions bring along.
+    """
+
+    runs_functions: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +439,15 @@ TOOLS = Registry(
     "class_name of multi_turn.tool_config_path",
     ("register_tool",),
     "agents/tools/*.py",
+    Facts,
+    RolloutError,
+)
+
+ENVIRONMENTS = Registry(
+    "environment",
+    "actor_rollout_ref.rollout.agent.default_environment",
+    ("register_environment",),
+    "agents/environments/*.py",
     Facts,
     RolloutError,
 )

@@ -1,6 +1,7 @@
 """Agents: conversations of several turns with tools, trained on exactly the tokens that were generated."""
 
 from hybridrl.agents.agents import Agents, create_agents
+from hybridrl.agents.environments.base import Action, Environment, Step, register_environment
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
 from hybridrl.agents.parsers.base import FunctionCall, MalformedCall, Parsed, ToolParser, register_tool_parser
 from hybridrl.agents.rollout import AgentRollout
@@ -12,6 +13,10 @@ __all__ = [
     "AgentLoopMetrics",
     "TokenOutput",
     "register",
+    "Environment",
+    "Action",
+    "Step",
+    "register_environment",
     "BaseTool",
     "ToolResponse",
     "function_tool",

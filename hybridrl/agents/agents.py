@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -45,6 +46,7 @@ class Agents:
         tools: by name.
         parser: of `multi_turn.format`.
         turns: makes the tokens between turns.
+        environments: None where no loop acts on them.
     """
 
     config: PPOTrainerConfig
@@ -54,6 +56,7 @@ class Agents:
     tools: Mapping[str, BaseTool]
     parser: ToolParser
     turns: Turns
+    environments: Environments | None = None
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -67,11 +70,14 @@ class Agents:
             tools=self.tools,
             parser=self.parser,
             turns=self.turns,
+            environments=self.environments,
             **entry.arguments,
         )
 
     def close(self) -> None:
-        """End the tools."""
+        """End the tools and the environments."""
+        if self.environments is not None:
+            self.environments.close()
         paths = self.config.actor_rollout_ref.rollout.multi_turn
         close_tools(paths.tool_config_path, paths.function_tool_path)
 
@@ -113,8 +119,49 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
             f"actor_rollout_ref.actor.router_replay.mode={config.actor_rollout_ref.actor.router_replay.mode} needs the "
             "experts of a session's tokens, which agents do not record yet; set it to R2 or disabled"
         )
-    notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}")
-    return Agents(config, own_tokenizer, default, loops, tools, TOOL_PARSERS.get(settings.format)(), turns)
+    environments = _environments(rollout.agent, loops, datasets, turns)
+    acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
+    notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
+    parser = TOOL_PARSERS.get(settings.format)()
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments)
+
+
+def _environments(
+    agent: AgentConfig, loops: Mapping[str, LoopEntry], datasets: Iterable[Any], turns: Turns
+) -> Environments | None:
+    """The environments of the run, started; None where no loop acts on one.
+
+    Raises:
+        RolloutError: an environment cannot work, or the chat template cannot show its observations.
+    """
+    if not any(entry.cls.uses_environments for entry in loops.values()):
+        keys = ("default_environment", "environment_config_path")
+        given = [name for name in keys if getattr(agent, name) is not None]
+        if given:
+            raise RolloutError(
+                f"{_ROLLOUT}.agent.{given[0]}={getattr(agent, given[0])} without a loop that acts on environments; set "
+                f"{_ROLLOUT}.agent.default_agent_loop=env_agent, or name env_agent in the column agent_name"
+            )
+        return None
+    turns.check(None)
+    named = [kwargs_of(row, "env_kwargs").get("name") for data in datasets for row in _rows_with(data, "env_kwargs")]
+    wanted = dict.fromkeys(str(name) for name in named if name)
+    return load_environments(agent.environment_config_path, agent.default_environment, wanted)
+
+
+def kwargs_of(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The arguments that a row has in the column of this name, or in that entry of `extra_info` as verl's data do."""
+    found, info = row.get(name), row.get("extra_info")
+    if found is None and isinstance(info, Mapping):
+        found = info.get(name)
+    return dict(found or {})
+
+
+def _rows_with(dataset: Any, name: str) -> list[dict[str, Any]]:
+    """The columns of each row that `kwargs_of` reads."""
+    columns = [column for column in (name, "extra_info") if column in getattr(dataset, "columns", ())]
+    values = [dataset.column(column) for column in columns]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def _tell_of_unread(rollout: RolloutConfig) -> None:

@@ -4,10 +4,12 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from hybridrl.agents.environments.load import Environments
+from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.turns import Turns
@@ -56,6 +58,10 @@ class AgentLoopOutput:
         extra_fields: further columns of the batch.
         routed_experts: integers [prompt and response tokens, L, K]; see `Trajectory`.
         multi_modal_data: verl's field for media, which are not supported.
+        turn_rewards: (place in `response_ids`, reward) of turns: the last token of each, which the policy generated.
+            They are added to the score, at that token.
+        turn_states: (place, state) of turns: what identifies the situation before the turn that ends there, by its
+            `repr`; see `gigpo`.
     """
 
     prompt_ids: Sequence[int]
@@ -68,6 +74,8 @@ class AgentLoopOutput:
     extra_fields: dict[str, Any] = field(default_factory=dict)
     routed_experts: torch.Tensor | None = None
     multi_modal_data: Mapping[str, Any] | None = None
+    turn_rewards: Sequence[tuple[int, float]] = ()
+    turn_states: Sequence[tuple[int, Any]] = ()
 
     def __post_init__(self) -> None:
         if len(self.response_mask) != len(self.response_ids):
@@ -112,6 +120,9 @@ class SessionClient:
         max_tokens: most tokens of a prompt and what follows it.
         session: its name, for requests that share a replica.
         seed_of: the seed of the turn with a number; None: the engine's own stream.
+
+    Attributes:
+        log: what happens in the session. `generate` is noted by itself; `log.add` notes more.
     """
 
     def __init__(
@@ -129,6 +140,7 @@ class SessionClient:
         self._seed_of = seed_of
         #: (prompt, completion) of each call
         self.generated: list[tuple[list[int], Completion]] = []
+        self.log = SessionLog()
         self._turns = 0
 
     async def generate(
@@ -165,6 +177,7 @@ class SessionClient:
             )
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         request = Request(f"{self._session}-{request_number()}", prompt, sampling, session=self._session)
+        began = self.log.clock()
         try:
             completion = await self._client.generate(request)
         except Exception as error:
@@ -172,6 +185,13 @@ class SessionClient:
         if completion.finish_reason == "error":
             raise RolloutError(f"the rollout refused a session's request: {completion.error}")
         self.generated.append((prompt, completion))
+        self.log.add(
+            "generate",
+            began,
+            prompt_tokens=len(prompt),
+            tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
         return TokenOutput(
             list(completion.token_ids), list(completion.log_probs), completion.finish_reason, list(completion.versions)
         )
@@ -219,7 +239,11 @@ class AgentLoopBase(ABC):
         tool_schemas: descriptions of the tools, for the chat template.
         loop: the event loop; `loop.run_in_executor` runs what would block it.
         processor, data_config: verl's attributes: None, and `data`.
+        environments: those of the run; None where no loop of the run uses them.
+        uses_environments: of the class: its sessions act on environments, which the run starts.
     """
+
+    uses_environments: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -242,6 +266,7 @@ class AgentLoopBase(ABC):
         self.turns = turns
         self.loop = asyncio.get_running_loop()
         self.processor, self.data_config = kwargs.get("processor"), kwargs.get("data_config")
+        self.environments: Environments | None = kwargs.get("environments")
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:

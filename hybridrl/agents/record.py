@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
 
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
+from hybridrl.protocol.names import SESSION_LOG
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.verdict import NoVerdict, Verdict
@@ -60,6 +63,13 @@ def trajectory_of(
                 f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it; keep "
                 "generated token ids as they are, and give text of others response_mask=0"
             )
+    for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
+        for place, value in given:
+            if not 0 <= place < len(output.response_mask) or not output.response_mask[place]:
+                raise RolloutError(
+                    f"an agent loop returned {name} with {value!r} for token {place} of {len(output.response_mask)}, "
+                    "which is not trained on (response_mask); name the last generated token of the turn"
+                )
     # where the mask is 0, nothing of a token is trained on
     kept = [version if mask else NO_VERSION for mask, version in zip(output.response_mask, versions, strict=True)]
     return Trajectory(
@@ -74,12 +84,20 @@ def trajectory_of(
         turn=turn,
         reward=reward,
         extra=extra,
+        turn_rewards=[float(value) for _, value in output.turn_rewards],
+        turn_ends=[place for place, _ in output.turn_rewards],
+        turn_states=[(place, state_key(state)) for place, state in output.turn_states],
         routed_experts=output.routed_experts,
     )
 
 
 #: columns that every row has, so that loops of different kinds share a batch
-_COLUMNS = {"tool_call_counts": 0}
+_COLUMNS = {"tool_call_counts": 0, SESSION_LOG: None}
+
+
+def state_key(state: Any) -> int:
+    """A number above 0 that is the same for equal states, in every process."""
+    return int.from_bytes(blake2b(repr(state).encode(), digest_size=4).digest(), "little") % (2**31 - 1) + 1
 
 
 def _spans(values: Sequence[int]) -> list[tuple[int, int]]:

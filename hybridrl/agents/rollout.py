@@ -5,18 +5,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hybridrl.agents.agents import Agents
+from hybridrl.agents.agents import Agents, kwargs_of
 from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
 from hybridrl.agents.record import trajectory_of
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.missing import MissingSample
-from hybridrl.protocol.names import MISSING_SAMPLES
+from hybridrl.protocol.names import MISSING_SAMPLES, SESSION_LOG
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.noise import purpose_of, stream_keys
@@ -147,10 +148,14 @@ class AgentRollout(Rollout):
         lost = [one.reward_score for one in several if isinstance(one.reward_score, NoVerdict)]
         if lost:
             return lost[0]
+        several[0].extra_fields[SESSION_LOG] = session.log.record()
         found = []
         for number, output in enumerate(several):
             name = f"sample {sample}" if len(several) > 1 else ""
-            found.append(trajectory_of(output, session.generated, uid, sample, name, number))
+            one = trajectory_of(output, session.generated, uid, sample, name, number)
+            # The reward function scores a session once, where it ended; what its other parts bring is added.
+            unscored = number < len(several) - 1 and one.reward is None
+            found.append(replace(one, reward=0.0) if unscored else one)
             if len(output.response_ids) > self._config.response_length:
                 raise RolloutError(
                     f"an agent loop returned {len(output.response_ids)} response_ids, more than "
@@ -259,15 +264,15 @@ def _seconds(metrics: AgentLoopMetrics | Mapping[str, float], name: str) -> floa
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     """The keyword arguments of `AgentLoopBase.run` for each row: its columns, and `prompt_ids`.
 
-    `tools_kwargs` is that column, or the entry of `extra_info`, as verl's data sets have it.
+    `tools_kwargs` and `env_kwargs` are these columns, or the entries of `extra_info`, as verl's data sets have them.
+    `validate` says whether the rows are of a validation.
     """
     columns = {str(name): column.tolist() for name, column in prompts.non_tensor_batch.items()}
     rows = []
     for number, ids in enumerate(prompt_ids_of(prompts)):
         row = {name: column[number] for name, column in columns.items()}
-        info = row.get("extra_info")
-        if row.get("tools_kwargs") is None and isinstance(info, Mapping):
-            row["tools_kwargs"] = info.get("tools_kwargs")
+        row |= {name: kwargs_of(row, name) for name in ("tools_kwargs", "env_kwargs")}
+        row["validate"] = bool(prompts.meta_info.get("validate", False))
         rows.append(row | {"prompt_ids": ids, "raw_prompt": list(row.get("raw_prompt") or [])})
     return rows
 

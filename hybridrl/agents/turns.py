@@ -46,7 +46,19 @@ class Turns:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """The tokens of a conversation, and the opening of the model's turn."""
-        return encode(self.tokenizer, [self._render(messages, tools, opening=True)])[0]
+        return self.encoded(self.text(messages, tools))
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """A conversation as the template writes it, and the opening of the model's turn.
+
+        Raises:
+            RolloutError: the template refuses it; the cause has its own error.
+        """
+        return self._render(messages, tools, opening=True)
+
+    def encoded(self, text: str) -> list[int]:
+        """The tokens of a text that the template wrote."""
+        return encode(self.tokenizer, [text])[0]
 
     def following(
         self,
@@ -58,7 +70,8 @@ class Turns:
         """The tokens that follow a turn of the model: `messages`, and the opening of its next turn.
 
         Args:
-            last_token: the last one that the model generated. The end of its turn is added where it is another one.
+            last_token: the last one that the model generated. The end of its turn is added where it is another one,
+                unless the template ends turns with a token that the model never does (gpt-oss), and the turn is ended.
             messages: of tools or of the user.
             tools: descriptions of the tools that the conversation began with.
             calls: those that the messages answer, some templates name them; none: the turn was text.
@@ -68,9 +81,10 @@ class Turns:
         """
         first, rest = self._behind_turn(self._continued(calls, [list(messages)], tools, opening=True), _MARKS[0])
         ids = encode(self.tokenizer, [first + rest])[0]
-        if ids[0] != self._ends[first]:
+        if self.tokenizer.convert_ids_to_tokens(ids[0]) != first:
             raise RolloutError(f"{self._name}: the end of a turn, {first!r}, is not one token; {_ADVICE}")
-        return ids[1:] if last_token == ids[0] else ids
+        ended = last_token == ids[0] or (first not in self._ends and last_token in self._ends.values())
+        return ids[1:] if ended else ids
 
     def check(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Refuse a template that cannot be continued, or whose earlier text changes when a conversation goes on.
@@ -110,6 +124,9 @@ class Turns:
         """The token that ends the turn which holds `mark`, and all text after it."""
         rest = text[text.rfind(mark) + len(mark) :]
         found = [(rest.index(end), end) for end in self._ends if end and end in rest]
+        if not found:
+            special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+            found = [(rest.index(end), end) for end in special if end in rest]
         if not found:
             raise RolloutError(
                 f"{self._name}: it writes no token that ends the model's turn (known are "

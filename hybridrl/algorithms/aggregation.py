@@ -8,6 +8,8 @@ its tokens divided by counts of the whole mini-batch. The shares add up to the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,10 +53,12 @@ def agg_loss(
     batch_num_tokens: float | Tensor | None = None,
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
+    sequence_lengths: Tensor | None = None,
 ) -> Tensor:
     r"""Compute this call's share of the mini-batch loss from per-token losses.
 
-    With n_i = sum_t m_it tokens in sequence i, M = `batch_num_tokens` and G = `global_batch_size`:
+    A sequence is a row, or the rows of one session (`algorithms.sessions`), which count as if they were one long row.
+    With n_i tokens in the sequence that row i belongs to, M = `batch_num_tokens` and G = `global_batch_size`:
 
     | mode                    | value                                         |
     |-------------------------|-----------------------------------------------|
@@ -77,6 +81,8 @@ def agg_loss(
         global_batch_size: G, sequences of the whole mini-batch with at least one token; those of this call if None and
             D = 1.
         loss_scale_factor: constant of seq-mean-token-sum-norm, usually the maximum response length; T if None.
+        sequence_lengths: [B] n_i, where a sequence may have several rows, on other ranks too; G counts sequences then.
+            None: each row is a sequence, and n_i = sum_t m_it.
 
     Returns:
         A scalar. It is 0 for an empty mini-batch.
@@ -92,10 +98,16 @@ def agg_loss(
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise AlgorithmError(f"loss_agg_mode is {loss_agg_mode!r}; known are {', '.join(LOSS_AGG_MODES)}.")
     lengths = loss_mask.bool().sum(dim=-1)
+    if sequence_lengths is not None and global_batch_size is None:
+        raise AlgorithmError(
+            f"loss_agg_mode={loss_agg_mode}: sequence_lengths says that a sequence may have several rows, so pass "
+            "global_batch_size, the number of sequences, too."
+        )
     sequences = _denominator(global_batch_size, (lengths > 0).sum(), dp_size, "global_batch_size", loss_agg_mode)
     per_sequence = keep(loss_mat, loss_mask).sum(dim=-1)
     if loss_agg_mode == "seq-mean-token-mean":
-        per_sequence = per_sequence / lengths.clamp(min=1)
+        whole = lengths if sequence_lengths is None else sequence_lengths
+        per_sequence = per_sequence / whole.clamp(min=1)
     loss = per_sequence.sum() / sequences * dp_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
         factor = loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor
@@ -106,7 +118,7 @@ def agg_loss(
 
 
 def compute_entropy_loss(
-    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **counts: int
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **counts: Any
 ) -> Tensor:
     """Compute the aggregated entropy of the policy, agg(H(softmax(logits))): [B, T, V] and [B, T] -> scalar.
 

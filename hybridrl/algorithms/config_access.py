@@ -14,7 +14,7 @@ from hybridrl.errors import AlgorithmError
 
 _MISSING: Any = object()
 S = TypeVar("S")
-COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
+COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor", "sequence_lengths")
 
 
 def _step(node: Any, name: str) -> Any:
@@ -150,7 +150,8 @@ def with_global_batch_info(config: Any, **info: Any) -> ConfigView:
 
     Args:
         config: the actor's settings; any object with attributes. It is not changed.
-        info: any of `dp_size, batch_num_tokens, global_batch_size, loss_scale_factor`, as `agg_loss` takes them.
+        info: any of `dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, sequence_lengths`, as `agg_loss`
+            takes them.
 
     Returns:
         An object with all attributes of `config` plus `global_batch_info`.

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridrl.algorithms.config_access import ConfigView, checked_counts, read_settings, setting
-from hybridrl.algorithms.sessions import SESSION_KEY, Sessions
+from hybridrl.algorithms.sessions import SESSION_KEY, split_sessions
 from hybridrl.errors import AlgorithmError
 from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts, with_inputs
 
@@ -327,15 +327,13 @@ def estimate_advantages(
     Raises:
         AlgorithmError: the name is unknown, or an input is missing.
     """
-    if SESSION_KEY in non_tensors:
-        mask = tensors["response_mask"]
-        sessions = Sessions(non_tensors, len(mask))
-        if sessions.longest > 1:
-            fields = {k: sessions.join(v) for k, v in tensors.items() if v.dim() == 1 or v.shape == mask.shape}
-            others = {k: sessions.pick(v) for k, v in non_tensors.items() if k != SESSION_KEY}
-            joined = estimate_advantages(adv_estimator, fields, others, config)
-            advantages, returns = (sessions.split(x, mask.shape[-1]) for x in joined)
-            return advantages, returns
+    mask = tensors["response_mask"]
+    if (sessions := split_sessions(non_tensors, len(mask))) is not None:
+        fields = {k: sessions.join(v) for k, v in tensors.items() if v.dim() == 1 or v.shape == mask.shape}
+        others = {k: sessions.pick(v) for k, v in non_tensors.items() if k != SESSION_KEY}
+        joined = estimate_advantages(adv_estimator, fields, others, config)
+        advantages, returns = (sessions.split(x, mask.shape[-1]) for x in joined)
+        return advantages, returns
     fn = get_adv_estimator_fn(adv_estimator)
     check_adv_inputs(adv_estimator, {*tensors.keys(), *non_tensors.keys()}, config)
     offered: dict[str, Any] = {**non_tensors, **tensors}

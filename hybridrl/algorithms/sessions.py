@@ -4,7 +4,8 @@ Legend: B rows, T response tokens; S sessions of at most K rows each.
 
 The rows of a session are one trajectory of the policy. They are joined end to end, in order, for the estimator, which
 already supports masks with holes, and the result is split again. A session therefore counts once in its group, and
-each of its tokens gets the credit that it has in the whole session.
+each of its tokens gets the credit that it has in the whole session. Losses that average over sequences count it once
+too (`sequence_lengths` of `agg_loss`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class Sessions:
         self.longest = int(self.groups.sizes.max()) if rows else 0
         self.last = torch.from_numpy(ranked[np.append(starts[1:], rows) - 1] if rows else ranked)
 
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of each session's rows: [B] -> [S]."""
+        return values.new_zeros(self.groups.count).index_add(0, self.groups.ids.to(values.device), values)
+
     def join(self, values: Tensor) -> Tensor:
         """[B, T] -> [S, K T], absent rows zero; [B] -> [S], the session's last row."""
         if values.dim() == 1:
@@ -63,3 +68,11 @@ class Sessions:
     def pick(self, values: Any) -> Any:
         """Return a non-tensor field per session: the value of its last row."""
         return np.asarray(values, dtype=object)[self.last.numpy()]
+
+
+def split_sessions(non_tensors: Mapping[str, Any], rows: int) -> Sessions | None:
+    """The sessions of a batch; None where each row is a session by itself."""
+    if SESSION_KEY not in non_tensors:
+        return None
+    sessions = Sessions(non_tensors, rows)
+    return sessions if sessions.longest > 1 else None

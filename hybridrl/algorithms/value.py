@@ -21,6 +21,7 @@ def compute_value_loss(
     batch_num_tokens: float | Tensor | None = None,
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
+    sequence_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Clipped squared error of the values (PPO's critic, as in the InstructGPT line of work):
 
@@ -32,7 +33,8 @@ def compute_value_loss(
         values: V_old [B, T], values predicted before the update.
         response_mask: [B, T].
         cliprange_value: c > 0, half-width of the interval around V_old.
-        loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor: see `agg_loss`.
+        loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor, sequence_lengths: see
+            `agg_loss`.
 
     Returns:
         (loss, clipfrac): this call's share of the loss, and the fraction of its tokens where the clipped error is the
@@ -55,6 +57,7 @@ def compute_value_loss(
         batch_num_tokens,
         global_batch_size,
         loss_scale_factor,
+        sequence_lengths,
     )
     clipfrac = masked_mean((clipped_error > error).detach().float(), response_mask)
     return loss, clipfrac

@@ -9,6 +9,8 @@ survives a round trip), one for each chat role and one for `####`, which marks a
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +41,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerBase:
-    """Build the character tokenizer: 264 tokens, with a chat template.
+def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """Build the character tokenizer: 264 tokens and `words`, with a chat template.
 
     It is a byte-level BPE without merges, in the class that `AutoTokenizer` picks for a qwen2 directory. transformers 5
     rebuilds any other tokenizer saved next to a Qwen2 as a `Qwen2Tokenizer`, which then silently drops spaces and
@@ -50,7 +52,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
-    tokens = [PAD_TOKEN, START_TOKEN, END_TOKEN, *WHOLE_WORDS, *sorted(ByteLevel.alphabet())]
+    tokens = [PAD_TOKEN, START_TOKEN, END_TOKEN, *WHOLE_WORDS, *sorted(ByteLevel.alphabet()), *dict.fromkeys(words)]
     tokenizer = Qwen2Tokenizer(
         vocab={token: number for number, token in enumerate(tokens)},
         merges=[],
@@ -60,7 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerBase:
         extra_special_tokens=[START_TOKEN],
         model_max_length=MAX_POSITIONS,
     )
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WHOLE_WORDS])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in (*WHOLE_WORDS, *words)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -74,6 +76,7 @@ def build_tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     seed: int = 0,
+    words: Sequence[str] = (),
 ) -> Path:
     """Write a randomly initialised Qwen2 (fp32 safetensors) and its character tokenizer into `out`.
 
@@ -88,6 +91,7 @@ def build_tiny_model(
         heads: attention heads; `kv_heads` must divide it.
         kv_heads: key/value heads.
         seed: seed of the initial weights.
+        words: text that is one token each, further than those that the tokenizer has anyway.
 
     Raises:
         UserError: the sizes do not fit together.
@@ -100,7 +104,7 @@ def build_tiny_model(
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(words)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -126,6 +130,17 @@ def build_tiny_model(
     return folder
 
 
+def _words_in(file: str) -> list[str]:
+    """The list of texts in a JSON file."""
+    try:
+        words = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{file}: {error}") from error
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+        raise argparse.ArgumentTypeError(f"{file}: it must hold a list of texts that are not empty")
+    return words
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line of this module."""
     parser = argparse.ArgumentParser(prog="python -m hybridrl.models.tiny", description=(__doc__ or "").splitlines()[0])
@@ -136,6 +151,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=4, help="attention heads (4)")
     parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads (2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (0)")
+    parser.add_argument(
+        "--words", type=_words_in, default=(), help="JSON file with a list of further text that is one token each"
+    )
     arguments = parser.parse_args(argv)
     try:
         folder = build_tiny_model(**vars(arguments))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.observe.validation_metrics import (
     bootstrap_metric,
     calc_maj_val,
@@ -123,10 +124,10 @@ def compute_data_metrics(
 ) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
-    A sequence's score is `token_level_scores.sum(-1)`, and its reward is `token_level_rewards.sum(-1)` (the score minus
-    the KL penalty, if one is set). A sequence without a generated token is aborted: it counts in
-    `response/aborted_ratio` and `response_length/*`, and is left out of scores and rewards. Advantages, returns and
-    values are summarised over the tokens of `response_mask`. With values,
+    A sequence's score is `token_level_scores.sum(-1)` over all rows of its session, and its reward is
+    `token_level_rewards.sum(-1)` (the score minus the KL penalty, if one is set). A sequence without a generated token
+    is aborted: it counts in `response/aborted_ratio` and `response_length/*`, and is left out of scores and rewards.
+    Advantages, returns and values are summarised over the tokens of `response_mask`. With values,
 
         critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5)     (over tokens, unbiased)
 
@@ -147,12 +148,15 @@ def compute_data_metrics(
     prompt_length, response_length = _lengths(batch)
     answered = response_length > 0
     all_answered = bool(answered.all())
+    sessions = split_sessions(batch.non_tensor_batch, len(batch))
     metrics: dict[str, float] = {}
 
     for name, field in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if field in fields.keys():
-            sums = fields[field].sum(-1)
-            metrics |= _summary(f"critic/{name}", sums if all_answered else sums[answered])
+            sums, kept = fields[field].sum(-1), answered
+            if sessions is not None:
+                sums, kept = sessions.sum(sums), sessions.sum(answered.long()) > 0
+            metrics |= _summary(f"critic/{name}", sums if all_answered else sums[kept])
 
     mask = fields["response_mask"].bool()
     token_fields = ["advantages", "returns", "values"] if use_critic else ["advantages", "returns"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,29 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
         best = max(finite, key=lambda pair: (pair[0], -pair[1]))
         marked = {best[1]: "best", min(finite)[1]: "worst"}
     return [Sample(rows[number], mark) for number, mark in {**marked, **{n: marked.get(n, "") for n in chosen}}.items()]
+
+
+def prompt_order(prompt: str) -> int:
+    """The place of a prompt in an order without meaning that is the same in each step and run."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "big")
+
+
+def first_prompts(prompts: Sequence[str], count: int) -> set[int]:
+    """The numbers of about `count` samples, -1 for all: those of whole prompts that come first by `prompt_order`.
+
+    All samples of a prompt are chosen together. Where the first prompt alone has more than `count`, it is chosen.
+    """
+    if count < 0:
+        return set(range(len(prompts)))
+    of_prompt: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        of_prompt.setdefault(prompt, []).append(number)
+    chosen: set[int] = set()
+    for prompt in sorted(of_prompt, key=prompt_order) if count else ():
+        if chosen and len(chosen) + len(of_prompt[prompt]) > count:
+            break
+        chosen.update(of_prompt[prompt])
+    return chosen
 
 
 def spread(items: Sequence[int], count: int) -> list[int]:

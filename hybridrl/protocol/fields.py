@@ -82,6 +82,8 @@ _RESPONSE_FIELDS = (
     "token_level_rewards",
     "token_level_scores",
     "trained_mask",
+    "turn_level_rewards",
+    "turn_states",
     "values",
     "weight_versions",
 )

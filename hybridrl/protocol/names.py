@@ -2,6 +2,10 @@
 
 #: non-tensor: the reward that came with the trajectory; if None, the reward function scores the row
 TRAJECTORY_REWARD = "trajectory_reward"
+#: tensor [B, T]: rewards of turns, at the last generated token of each; they are part of `token_level_scores`
+TURN_LEVEL_REWARDS = "turn_level_rewards"
+#: tensor [B, T] int32: at the last token of a turn, a number above 0 that identifies the situation before it; else 0
+TURN_STATES = "turn_states"
 #: tensor [B, S, L, K]: the experts of each token; in the meta of prompts, whether the rollout is to return it
 ROUTED_EXPERTS = "routed_experts"
 #: in the meta of prompts and of their answer: how often these samples were asked for before; missing for 0
@@ -12,3 +16,5 @@ MISSING_SAMPLES = "missing_samples"
 MULTI_MODAL_INPUTS = "multi_modal_inputs"
 #: non-tensor: fingerprint of the images that a row's response was generated from
 IMAGE_DIGEST = "image_digest"
+#: non-tensor: messages, generations and tool calls of a session (`SessionLog.record`), at its first row; else None
+SESSION_LOG = "session_log"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.config.own_settings import read_own
-from hybridrl.config.schema.reward import RewardConfig, RewardPartConfig, ScoringConfig
+from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
 from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.no_function import NoFunction
@@ -59,7 +59,7 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
             raise RewardError(
                 f"{KEY}.name={custom.name} is set but {KEY}.path is not. Set it to the file that holds {custom.name}."
             )
-        function = RewardFunction(custom.path, custom.name, dict(custom.reward_kwargs or {}), form)
+        function = RewardFunction(custom.path, custom.name, _arguments(custom, reward), form)
         return RewardPool(function, count, reward.timeout_s, tolerates)
     if custom.path is not None:
         raise RewardError(
@@ -71,10 +71,28 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
         part, faults = read_own(RewardPartConfig, values, f"{key}.", reward)
         if faults:
             raise RewardError("; ".join(faults))
-        function = RewardFunction(part.path, part.name, dict(part.reward_kwargs), form, key, name)
+        function = RewardFunction(part.path, part.name, _arguments(part, reward), form, key, name)
         pools[name] = RewardPool(function, count, reward.timeout_s, tolerates)
         weights[name] = part.weight
     return WeightedPools(pools, weights, tolerates)
+
+
+def _arguments(function: CustomRewardConfig, reward: ScoringConfig) -> dict[str, Any]:
+    """Further arguments of a function; the built-in scorers also get the settings of the sandbox."""
+    given = dict(function.reward_kwargs or {})
+    return given if function.path is not None else sandbox_settings(reward) | given
+
+
+def sandbox_settings(reward: ScoringConfig) -> dict[str, Any]:
+    """`reward.sandbox_fusion` as arguments of `default_compute_score`."""
+    sandbox = reward.sandbox_fusion
+    count = sandbox.max_local if sandbox.url is None else sandbox.max_concurrent
+    found = {
+        "sandbox_fusion_url": sandbox.url,
+        "memory_limit_mb": sandbox.memory_limit_mb,
+        "max_concurrent": count,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_reward(config: PPOTrainerConfig) -> None:
@@ -103,7 +121,7 @@ def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
     Raises:
         RewardError: an unknown data source, or a row without ground truth.
     """
-    from hybridrl.reward.score import check_data_source, reference_text
+    from hybridrl.reward.score import check_data_source, check_ground_truth, check_machine
 
     if not create_pool(config.reward).built_in or not hasattr(dataset, "column"):
         return
@@ -116,9 +134,10 @@ def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
             if source not in known:
                 check_data_source(source, key)
                 known.add(source)
-            reference_text(truth, source)
+            check_ground_truth(truth, source)
         except RewardError as error:
             raise RewardError(f"{dataset.locate(item)}: {error}") from None
+    check_machine(known, sandbox_settings(config.reward))
 
 
 def ground_truths(dataset: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import ATTEMPT, TRAJECTORY_REWARD
+from hybridrl.protocol.names import ATTEMPT, SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
@@ -32,7 +32,7 @@ RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # colum
 #: columns of a generated batch that are no columns of the data
 _NOT_OF_THE_DATA = (
     *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
-    *("__num_turns__", "reward_scores", TRAJECTORY_REWARD),
+    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD),
 )
 #: what becomes of samples that the reward function failed for, by the setting that says so
 _THEN = {
@@ -46,20 +46,21 @@ REGISTRY: dict[str, type[RewardManager]] = REWARD_MANAGERS.objects
 
 
 def register_reward_manager(
-    name: str, *, settings: type | str | None = None
+    name: str, *, settings: type | str | None = None, runs_functions: bool = True
 ) -> Callable[[type[RewardManager]], type[RewardManager]]:
     """Class decorator: make a manager known as ``reward.reward_manager.name=NAME``.
 
     Args:
         settings: dataclass of the keys of ``reward.reward_kwargs``, or ``module:Class``; the manager has an instance as
             ``self.settings``. A method ``check(config)`` of it may yield sentences about what is wrong.
+        runs_functions: see `hybridrl.registry.ManagerFacts`.
 
     Raises:
         RewardError: another class has that name.
     """
 
     def decorate(cls: type[RewardManager]) -> type[RewardManager]:
-        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings))
+        REWARD_MANAGERS.add(name, cls, ManagerFacts(settings=settings, runs_functions=runs_functions))
         cls.settings_class = REWARD_MANAGERS.settings(name)
         return cls
 
@@ -260,6 +261,8 @@ class RewardManager:
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
+        if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
+            tensor += of_turns
         info = self._columns([dict(one.extra) for one in scored], outcomes)
         missing = [one.no_verdict for one in outcomes]
         metrics = self.metrics
@@ -358,6 +361,19 @@ class BatchRewardManager(RewardManager):
     form = "batch"
 
 
+@register_reward_manager("session", runs_functions=False)
+class SessionRewardManager(RewardManager):
+    """Takes the rewards that sessions bring along, of environments or of loops; no reward function runs."""
+
+    def _check(self, samples: list[Sample]) -> None:
+        if samples:
+            raise RewardError(
+                f"reward.reward_manager.name=session: {len(samples)} samples brought no reward along, so a reward "
+                "function has to score them; choose another manager, or give every session a reward (an environment "
+                "with gives_rewards, reward_score of an agent loop)"
+            )
+
+
 @register_reward_manager("dapo", settings="hybridrl.config.schema.reward:DapoConfig")
 class DAPORewardManager(RewardManager):
     """DAPO's soft penalty on long responses (arXiv 2503.14476, eq. 13), added to the score.
@@ -445,12 +461,12 @@ def check_built_in(samples: list[Sample], key: str) -> None:
     Raises:
         RewardError: an unknown data source, or a ground truth that no answer could equal.
     """
-    from hybridrl.reward.score import check_data_source, reference_text
+    from hybridrl.reward.score import check_data_source, check_ground_truth
 
     for source in {sample.data_source if isinstance(sample.data_source, str) else None for sample in samples}:
         check_data_source(source, key)
     for sample in samples:
-        reference_text(sample.ground_truth, sample.data_source)
+        check_ground_truth(sample.ground_truth, sample.data_source)
 
 
 def describe(batch: DataProto, sample: Sample, number: int) -> str:

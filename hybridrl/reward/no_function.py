@@ -1,4 +1,4 @@
-"""A pool without a reward function, for runs in which a reward model alone scores."""
+"""A pool without a reward function, for runs in which a reward model alone or the sessions themselves score."""
 
 from __future__ import annotations
 

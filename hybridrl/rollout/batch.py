@@ -13,7 +13,7 @@ import torch
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import ROUTED_EXPERTS, TRAJECTORY_REWARD
+from hybridrl.protocol.names import ROUTED_EXPERTS, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS, TURN_STATES
 from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -90,7 +90,8 @@ def batch_of(
         Tensors `prompts` [B, P], `responses`, `response_mask` (the trajectories' masks, holes included),
         `rollout_log_probs`, `weight_versions` [B, T], and `input_ids`, `attention_mask` (all tokens, those of tools
         included), `position_ids` [B, P + T] or [B, k, P + T]; where trajectories have it, `routed_experts`
-        [B, P + T, L, K], 0 on padding.
+        [B, P + T, L, K], 0 on padding; where any has `turn_ends`, `turn_level_rewards` and `turn_states` [B, T], the
+        values of turns at their last tokens, 0 elsewhere.
         Non-tensors `uid` and `sample`, each extra field (None in rows without it), and, where any trajectory has one,
         `session_id` with `trajectory_index`, `trajectory_reward` (None leaves the row to the reward function),
         `turn_rewards` and `multi_modal_inputs`.
@@ -131,9 +132,23 @@ def batch_of(
         "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
         "weight_versions": versions,
     }
+    if any(one.turn_ends is not None for one in trajectories):
+        tensors |= _turns(trajectories, after)
     if any(one.routed_experts is not None for one in trajectories):
         tensors[ROUTED_EXPERTS] = _experts(trajectories, attention_mask.bool())
     return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
+
+
+def _turns(trajectories: Sequence[Trajectory], width: int) -> dict[str, torch.Tensor]:
+    """`turn_level_rewards` and `turn_states` of `batch_of`."""
+    rewards = torch.zeros((len(trajectories), width), dtype=torch.float32)
+    states = torch.zeros((len(trajectories), width), dtype=torch.int32)
+    for row, one in enumerate(trajectories):
+        for place, reward in zip(one.turn_ends or (), one.turn_rewards, strict=False):
+            rewards[row, place] += reward
+        for place, state in one.turn_states:
+            states[row, place] = state
+    return {TURN_LEVEL_REWARDS: rewards, TURN_STATES: states}
 
 
 def _width(field: str, setting: str, width: int | None, trajectories: Sequence[Trajectory]) -> int:
@@ -169,7 +184,7 @@ def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict
         columns["trajectory_index"] = [one.turn for one in trajectories]
     if any(one.reward is not None for one in trajectories):
         columns[TRAJECTORY_REWARD] = [one.reward for one in trajectories]
-    if any(one.turn_rewards for one in trajectories):
+    if any(one.turn_rewards or one.turn_ends is not None for one in trajectories):
         columns["turn_rewards"] = [list(one.turn_rewards) for one in trajectories]
     if any(one.multimodal for one in trajectories):
         columns["multi_modal_inputs"] = [dict(one.multimodal) for one in trajectories]

@@ -33,6 +33,9 @@ class Trajectory:
         turn: position among the trajectories of the session.
         reward: the score of the trajectory where the session gave one; None leaves it to the reward function.
         turn_rewards: rewards of single turns, in order.
+        turn_ends: the place in `token_ids` of the last generated token of each of these turns, where its reward is
+            added to the score; None: they are told to the reward function and no more.
+        turn_states: (the place of a turn's last token, a number above 0 that identifies the situation before it).
         extra: further fields by name; each becomes a non-tensor column.
         multimodal: model inputs that are not token ids, by name.
         routed_experts: integers [prompt and later tokens, L, K], the K experts that each token used in L layers.
@@ -49,6 +52,8 @@ class Trajectory:
     turn: int = 0
     reward: float | None = None
     turn_rewards: Sequence[float] = ()
+    turn_ends: Sequence[int] | None = None
+    turn_states: Sequence[tuple[int, int]] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     multimodal: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: torch.Tensor | None = field(default=None, compare=False)
@@ -71,6 +76,11 @@ class Trajectory:
             raise RolloutError(
                 f"{self.name}: versions={list(self.versions)} must be (version, tokens) pairs whose tokens add up to "
                 f"the {count} entries of token_ids"
+            )
+        if self.turn_ends is not None and len(self.turn_ends) != len(self.turn_rewards):
+            raise RolloutError(
+                f"{self.name}: turn_ends has {len(self.turn_ends)} entries and turn_rewards has "
+                f"{len(self.turn_rewards)}; give one per turn"
             )
         if any(value not in (0, 1) for value in self.mask):
             raise RolloutError(f"{self.name}: mask must hold 0 and 1 only")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridrl.errors import RewardError
-from hybridrl.verdict import NoVerdict, Reason
+from hybridrl.verdict import NoVerdictError, Reason
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,21 @@ class Ended:
         return self.code == 0 and not self.ended
 
 
-class SandboxError(RewardError):
+class SandboxError(NoVerdictError, RewardError):
     """The sandbox failed, and not the program: there is no verdict.
 
-    Attributes:
+    A reward function, tool or loop that lets it pass has none, either.
+
+    Args:
+        detail: what happened, for people.
         reason: `infra` or `timeout`.
     """
 
     def __init__(self, detail: str, reason: Reason = Reason.INFRA) -> None:
-        super().__init__(detail)
-        self.reason = reason
+        super().__init__(reason, detail)
 
-    @property
-    def no_verdict(self) -> NoVerdict:
-        """The same as a scorer's or a tool's answer."""
-        return NoVerdict(self.reason, str(self))
+    def __str__(self) -> str:
+        return self.verdict.detail
 
 
 class Sandbox(ABC):

@@ -23,7 +23,7 @@ from hybridrl.reward import RewardError
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.factory import check_columns, create_pool
 from hybridrl.reward.processes.outcome import Outcome
-from hybridrl.reward.score import check_data_source, reference_text
+from hybridrl.reward.score import check_data_source, check_ground_truth
 from hybridrl.reward.signature import Sample, ground_truth_of
 from hybridrl.reward.weighted import Pool
 from hybridrl.utils.files import write_text
@@ -163,7 +163,7 @@ def _fault_in_reference(source: Any, truth: Any, source_key: str, truth_key: str
     if truth is None:
         return f"no ground truth: column {truth_key!r} must hold {{'ground_truth': ANSWER}}"
     try:
-        reference_text(truth, source)
+        check_ground_truth(truth, source)
     except RewardError as error:
         return str(error)
     return None

@@ -8,16 +8,21 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _current: contextvars.ContextVar["Clock | None"] = contextvars.ContextVar("clock", default=None)
 
 
 class Clock:
-    """Counts the seconds of one call. It runs from the start, and stops while any thread of the call waits."""
+    """Counts the seconds of one call. It runs from the start, and stops while any thread of the call waits.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        told: is called with True when it stops, and with False when it goes on.
+    """
+
+    def __init__(self, told: Callable[[bool], None] | None = None) -> None:
+        self._lock = threading.RLock()
+        self._told = told
         self._waiting = 0
         self._counted, self._since = 0.0, time.monotonic()
 
@@ -38,12 +43,17 @@ class Clock:
             if not self._waiting:
                 self._counted += time.monotonic() - self._since
             self._waiting += 1
+            if self._waiting == 1 and self._told is not None:
+                self._told(True)
 
     def go_on(self) -> None:
         """Continue."""
         with self._lock:
             self._waiting -= 1
-            self._since = time.monotonic()
+            if not self._waiting:
+                self._since = time.monotonic()
+                if self._told is not None:
+                    self._told(False)
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ class Distillation:
         limit = settings.loss_max_clamp
         if limit is not None:
             losses = losses.clamp(-limit, limit)
-        normalisers = counts.for_aggregation(actor.loss_scale_factor)
+        normalisers = counts.for_aggregation(actor.loss_scale_factor, batch)
         if not settings.use_policy_gradient:
             return agg_loss(losses, mask, actor.loss_agg_mode, **normalisers), metrics
         log_prob = outputs["log_probs"]

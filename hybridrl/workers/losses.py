@@ -30,6 +30,7 @@ from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
 from hybridrl.utils.metrics import Metric
 
 FULL_KL = "full"  # the KL form that the engine computes, from the logits of both policies
+SEQUENCE_TOKENS = "sequence_tokens"  # field [B]: response tokens of the sequence that a row is a part of
 PREPARED = "prepared"  # field with what a loss found out about the whole mini-batch before its update
 
 
@@ -84,7 +85,7 @@ class LossCounts:
 
     Attributes:
         tokens: response tokens of the whole mini-batch, over all ranks.
-        sequences: its sequences with at least one response token.
+        sequences: its sequences with at least one response token. The rows of a session are one sequence.
         response_length: the limit of response lengths.
     """
 
@@ -92,18 +93,20 @@ class LossCounts:
     sequences: int
     response_length: int | None = None
 
-    def for_aggregation(self, loss_scale_factor: float | None) -> dict[str, Any]:
-        """The counts as `agg_loss` takes them.
+    def for_aggregation(self, loss_scale_factor: float | None, batch: DataProto) -> dict[str, Any]:
+        """The counts as `agg_loss` takes them, for a micro-batch.
 
         dp_size is 1: the engine undoes FSDP's averaging itself. `seq-mean-token-sum-norm` divides by the limit of
         response lengths where no factor is set, not by the width that a micro-batch happens to have.
         """
-        return {
+        found = {
             "dp_size": 1,
             "batch_num_tokens": self.tokens,
             "global_batch_size": self.sequences,
             "loss_scale_factor": loss_scale_factor or self.response_length,
         }
+        lengths = batch.batch.get(SEQUENCE_TOKENS, None)
+        return found if lengths is None else found | {"sequence_lengths": lengths}
 
 
 class CountedLossFn(Protocol):
@@ -170,7 +173,7 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
         tensors = batch.batch
         mask = tensors["response_mask"]
         log_prob = outputs["log_probs"]
-        normalisers = counts.for_aggregation(config.loss_scale_factor)
+        normalisers = counts.for_aggregation(config.loss_scale_factor, batch)
         old_log_prob = tensors.get("old_log_probs", None)
         metrics: dict[str, Any] = {}
         if old_log_prob is None:
@@ -234,7 +237,7 @@ def value_loss_fn(config: CriticConfig) -> CountedLossFn:
             response_mask=mask,
             cliprange_value=config.cliprange_value,
             loss_agg_mode=config.loss_agg_mode,
-            **counts.for_aggregation(config.loss_scale_factor),
+            **counts.for_aggregation(config.loss_scale_factor, batch),
         )
         metrics = {
             "critic/vf_loss": Metric(loss.detach(), kind="sum"),

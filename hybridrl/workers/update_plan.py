@@ -19,7 +19,7 @@ class MiniBatch:
     Attributes:
         rows: rows on each data-parallel rank, including copies that only fill a rank up.
         tokens: response tokens over all ranks.
-        sequences: sequences with at least one response token, over all ranks.
+        sequences: sequences with at least one response token, over all ranks. The rows of a session are one.
         seed: decides the noise of a loss's preliminary pass.
     """
 

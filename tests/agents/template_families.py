@@ -48,6 +48,24 @@ FAMILIES = {
         "<|im_end|>",
         "\n<|im_start|>user\n<tool_response>\nANSWER\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     ),
+    # calls are tags, and a system message is written in any case
+    "qwen3_coder": Family(
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen.<|im_end|>\n{% endif %}"
+        + _template(
+            "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user\n{% endif %}"
+            "{{ '<tool_response>\n' + m.content + '\n</tool_response>\n' }}"
+            "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}",
+            "<|im_start|>assistant\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+            "{{ '\n<tool_call>\n<function=' + call.function.name + '>\n' }}"
+            "{% for k, v in call.function.arguments.items() %}"
+            "{{ '<parameter=' + k + '>\n' + (v if v is string else v | tojson) + '\n</parameter>\n' }}{% endfor %}"
+            "</function>\n</tool_call>{% endfor %}<|im_end|>\n",
+            _CHATML["user"],
+            "<|im_start|>assistant\n",
+        ),
+        "<|im_end|>",
+        "\n<|im_start|>user\n<tool_response>\nANSWER\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n",
+    ),
     # the opening of a turn begins a thought
     "thinking": Family(
         _template(
@@ -127,7 +145,9 @@ FAMILIES = {
         "<｜tool▁output▁begin｜>ANSWER<｜tool▁output▁end｜>",
     ),
 }
-ENDS = ("<|im_end|>", "<|eot_id|>", "<|observation|>", "<|call|>", "<｜end▁of▁sentence｜>")
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|observation|>", "<|user|>", "<|call|>", "<｜end▁of▁sentence｜>")
+#: special tokens that end a turn in a history, and that the model does not end it with
+MARKS = ("<|end|>",)
 
 #: templates that cannot be continued -> a word of the error
 BROKEN = {
@@ -175,7 +195,7 @@ def write_model(micro_model: Path, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(micro_model), AutoModelForCausalLM.from_pretrained(micro_model)
-    tokenizer.add_tokens([AddedToken(end, special=True, normalized=False) for end in ENDS])
+    tokenizer.add_tokens([AddedToken(end, special=True, normalized=False) for end in (*ENDS, *MARKS)])
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(ENDS))
     model.save_pretrained(folder)

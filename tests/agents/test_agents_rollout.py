@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -213,6 +214,14 @@ class CutsContext(AgentLoopBase):
         return parts
 
 
+@register("cuts_context_unscored")
+class CutsContextUnscored(CutsContext):
+    """The same, without rewards of its own."""
+
+    async def run(self, sampling_params, **kwargs):
+        return [replace(part, reward_score=None) for part in await super().run(sampling_params, **kwargs)]
+
+
 class Flaky(AgentLoopBase):
     """Fails at rows whose `fails` says so: always, the first time, or by asking for too much."""
 
@@ -298,6 +307,13 @@ def test_a_session_of_several_parts_is_several_rows(started, model, engine) -> N
     assert not generated[:, 0].any() and generated.sum() > 4
     trained = engine.infer(batch, MicroBatching(size=4), 1.0, {"log_probs"})["log_probs"]
     assert (trained - batch.batch["rollout_log_probs"])[generated].abs().max() < 1e-5
+
+
+def test_the_reward_function_scores_a_session_of_several_parts_once(started, model) -> None:
+    loop = f"{ROLLOUT}.agent.default_agent_loop=cuts_context_unscored"
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, loop))
+    batch = rollout.generate(prompts_of(rollout, 2))
+    assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.0, None] * 2
 
 
 def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, capsys) -> None:

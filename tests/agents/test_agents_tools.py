@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.agents import BaseTool, FunctionCall, ToolResponse, function_tool
+from hybridrl.agents.side import _SideLoop
 from hybridrl.agents.tools.base import tool_of
 from hybridrl.agents.tools.builtin import Calculator, Gsm8kAnswer, HttpSearch, evaluate
 from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
-from hybridrl.agents.tools.session import ToolSession, _SideLoop
+from hybridrl.agents.tools.session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.verdict import NoVerdictError, Reason, Verdict

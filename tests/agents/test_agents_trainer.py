@@ -1,6 +1,7 @@
 """A GRPO run whose samples are sessions with a tool, as a user starts it."""
 
 import json
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -59,7 +60,8 @@ def settings(micro_model: Path, sort_data: Path, tmp_path_factory: pytest.TempPa
 
 def test_a_run_trains_on_the_sampled_tokens_and_reports_turns(ray_session, settings, tmp_path) -> None:
     folder = f"trainer.default_local_dir={tmp_path}"
-    with started_trainer(load_config("ppo_trainer", [*settings, folder])) as trainer:
+    with started_trainer(load_config("ppo_trainer", [*settings, folder, "trainer.dump_freq=1"])) as trainer:
+        tokenizer = trainer.tokenizer
         result = trainer.fit()
         assert isinstance(trainer.rollout, AgentRollout) and trainer.rollout.version == 1
         assert trainer.train_loader.dataset.tool_schemas[0]["function"]["name"] == "echo"
@@ -75,3 +77,41 @@ def test_a_run_trains_on_the_sampled_tokens_and_reports_turns(ray_session, setti
     last = [row for row in rows if "num_turns/max" in row][-1]
     assert last["num_turns/max"] == max(objects["__num_turns__"]) and last["agent_loop/generate_sequences/mean"] > 0
     assert last["tool_call_counts/mean"] > 0 and last["agent_loop/sessions_failed"] == 0
+    check_dump(
+        [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()], result, tokenizer
+    )
+
+
+def check_dump(rows: list[dict], result, tokenizer) -> None:
+    """Every session is in the dump: what was said, the exact tokens, each generation and each call with its time."""
+    fields, objects = result.batch.batch, result.batch.non_tensor_batch
+    assert [row["uid"] for row in rows] == objects["uid"].tolist()
+    for number, row in enumerate(rows):
+        rollout, tokens = row["rollout"], row["rollout"]["tokens"]
+        attended = fields["attention_mask"][number].bool()
+        width = fields["responses"].shape[1]
+        assert tokens["prompt_ids"] + tokens["ids"] == fields["input_ids"][number][attended].tolist()
+        real = attended[-width:]
+        assert tokens["mask"] == fields["response_mask"][number][real].tolist()
+        for name, field in (("log_probs", "rollout_log_probs"), ("advantages", "advantages")):
+            assert tokens[name] == pytest.approx(fields[field][number][real].tolist(), rel=1e-5)
+        assert "".join(tokens["texts"]) == tokenizer.decode(tokens["ids"], spaces_between_special_tokens=False)
+        placed = dict(tokens["rewards"])
+        assert sum(placed.values()) == pytest.approx(row["score"], rel=1e-5)
+        assert sum(count for _, count in tokens["versions"]) == len(tokens["ids"])
+
+        events, turns = rollout["events"], [event for event in rollout["events"] if event["kind"] == "generate"]
+        calls = [event for event in events if event["kind"] == "tool"]
+        assert sum(event["tokens"] for event in turns) == sum(tokens["mask"])
+        assert turns[0]["prompt_tokens"] == len(tokens["prompt_ids"])
+        assert all(one["at"] >= 0 and one["at"] + one["seconds"] <= rollout["seconds"] + 1e-4 for one in events)
+        assert abs(rollout["started"] - time.time()) < 600
+        if rollout.get("agent_name") == "single_turn_agent":
+            assert len(turns) == 1 and not calls and rollout["messages"] is None
+            continue
+        assert [message["role"] for message in rollout["messages"]].count("assistant") == len(turns)
+        assert len(calls) >= len(turns) - 1 and rollout["tool_rewards"] == [call["reward"] for call in calls]
+        told = [message["content"] for message in rollout["messages"] if message["role"] == "tool"]
+        assert [call["response"] for call in calls][: len(told)] == told and all(
+            call["name"] == "echo" for call in calls
+        )

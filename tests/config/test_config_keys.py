@@ -160,6 +160,7 @@ def test_old_names_lead_to_known_ones_and_are_not_known_themselves(alias):
         ("custom_reward_function.name", "f", "reward.custom_reward_function.name", "f"),
         ("reward_model.reward_manager", "dapo", "reward.reward_manager.name", "dapo"),
         ("reward_model.num_workers", 2, "reward.num_workers", 2),
+        ("sandbox_fusion.url", "http://x", "reward.sandbox_fusion.url", "http://x"),
         ("reward_model.enable", True, "reward.reward_model.enable", True),
         ("reward_model.model.path", "x", "reward.reward_model.model.path", "x"),
         ("reward.reward_model.model_path", "x", "reward.reward_model.model.path", "x"),
@@ -187,7 +188,6 @@ def test_old_names_act_under_the_new_with_a_notice(key, value, new, expected):
     ("key", "value", "named"),
     [
         ("trainer.async_weight_update", True, "trainer.v1.trainer_mode"),
-        ("sandbox_fusion.url", "http://x", "reward.sandbox_fusion.url"),
         ("actor_rollout_ref.model.backend", "tpu", "actor_rollout_ref.model.backend='tpu'"),
     ],
 )

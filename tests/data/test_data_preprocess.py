@@ -12,13 +12,18 @@ import pytest
 from PIL import Image
 from vision_tools import picture, png
 
+from hybridrl.agents.tools.builtin import evaluate
+from hybridrl.agents.tools.load import load_tools
 from hybridrl.data import DataError
+from hybridrl.data.preprocess.calculator import write_calculator
 from hybridrl.data.preprocess.colours import COLOURS, write_colours
 from hybridrl.data.preprocess.geo3k import write_geo3k
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
 from hybridrl.data.preprocess.math import write_math
 from hybridrl.data.preprocess.sort import write_sort_data
 from hybridrl.data.preprocess.source import write_rows
+from hybridrl.errors import UserError
+from hybridrl.models.tiny import build_tokenizer
 from hybridrl.reward import default_compute_score
 
 
@@ -139,3 +144,37 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):  # so does every script, the sorting task's too
         write_sort_data(tmp_path, train_size=4, test_size=2)
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("operations", [1, 3])
+def test_calculator_examples_solve_their_prompts_by_calls(operations, tmp_path):
+    folder = write_calculator(tmp_path, train_size=40, test_size=10, operations=operations, calls=0.5)
+    (tool,) = load_tools(str(folder / "tools.yaml"), None)
+    tokenizer = build_tokenizer(json.loads((folder / "words.json").read_text()))
+    prompts, called = set(), 0
+    for rl, sft in (("train", "sft_train"), ("test", "sft_val")):
+        rows, solved = (pyarrow.parquet.read_table(folder / f"{name}.parquet").to_pylist() for name in (rl, sft))
+        for row, example in zip(rows, solved, strict=True):
+            expression, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+            assert evaluate(expression) == int(truth) and example["messages"][0]["content"] == expression
+            assert default_compute_score(row["data_source"], example["messages"][-1]["content"], truth) == 1.0
+            calls = [one for message in example["messages"] for one in message["tool_calls"] or ()]
+            answers = [message["content"] for message in example["messages"] if message["role"] == "tool"]
+            for call, answer in zip(calls, answers, strict=True):
+                assert str(evaluate(call["function"]["arguments"]["expression"])) == answer
+            assert len(calls) in (0, operations)
+            prompts.add(expression)
+            called += bool(calls)
+    assert len(prompts) == 50 and 10 < called < 40
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1*2"}], tools=[tool.tool_schema], tokenize=False
+    )
+    ids = tokenizer(shown)["input_ids"]
+    assert len(ids) < 40 and tokenizer.decode(ids) == shown  # the description of the tool is a few tokens
+
+
+def test_calculator_refuses_what_it_cannot_draw(tmp_path):
+    with pytest.raises(UserError, match="there are only 8100 of 1 operations"):
+        write_calculator(tmp_path, operations=1, train_size=8100, test_size=1)
+    with pytest.raises(UserError, match="--calls 2 must be between 0 and 1"):
+        write_calculator(tmp_path, calls=2)

@@ -23,6 +23,7 @@ PAGES = (
     "docs/first_reward.md",
     "docs/first_data.md",
     "docs/agents.md",
+    "docs/environments.md",
     "docs/sandbox.md",
     "docs/vision.md",
 )

@@ -1,4 +1,4 @@
-"""The commands of docs/agents.md and the snippets of docs/sandbox.md run."""
+"""The commands of docs/agents.md and docs/environments.md, and the snippets of docs/sandbox.md, run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def test_the_runs_of_the_page(tmp_path: Path, finish: Callable[..., Any], forked
         (step,) = [row for row in rows if "num_turns/mean" in row]
         assert step["num_turns/min"] >= turns and step["agent_loop/sessions_failed"] == 0
         assert step["rollout_corr/kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_run_on_an_environment(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets("docs/environments.md", tmp_path, finish, "run", python=forked)
+    rows = [json.loads(line) for line in (tmp_path / "play" / "run" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [row for row in rows if "num_turns/mean" in row]
+    assert step["num_turns/max"] > 3 and step["agent_loop/sessions_failed"] == 0
+    assert step["rollout_corr/kl"] == pytest.approx(0, abs=1e-5)
 
 
 def test_the_snippets_of_the_sandbox(tmp_path: Path, finish: Callable[..., Any]) -> None:

@@ -174,7 +174,8 @@ def test_math_dapo_strict_box():
     assert math_dapo.compute_score(paused, "1", strict_box_verify=True, pause_tokens_index=[0, 1, 2, 110])["acc"]
 
 
-OTHERWISE = {"hybridrl/colours"}  # its answer is a letter: tests/data/test_data_preprocess.py
+# answers of hybridrl/colours are letters (tests/data/test_data_preprocess.py), those of others programs
+OTHERWISE = {"hybridrl/colours", *(name for name, module in SCORERS.items() if module == "programs")}
 
 
 @pytest.mark.parametrize("source", [name.replace("*", "2024") for name in SCORERS if name not in OTHERWISE])
@@ -212,9 +213,8 @@ def test_sources_of_later_are_named_as_such(source):
         default_compute_score(source, "x", "y")
 
 
-def test_a_sandbox_is_refused():
-    with pytest.raises(RewardError, match="no code sandbox"):
-        default_compute_score("openai/gsm8k", "x", "y", sandbox_fusion_url="http://x")
+def test_settings_of_a_sandbox_are_for_scorers_that_run_programs():
+    assert default_compute_score("openai/gsm8k", "#### 4", "4", sandbox_fusion_url="http://x", memory_limit_mb=9) == 1
 
 
 def test_scorers_and_pool_processes_import_nothing_heavy():

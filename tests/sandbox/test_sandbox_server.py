@@ -209,7 +209,7 @@ def test_a_failure_is_tried_again(first) -> None:
 def test_a_server_that_fails_gives_no_verdict(answer, asked) -> None:
     with scripted(answer) as (server, sandbox), pytest.raises(SandboxError) as error:
         sandbox.run(Program(""))
-    assert server.asked == asked and error.value.no_verdict.reason is Reason.INFRA
+    assert server.asked == asked and error.value.verdict.reason is Reason.INFRA
 
 
 def test_nobody_listens() -> None:

@@ -61,6 +61,7 @@ class ToolAgentLoop(AgentLoopBase):
         tools = {name: self.tools[name] for name in chosen}
         schemas = [tool.tool_schema for tool in tools.values()]
         session = ToolSession(tools, settings, tools_kwargs)
+        self.server_manager.log.messages = data.messages
         try:
             while calls := await self._generate(data, sampling_params, schemas):
                 if not await self._answer(data, calls, session, schemas):
@@ -117,15 +118,30 @@ class ToolAgentLoop(AgentLoopBase):
         schemas: Sequence[Mapping[str, Any]],
     ) -> bool:
         """Run the calls of a turn and append their answers; whether they fit."""
-        readable = [call for call in calls if isinstance(call, FunctionCall)]
+        readable, log = [call for call in calls if isinstance(call, FunctionCall)], self.server_manager.log
+        began = log.clock()
         results = iter(await session.call(readable, data))
         answered: list[tuple[FunctionCall, str]] = []
+        arguments: Mapping[str, Any] | str
         for call in calls:
             if isinstance(call, FunctionCall):
                 result = next(results)
+                name, arguments = call.name, call.arguments
             else:
+                name, arguments = _UNREADABLE, call.text
                 reason = f"Error: this call could not be read: {call.reason}"
                 call, result = FunctionCall(_UNREADABLE, {}), ToolResult(reason, fault="malformed")
+            log.add(
+                "tool",
+                began,
+                result.seconds,
+                turn=data.assistant_turns - 1,
+                name=name,
+                arguments=arguments,
+                response=result.text,
+                reward=result.reward,
+                fault=result.fault,
+            )
             if call.name not in session.tools:  # text of the model must not become text of the template
                 call = FunctionCall(_UNREADABLE, {}, call.tool_call_id)
             if result.fault:

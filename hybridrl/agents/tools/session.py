@@ -2,26 +2,17 @@
 
 import asyncio
 import math
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.agents.parsers.base import FunctionCall
+from hybridrl.agents.side import CallTimeoutError, Side
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.notify import notify
-from hybridrl.utils import clock
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
-
-_POLL_S = 0.05
-_RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
-
-
-class ToolTimeoutError(Exception):
-    """A tool did not answer in time."""
 
 
 @dataclass
@@ -33,12 +24,14 @@ class ToolResult:
         reward: of this call; None: it has none.
         metrics: by name.
         fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" where it did.
+        seconds: that the call took.
     """
 
     text: str
     reward: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
+    seconds: float = 0.0
 
 
 class ToolSession:
@@ -61,7 +54,7 @@ class ToolSession:
         self._settings = settings
         self._kwargs = tools_kwargs or {}
         self._instances: dict[str, asyncio.Task[str]] = {}
-        self._side: _SideLoop | None = None
+        self._side = Side("the tool")
         self.seconds = 0.0
 
     async def call(self, calls: Sequence[FunctionCall], agent_data: Any = None) -> list[ToolResult]:
@@ -74,7 +67,7 @@ class ToolSession:
         """
         started = time.perf_counter()
         limit = self._settings.max_parallel_calls
-        results = await asyncio.gather(*(self._answer(call, agent_data) for call in calls[:limit]))
+        results = await asyncio.gather(*(self._timed(call, agent_data) for call in calls[:limit]))
         refusal = f"Error: not run, because at most {limit} tool call{'s' * (limit > 1)} per turn can be made"
         self.seconds += time.perf_counter() - started
         return [*results, *(ToolResult(refusal, fault="limit") for _ in calls[limit:])]
@@ -89,8 +82,7 @@ class ToolSession:
         for name, created in self._instances.items():
             if created.done() and not created.cancelled() and created.exception() is None:
                 scores[name] = await self._end(self.tools[name], created.result())
-        if self._side is not None:
-            self._side.stop()
+        self._side.stop()
         return scores
 
     async def _end(self, tool: BaseTool, instance: str) -> float | NoVerdict:
@@ -113,7 +105,7 @@ class ToolSession:
                 raise ValueError(f"calc_reward returned {number}")
         except NoVerdictError as error:
             return error.verdict
-        except ToolTimeoutError as error:
+        except CallTimeoutError as error:
             return NoVerdict(Reason.TIMEOUT, f"calc_reward of tool {tool.name}: {error}")
         except Exception as error:
             return NoVerdict(Reason.GRADING, f"calc_reward of tool {tool.name}: {type(error).__name__}: {error}")
@@ -122,6 +114,12 @@ class ToolSession:
     def _given(self, tool: BaseTool, name: str) -> dict[str, Any]:
         """An entry of `tools_kwargs`; files such as parquet have None where other rows have one."""
         return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
+
+    async def _timed(self, call: FunctionCall, agent_data: Any) -> ToolResult:
+        started = time.perf_counter()
+        result = await self._answer(call, agent_data)
+        result.seconds = time.perf_counter() - started
+        return result
 
     async def _answer(self, call: FunctionCall, agent_data: Any) -> ToolResult:
         tool = self.tools.get(call.name)
@@ -139,7 +137,7 @@ class ToolSession:
             text = response.text if isinstance(response, ToolResponse) else str(response)
         except NoVerdictError:
             raise
-        except ToolTimeoutError as error:
+        except CallTimeoutError as error:
             return self._failed(str(error), "timeout")
         except Exception as error:
             return self._failed(f"{type(error).__name__}: {error}", "error")
@@ -156,30 +154,13 @@ class ToolSession:
             self._instances[tool.name] = asyncio.ensure_future(create())
         return await asyncio.shield(self._instances[tool.name])
 
-    async def _limited(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """The result of a coroutine in the session's side loop.
+    async def _limited(self, make: Callable[[], Any]) -> Any:
+        """The result of a call of a tool.
 
         Raises:
-            ToolTimeoutError: it took longer than `tool_timeout_s`, without the time in `clock.stopped()`. A loop that
-                it blocks is left to itself.
+            CallTimeoutError: it took longer than `tool_timeout_s`, without the time in `clock.stopped()`.
         """
-        if self._side is None:
-            self._side = _SideLoop()
-        side, limit = self._side, self._settings.tool_timeout_s
-        with clock.running(clock.Clock()) as measured:
-            future = asyncio.wrap_future(side.submit(make))
-        while not (await asyncio.wait([future], timeout=max(limit - measured.seconds, _POLL_S)))[0]:
-            if measured.is_stopped or measured.seconds < limit:
-                continue
-            future.cancel()
-            if not await side.responds() and self._side is side:
-                side.stop()  # once what blocks it returns
-                self._side = None
-            raise ToolTimeoutError(f"the tool did not answer within {limit:g} s")
-        result, error = future.result()
-        if error is not None:
-            raise error
-        return result
+        return await self._side.run(make, self._settings.tool_timeout_s)
 
     def _failed(self, reason: str, fault: str) -> ToolResult:
         return ToolResult(self._cut(f"Error: {reason}"), fault=fault)
@@ -196,50 +177,6 @@ class ToolSession:
             return text[:limit] + "...(truncated)"
         head = limit // 2
         return text[:head] + "...(truncated)..." + text[len(text) - (limit - head) :]
-
-
-class _SideLoop:
-    """An event loop in a thread of its own, which does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="tools", daemon=True).start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-    def submit(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """A future of (result, None) or (None, error): an exit that a tool raises must not end the loop."""
-
-        async def run() -> tuple[Any, Exception | None]:
-            try:
-                return await make(), None
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:
-                return None, error
-            except BaseException as error:
-                return None, RuntimeError(f"{type(error).__name__}: {error}")
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
-
-    async def responds(self) -> bool:
-        """Whether it runs anything."""
-        ran: Future[None] = Future()
-        ran.set_running_or_notify_cancel()
-        try:
-            self._loop.call_soon_threadsafe(ran.set_result, None)
-        except RuntimeError:  # a parallel call found it blocked and stopped it, and what blocked it has returned
-            return False
-        done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
-        return bool(done)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def _fault_in_arguments(tool: BaseTool, arguments: Mapping[str, Any]) -> str | None:

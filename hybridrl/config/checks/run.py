@@ -248,8 +248,13 @@ def _check_reward(config: PPOTrainerConfig) -> Iterator[str]:
             yield from check_source_file("reward.reward_manager.module.path", module.path)
         if manager.module.path is None:
             yield "reward.reward_manager.source=importlib without reward.reward_manager.module.path"
-    elif (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
+        return
+    if (settings := REWARD_MANAGERS.settings(manager.name)) is not None:
         yield from read_own(settings, config.reward.reward_kwargs, "reward.reward_kwargs.", config)[1]
+    if not REWARD_MANAGERS.facts(manager.name).runs_functions:
+        for name in ("custom_reward_function.path", "functions"):
+            if functools.reduce(getattr, name.split("."), config.reward):
+                yield f"reward.{name} has no effect with reward.reward_manager.name={manager.name}; remove one of them"
 
 
 def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:

@@ -81,6 +81,20 @@ class DapoConfig(ConfigNode):
 
 
 @dataclass
+class SandboxConfig(ConfigNode):
+    """`reward.sandbox_fusion`: where the built-in scorers run programs."""
+
+    url: str | None = key(
+        None,
+        "server that speaks SandboxFusion's HTTP API (POST /run_code), such as `hybridrl sandbox-server`; null: this "
+        "machine. The token is read from HYBRIDRL_SANDBOX_TOKEN",
+    )
+    max_concurrent: int = key(64, "programs that run at once behind the url, per node of this run", gt=0)
+    max_local: int | None = key(None, "programs that run at once without a url; null: one per core", gt=0)
+    memory_limit_mb: int = key(1024, "memory of each process of a program", gt=0)
+
+
+@dataclass
 class ScoringConfig(ConfigNode):
     """`reward` of `evaluation`: which functions score, and their processes."""
 
@@ -88,6 +102,7 @@ class ScoringConfig(ConfigNode):
     functions: dict[str, Any] = key(
         {}, "several functions in place of one, {name: {path, name, weight, reward_kwargs}}; their weighted sum counts"
     )
+    sandbox_fusion: SandboxConfig = group(SandboxConfig)
     num_workers: int | None = key(
         None, "processes that score, per function; null: one per core that may be used, at most 8", gt=0
     )
@@ -166,7 +181,10 @@ class RewardConfig(ScoringConfig):
 
     @property
     def runs_functions(self) -> bool:
-        """Whether reward functions run; otherwise the reward model alone scores."""
+        """Whether reward functions run; otherwise the reward model or the sessions themselves score."""
+        manager = self.reward_manager
+        if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
+            return False
         named = bool(self.functions) or self.custom_reward_function.path is not None
         how = self.reward_model.combine
         return not self.reward_model.enable or how == "sum" or (how == "auto" and named)

@@ -63,6 +63,10 @@ class ServerConfig(ConfigNode):
     )
     max_connections: int = key(1024, "clients connected at once; more are refused (503)", gt=0)
     max_requests: int = key(4096, "samples generated or waiting at once; more are refused (429)", gt=0)
+    max_sessions: int = key(16384, "sessions open at once; more are refused (429)", gt=0)
+    session_idle_s: float = key(
+        21600.0, "seconds without a request after which a session is closed where another needs its place", gt=0
+    )
 
 
 @dataclass
@@ -141,6 +145,20 @@ class AgentConfig(ConfigNode):
     )
     agent_loop_config_path: str | None = key(
         None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
+    )
+    default_environment: str | None = key(
+        None,
+        "env_agent: environment of rows without env_kwargs.name: a name of environment_config_path, a registered name, "
+        "or module:Class; null: the only one of environment_config_path",
+    )
+    environment_config_path: str | None = key(
+        None, "YAML file with environments, {environments: [{name, class_name, config}]}; null: none"
+    )
+    environment_timeout_s: float = key(
+        60.0, "seconds that reset or step of an environment may take; then its session has no verdict", gt=0
+    )
+    environment_turn_tokens: int | None = key(
+        None, "env_agent: tokens of one turn; the environment gets a turn that is cut there; null: any number", gt=0
     )
     retries: int = key(1, "times that a failed session is run again at once, beside the others", ge=0)
     on_error: str | None = key(

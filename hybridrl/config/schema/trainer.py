@@ -128,6 +128,12 @@ class TrainerConfig(RunConfig):
         follows="${if_set:${.rollout_data_dir},1,10}",
         ge=-1,
     )
+    dump_tokens: int = key(
+        256,
+        "samples of each dump, of rollouts and of validation, that are written with tokens, log-probabilities and "
+        "advantages: whole prompts, the same ones in each step; -1: all",
+        ge=-1,
+    )
     rollout_data_dir: str | None = key(None, "folder of these dumps; null: rollouts/ in default_local_dir")
     validation_data_dir: str | None = key(None, "folder of validation dumps; null: validation/ in default_local_dir")
     health: HealthConfig = group(HealthConfig)

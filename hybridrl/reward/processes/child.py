@@ -21,7 +21,7 @@ import signal
 import struct
 import time
 import traceback
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from typing import Any
 
 from hybridrl.errors import RewardError
@@ -30,10 +30,13 @@ from hybridrl.reward.processes.messages import Answer, Failed, PoolConnection, R
 from hybridrl.reward.processes.supervisor import split_off
 from hybridrl.reward.results import BadScore, Score, check_score, check_scores
 from hybridrl.reward.signature import Call, Sample
+from hybridrl.utils import clock
 from hybridrl.verdict import NoVerdict, NoVerdictError
 
 CELL = struct.Struct("<qd")
 IDLE = -1
+_LONGEST_WAIT_S = 3600.0  # for what has limits of its own, such as a sandbox
+_POLL_S = 0.05
 _FLUSH_S = 0.002  # answers are sent together if they come faster than this
 
 
@@ -84,7 +87,8 @@ def serve(connection: PoolConnection, cell: Cell, function: LoadedFunction, time
 def _score_one(function: LoadedFunction, number: int, sample: Sample, cell: Cell) -> Answer:
     start = cell.begin(number)
     try:
-        result = _checked(function(sample), function.how)
+        with cell.measured(number):
+            result = _checked(function(sample), function.how)
     except BaseException as error:  # sys.exit() in a reward function is an error of that function, too
         result = _raised(error)
     cell.end()
@@ -96,8 +100,9 @@ def _score_batch(
 ) -> Answer:
     start = cell.begin(number)
     try:
-        value = function.batch(samples)
-        value = loop.wait(value) if loop is not None else value
+        with cell.measured(number):
+            value = function.batch(samples)
+            value = loop.wait(value) if loop is not None else value
         results = [
             Result("bad", text=str(one)) if isinstance(one, BadScore) else _result(one)
             for one in check_scores(value, len(samples), function.how.may_abstain)
@@ -141,13 +146,24 @@ class Cell:
         self._memory = memory
         self.end()
 
-    def begin(self, number: int) -> float:
-        """Now working on this sample; returns the time."""
+    def begin(self, number: int, seconds: float = 0.0) -> float:
+        """Now working on this sample, for which so many seconds are over; returns the time."""
         now = time.monotonic()
         # The time first: the pool must never see a new number with an old time.
-        CELL.pack_into(self._memory, 0, IDLE, now)
-        CELL.pack_into(self._memory, 0, number, now)
+        CELL.pack_into(self._memory, 0, IDLE, now - seconds)
+        CELL.pack_into(self._memory, 0, number, now - seconds)
         return now
+
+    @contextlib.contextmanager
+    def measured(self, number: int) -> Iterator[None]:
+        """While the sample waits in `clock.stopped()`, its time does not pass for the pool."""
+
+        def told(stopped: bool) -> None:
+            self.begin(number, -_LONGEST_WAIT_S if stopped else measured.seconds)
+
+        measured = clock.Clock(told)
+        with clock.running(measured):
+            yield
 
     def end(self) -> None:
         """Working on nothing."""
@@ -244,9 +260,13 @@ class EventLoop:
             except BaseException as error:
                 return _raised(error)
 
-        task = self._start(attempt())
-        done, _ = await self._asyncio.wait([task], timeout=self._timeout_s)
-        if not done:
+        with clock.running(clock.Clock()) as measured:
+            task = self._start(attempt())
+        left = self._timeout_s
+        while left > 0 and not (await self._asyncio.wait([task], timeout=left))[0]:
+            left = self._timeout_s - measured.seconds
+            left = max(left, _POLL_S) if measured.is_stopped else left
+        if not task.done():
             task.cancel()  # nothing waits for it: it may catch that, and go on
             return Result("timeout")
         if task.cancelled():

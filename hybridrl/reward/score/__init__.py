@@ -1,10 +1,14 @@
 """Built-in scorers, chosen by a sample's `data_source`.
 
-Each scorer is a module with `compute_score(solution_str, ground_truth, ...)`, imported when first needed.
+Each scorer is a module with `compute_score(solution_str, ground_truth, ...)`, imported when first needed. The ground
+truth is text, unless the module has a `check_ground_truth(value)`, which raises `RewardError` for one that it cannot
+score with. A module that runs programs has a `check_machine(**sandbox)`, and its `compute_score` takes those settings.
 """
 
 import importlib
 import math
+from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from hybridrl.errors import RewardError
@@ -13,6 +17,7 @@ from hybridrl.errors import RewardError
 SCORERS: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "hybridrl/sort": "exact",
+    "hybridrl/calculator": "exact",
     "lighteval/MATH": "math_reward",
     "DigitalLearningGmbH/MATH-lighteval": "math_reward",
     "HuggingFaceH4/MATH-500": "math_reward",
@@ -26,16 +31,17 @@ SCORERS: dict[str, str] = {
     "numina_synthetic_amc": "prime_math",
     "numina_cn_k12": "prime_math",
     "numina_olympiads": "prime_math",
+    "codecontests": "programs",
+    "code_contests": "programs",
+    "apps": "programs",
+    "codeforces": "programs",
+    "taco": "programs",
     "hiyouga/geometry3k": "geo3k",
     "hybridrl/colours": "colours",
 }
 
 # data source -> what it would need: known and not supported yet.
 NOT_YET: dict[str, str] = {
-    "codecontests": "running the answer's program in a sandbox",
-    "apps": "running the answer's program in a sandbox",
-    "codeforces": "running the answer's program in a sandbox",
-    "taco": "running the answer's program in a sandbox",
     "searchR1_*": "multi-turn generation with a search tool",
 }
 
@@ -96,6 +102,42 @@ def reference_text(ground_truth: Any, data_source: Any = None) -> str:
     )
 
 
+def scorer_of(data_source: str) -> ModuleType:
+    """The module that scores a data source, which `check_data_source` accepts."""
+    return importlib.import_module(f"{__name__}.{find(SCORERS, data_source)}")
+
+
+def check_ground_truth(ground_truth: Any, data_source: Any) -> None:
+    """Refuse a ground truth that the scorer of its data source cannot score with.
+
+    Raises:
+        RewardError: see `reference_text`, and `check_ground_truth` of the scorer.
+    """
+    own = getattr(scorer_of(data_source), "check_ground_truth", None)
+    if own is None:
+        reference_text(ground_truth, data_source)
+        return
+    try:
+        own(ground_truth)
+    except RewardError as error:
+        raise RewardError(f"data source {data_source!r}: {error}") from None
+
+
+def check_machine(data_sources: Iterable[str], sandbox: Mapping[str, Any]) -> None:
+    """Have scorers that run programs try whether they can.
+
+    Args:
+        data_sources: of the data.
+        sandbox: `sandbox_fusion_url`, `memory_limit_mb` and `max_concurrent`, as `default_compute_score` takes them.
+
+    Raises:
+        RewardError: no program runs.
+    """
+    for module in {scorer_of(source) for source in data_sources}:
+        if hasattr(module, "check_machine"):
+            module.check_machine(**sandbox)
+
+
 def default_compute_score(
     data_source: str,
     solution_str: str,
@@ -104,6 +146,7 @@ def default_compute_score(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
+    max_concurrent: int | None = None,
     **kwargs: Any,
 ) -> float | dict[str, Any]:
     """Score one response by its data source.
@@ -113,8 +156,8 @@ def default_compute_score(
         solution_str: the response as text.
         ground_truth: the reference answer.
         extra_info: further information of the row; the built-in scorers do not use it.
-        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: settings of a code sandbox, which no scorer here
-            uses; must be None.
+        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent: of the sandbox, for scorers that run
+            programs; see `score.programs`.
         kwargs: further arguments of the scorer, such as `method="flexible"` of gsm8k
             (`reward.custom_reward_function.reward_kwargs`).
 
@@ -124,11 +167,16 @@ def default_compute_score(
     Raises:
         RewardError: the data source is unknown or not supported yet, or the ground truth is neither text nor a number.
     """
-    if sandbox_fusion_url is not None or concurrent_semaphore is not None or memory_limit_mb is not None:
-        raise RewardError(
-            "sandbox_fusion_url, concurrent_semaphore and memory_limit_mb: no code sandbox is supported yet."
-        )
     check_data_source(data_source)
-    module = importlib.import_module(f"{__name__}.{find(SCORERS, data_source)}")
-    result = module.compute_score(solution_str, reference_text(ground_truth, data_source), **kwargs)
+    module = scorer_of(data_source)
+    if hasattr(module, "check_machine"):
+        sandbox = {
+            "sandbox_fusion_url": sandbox_fusion_url,
+            "concurrent_semaphore": concurrent_semaphore,
+            "memory_limit_mb": memory_limit_mb,
+            "max_concurrent": max_concurrent,
+        }
+        kwargs |= {name: value for name, value in sandbox.items() if value is not None}
+    truth = ground_truth if hasattr(module, "check_ground_truth") else reference_text(ground_truth, data_source)
+    result = module.compute_score(solution_str, truth, **kwargs)
     return result if isinstance(result, dict) else float(result)

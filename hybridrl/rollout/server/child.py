@@ -106,8 +106,16 @@ class _Recent:
 async def _serve(setup: Setup, connection: socket.socket, listening: socket.socket, max_connections: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     client = RunClient(reader, writer)
-    served = served_model(setup.rollout, setup.model, setup.heeds_seeds)
-    app = create_app(client, served, setup.token, max_requests=setup.rollout.server.max_requests)
+    served = served_model(setup.rollout, setup.model, setup.heeds_seeds, setup.template_kwargs)
+    limits = setup.rollout.server
+    app = create_app(
+        client,
+        served,
+        setup.token,
+        max_requests=limits.max_requests,
+        max_sessions=limits.max_sessions,
+        session_idle_s=limits.session_idle_s,
+    )
     server = OpenAIServer(app, listening, max_connections)
     await server.start()
     client.tell_ready()

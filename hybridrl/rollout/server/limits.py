@@ -21,6 +21,15 @@ _DISCARD_BYTES = 2**20  # of the body of a refused request, so that its client r
 _DISCARD_S = 5.0
 _TCP_USER_TIMEOUT = 18
 _OPEN_PATHS = ("/health", "/metrics")
+_SESSIONS = "/sessions/"
+_GENERATING = ("/v1/", "/inference/v1/")
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,6 +45,15 @@ def limit_sending(listener: socket.socket) -> None:
 def error_bytes(error: ApiError) -> bytes:
     """An error in OpenAI's format as the body of an answer."""
     return json.dumps(error.body()).encode()
+
+
+def body_of_error(path: str, error: ApiError) -> dict[str, Any]:
+    """An error in the format of the API that a path belongs to."""
+    body = error.body()
+    if not path.endswith(_ANTHROPIC_PATHS):
+        return body
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}, "request_id": None}
 
 
 def _whole_answer(status: str, error: ApiError) -> bytes:
@@ -104,22 +122,30 @@ class Guard:
 
     Args:
         app: the application.
-        token: the bearer token that every path except `/health` and `/metrics` requires; None serves everybody.
+        token: the key that every path except `/health` and `/metrics` requires; None serves everybody.
+        is_session: whether a text is the id of an open session. The id is a key too, for what generates in it.
     """
 
-    def __init__(self, app: Any, token: str | None) -> None:
+    def __init__(self, app: Any, token: str | None, is_session: Callable[[str], bool] = lambda id: False) -> None:
         self._app = app
         self._token = token
+        self._is_session = is_session
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
-        error = self._fault(scope["path"], headers)
+        path = scope["path"]
+        session, error = self._session_and_fault(path, headers)
         if error is not None:
-            await _refuse(error, receive, send)
+            await _refuse(path, error, receive, send)
             return
+        if session is not None:
+            scope = {**scope, "state": {**scope.get("state", {}), "session": session}}
+            _, found, rest = path.partition(f"{_SESSIONS}{session}")
+            if found and rest.startswith(_GENERATING):  # one route serves calls inside and outside of sessions
+                scope |= {"path": rest, "raw_path": rest.encode()}
         read = 0
 
         async def bounded() -> Message:
@@ -132,28 +158,45 @@ class Guard:
 
         await self._app(scope, bounded, send)
 
-    def _fault(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-        if self._token is not None and path not in _OPEN_PATHS and not hmac.compare_digest(given, self._token.encode()):
-            return ApiError(
+    def _session_and_fault(self, path: str, headers: dict[bytes, bytes]) -> tuple[str | None, ApiError | None]:
+        """The session that a request belongs to, and why it is refused."""
+        key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+        session = self._named_session(path, key.decode("latin-1"))
+        owner = self._token is None or hmac.compare_digest(key, self._token.encode())
+        if session is None and path.startswith(_SESSIONS):
+            id = path.removeprefix(_SESSIONS).partition("/")[0]
+            if self._is_session(id):  # who knows the id may read and close the session
+                session = id
+            else:
+                return None, ApiError(
+                    404, f"{path}: there is no such session, or it was closed", code="session_not_found"
+                )
+        if session is None and not owner and path not in _OPEN_PATHS:
+            return None, ApiError(
                 401,
-                "wrong or missing token: send `Authorization: Bearer TOKEN` with this run's token",
+                "wrong or missing token: send `Authorization: Bearer TOKEN` with this run's token, or the id of an "
+                "open session",
                 code="invalid_api_key",
             )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
-            return ApiError(413, f"the body has {length[:20].decode('latin-1')} bytes; the limit is {MAX_BODY_BYTES}")
-        return None
+            size = length[:20].decode("latin-1")
+            return None, ApiError(413, f"the body has {size} bytes; the limit is {MAX_BODY_BYTES}")
+        return session, None
+
+    def _named_session(self, path: str, key: str) -> str | None:
+        """The session whose id is the key of a request that generates."""
+        return key if path.startswith(_GENERATING) and self._is_session(key) else None
 
 
-async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
+async def _refuse(path: str, error: ApiError, receive: Receive, send: Send) -> None:
     """Answer with an error. A short body is read and thrown away; a connection with more of it is closed."""
     headers = [(b"content-type", b"application/json")]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if not await _discarded(receive):
         headers.append((b"connection", b"close"))
-    body = error_bytes(error)
+    body = json.dumps(body_of_error(path, error)).encode()
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

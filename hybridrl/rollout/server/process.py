@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import wire
 from hybridrl.rollout.server.http import STOP_S, Listener
 
@@ -37,12 +38,14 @@ class Setup:
         rollout, model: groups of the configuration.
         token: the bearer token of clients.
         heeds_seeds: the engine samples with a request's own seed.
+        template_kwargs: further variables of the chat template (`data.apply_chat_template_kwargs`).
     """
 
     rollout: RolloutConfig
     model: ModelConfig
     token: str
     heeds_seeds: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ServerProcess:
@@ -71,6 +74,7 @@ class ServerProcess:
         self._loop = asyncio.new_event_loop()
         self._writer: asyncio.StreamWriter | None = None
         self._guests: set[str] = set()  # ids of requests in flight
+        self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
 
@@ -101,6 +105,14 @@ class ServerProcess:
                 self._loop.call_soon_threadsafe(self._tell_to_close)
             self._thread.join(2 * STOP_S + 5)
         self.listener.close()
+
+    def take_session(self, id: str, generate: Callable[[Request], Awaitable[Completion]]) -> None:
+        """Have the requests of a session answered by `generate`, which may be called in another thread."""
+        self._own[id] = generate
+
+    def leave_session(self, id: str) -> None:
+        """Answer the session's requests as those of any client again."""
+        self._own.pop(id, None)
 
     # ------------------------------------------------------------------ the thread
 
@@ -203,7 +215,7 @@ class ServerProcess:
         request = wire.request_from_plain(argument)
         self._guests.add(request.id)
         try:
-            return asdict(await self.client.generate(request))
+            return asdict(await self._own.get(request.session, self.client.generate)(request))
         finally:
             self._guests.discard(request.id)
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrl.rollout.request import Completion
+from hybridrl.rollout.server.replies import Reply, text_of
 from hybridrl.rollout.server.schema import ChatRequest, CompletionRequest, GenerateRequest
+from hybridrl.rollout.trace import spans
 
 _LOWEST = -9999.0  # JSON has no infinity
 
@@ -21,6 +23,7 @@ class Answer:
         tokenizer: decodes tokens.
         request: its body.
         prompts: token ids of each prompt; choice i belongs to prompt `i // n`.
+        replies: of a chat, the choices as they are shown; set before they are used.
     """
 
     id: str
@@ -28,6 +31,7 @@ class Answer:
     tokenizer: Any
     request: ChatRequest | CompletionRequest
     prompts: Sequence[list[int]]
+    replies: dict[int, Reply] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -59,7 +63,10 @@ class Answer:
         """A whole choice as one chunk of a stream."""
         choice = self._choice(index, completion)
         if self.chat:
-            choice["delta"] = {"content": choice.pop("message")["content"]}
+            delta = {name: value for name, value in choice.pop("message").items() if name != "role"}
+            for number, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = number
+            choice["delta"] = delta
         return self._head("chat.completion.chunk" if self.chat else "text_completion", [completion]) | {
             "choices": [choice]
         }
@@ -93,13 +100,17 @@ class Answer:
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         request = self.request
-        text, ids = self._text(completion), completion.token_ids
+        ids = completion.token_ids
         choice: dict[str, Any] = {"index": index, "finish_reason": completion.finish_reason, "stop_reason": None}
         if isinstance(request, ChatRequest):
-            choice["message"] = {"role": "assistant", "content": text}
+            reply = self.replies[index]
+            choice["finish_reason"] = reply.finish_reason
+            choice["message"] = reply.message()
             choice["logprobs"] = {"content": self._chat_logprobs(completion)} if request.logprobs else None
+            if reply.malformed:
+                choice["malformed_tool_calls"] = [{"text": one.text, "reason": one.reason} for one in reply.malformed]
         else:
-            choice["text"] = text
+            choice["text"] = text_of(self.tokenizer, completion, request)
             choice["logprobs"] = None if request.logprobs is None else self._text_logprobs(completion)
             if request.return_token_ids:
                 choice["prompt_token_ids"] = self.prompts[index // request.n]
@@ -108,17 +119,6 @@ class Answer:
             choice["token_logprobs"] = [_finite(value) for value in completion.log_probs]
         choice["weights_versions"] = [list(pair) for pair in completion.versions]
         return choice
-
-    def _text(self, completion: Completion) -> str:
-        """The response without special tokens, cut before the first stop string unless it was asked for."""
-        text: str = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        if completion.finish_reason != "stop":
-            return text
-        found = [(text.find(stop), len(stop)) for stop in self.request.stops if stop in text]
-        if not found:
-            return text
-        start, length = min(found)
-        return text[: start + length] if self.request.include_stop_str_in_output else text[:start]
 
     def _chat_logprobs(self, completion: Completion) -> list[dict[str, Any]]:
         entries = []
@@ -157,7 +157,7 @@ def answer_in_tokens(
                 "logprobs": None if request.logprobs is None else {"content": content},
                 "finish_reason": completion.finish_reason,
                 "stop_reason": None,
-                "weight_versions": _spans(completion.versions),
+                "weight_versions": spans(completion.versions),
             }
         )
     return {
@@ -174,19 +174,6 @@ def answer_in_tokens(
             "prompt_tokens_details": {"cached_tokens": completions[0].cached_tokens},
         },
     }
-
-
-def _spans(versions: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Which weights generated the tokens [start, end); a version is text, as vLLM has it."""
-    spans: list[dict[str, Any]] = []
-    end = 0
-    for version, count in versions:
-        start, end = end, end + count
-        if spans and spans[-1]["version"] == str(version):
-            spans[-1]["end"] = end
-        else:
-            spans.append({"version": str(version), "start": start, "end": end})
-    return spans
 
 
 def _finite(value: float) -> float:

@@ -1,10 +1,11 @@
-"""Request bodies of the two endpoints, and which parameters are used, ignored or refused."""
+"""Request bodies of OpenAI's endpoints, and which parameters are used, ignored or refused."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from hybridrl.rollout.sampling import SamplingParams
 
@@ -106,7 +107,7 @@ def check_encodable(value: Any, name: str) -> None:
         ) from error
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -154,7 +155,7 @@ class SamplingRequest(BaseModel):
                 continue
             raise ApiError(
                 400,
-                f"{name}={_short(value)} is not supported by this server and may change the response: remove it",
+                f"{name}={short(value)} is not supported by this server and may change the response: remove it",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -174,16 +175,69 @@ class SamplingRequest(BaseModel):
 
 
 class ChatRequest(SamplingRequest):
-    """Body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`, and the form that requests of the other dialects are translated into."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    #: answer with thoughts apart from the text; not a parameter of clients
+    _separates_thoughts: bool = PrivateAttr(False)
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls are looked for in the answer."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def separates_thoughts(self) -> bool:
+        """Whether thoughts are a part of the answer by themselves."""
+        return self._separates_thoughts or self.reads_calls
+
+    def with_thoughts_apart(self) -> "ChatRequest":
+        """Answer with thoughts apart from the text, without tools too."""
+        self._separates_thoughts = True
+        return self
+
+    def check_extras(self) -> None:
+        super().check_extras()
+        for number, tool in enumerate(self.tools):
+            fault = _fault_in_tool(tool)
+            if fault:
+                raise ApiError(
+                    400, f"tools: entry {number} is not supported: {fault}", "tools", code="unsupported_parameter"
+                )
+        check_encodable(self.tools, "tools")
+        if self.tool_choice not in ("auto", "none"):
+            raise ApiError(
+                400,
+                f"tool_choice={short(self.tool_choice)} is not supported: nothing forces the model to call a "
+                "tool. Take 'auto' or 'none', and ask for the call in the prompt",
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
+
+
+def _fault_in_tool(tool: Mapping[str, Any]) -> str | None:
+    """Why an entry of `tools` is not the description of a function, or None."""
+    if tool.get("type", "function") != "function":
+        return f"its type is {tool['type']!r}; the server runs no tools, only functions of the client are taken"
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        return 'it has no "function" with a "name"'
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        return '"parameters" is not an object'
+    if parameters and not isinstance(parameters.get("properties", {}), Mapping):
+        return '"properties" of its parameters is not an object'
+    return None
 
 
 class CompletionRequest(SamplingRequest):
@@ -229,3 +283,56 @@ class GenerateRequest(SamplingRequest):
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+
+class SessionSampling(BaseModel):
+    """Sampling parameters of all requests of a session."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
+    ignore_eos: bool = False
+    stop: Stop | Annotated[list[Stop], Field(max_length=32)] = []
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What a session is opened with.
+
+    Attributes:
+        metadata: the opener's own.
+        sampling: parameters of requests that set none, see `SessionSampling`.
+        fixed: those hold for requests that set others, too.
+        max_response_tokens: most tokens after the first prompt of a conversation; None: as many as the model can have.
+        match: which messages count as the same, see `conversation.MATCHERS`.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    fixed: bool = False
+    max_response_tokens: int | None = None
+    match: str = "strict"
+
+
+class OpenSession(BaseModel):
+    """Body of `POST /sessions`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metadata: dict[str, Any] = {}
+    sampling_params: SessionSampling = Field(default_factory=lambda: SessionSampling.model_validate({}))
+    fixed_sampling: bool = False
+    max_response_tokens: int | None = Field(None, ge=1)
+    match: Literal["strict", "loose"] = "strict"
+
+    def settings(self) -> SessionSettings:
+        """What the session keeps of it."""
+        return SessionSettings(
+            metadata=self.metadata,
+            sampling=self.sampling_params.model_dump(exclude_unset=True),
+            fixed=self.fixed_sampling,
+            max_response_tokens=self.max_response_tokens,
+            match=self.match,
+        )

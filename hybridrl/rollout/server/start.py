@@ -2,11 +2,15 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hybridrl.agents.turns import Turns
 from hybridrl.config import ModelConfig, RolloutConfig
-from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.registry import TOOL_PARSERS, import_external_lib
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.server.app import Served
 from hybridrl.rollout.server.http import Listener, new_token
@@ -49,16 +53,27 @@ def served_name(rollout: RolloutConfig, model: ModelConfig) -> str:
     return rollout.prometheus.served_model_name or model.path
 
 
-def served_model(rollout: RolloutConfig, model: ModelConfig, heeds_seeds: bool = True) -> Served:
-    """The model as the API describes it, with its tokenizer."""
+def served_model(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    heeds_seeds: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Served:
+    """The model as the API describes it, with its tokenizer, its chat template and the parser of its tool calls."""
+    import_external_lib(model.external_lib)  # it may register a parser
     text = config_of(model).get_text_config()
     tokenizer = tokenizer_of(model)
+    ends = eos_token_ids(model.path, config_of(model), tokenizer)
+    settings = rollout.multi_turn
     return Served(
         name=served_name(rollout, model),
         tokenizer=tokenizer,
         max_model_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         vocab_size=getattr(text, "vocab_size", None) or len(tokenizer),
         heeds_seeds=heeds_seeds,
+        turns=Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode),
+        parser=TOOL_PARSERS.get(settings.format)(),
+        eos_token_ids=ends,
     )
 
 
@@ -69,6 +84,7 @@ def make_server(
     *,
     heeds_seeds: bool = True,
     log_file: Path | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[ServerProcess, Access]:
     """A server that has its port; it runs once it is started, in a process of its own.
 
@@ -78,11 +94,13 @@ def make_server(
         client: over all replicas.
         heeds_seeds: the engine samples with a request's own seed.
         log_file: where the process writes.
+        template_kwargs: further variables of the chat template.
 
     Raises:
         RolloutError: the port is taken, the host is not this machine's, the token's variable is not set.
     """
     token = new_token(rollout.server.api_key_env)
     listener = Listener(rollout.server.host, rollout.server.port)
-    server = ServerProcess(client, Setup(rollout, model, token, heeds_seeds), listener, log_file)
+    setup = Setup(rollout, model, token, heeds_seeds, dict(template_kwargs or {}))
+    server = ServerProcess(client, setup, listener, log_file)
     return server, Access(listener.url, token, served_name(rollout, model))

@@ -15,6 +15,7 @@ from hybridrl.algorithms.sessions import ORDER_KEY, SESSION_KEY
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.fields import Widths, narrow, padded, widen
 from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+from hybridrl.workers.losses import SEQUENCE_TOKENS
 from hybridrl.workers.update_plan import MiniBatch
 
 
@@ -159,6 +160,7 @@ def spread_over_ranks(
     seeds: Sequence[int] | None = None,
     families: np.ndarray | None = None,
     rows_together: int = 1,
+    sessions: np.ndarray | None = None,
 ) -> tuple[DataProto, tuple[MiniBatch, ...]]:
     """Arrange a batch for one update call: by shard, and by mini-batch within each shard.
 
@@ -173,6 +175,8 @@ def spread_over_ranks(
         families: for each row of the batch what it belongs to; see `split_rows`.
         rows_together: so many consecutive rows of a mini-batch stay together, in their order. Copies that pad it are
             copies of all of them.
+        sessions: for each row of the batch the sequence that it is a part of; a sequence is in one mini-batch. The
+            batch gets the field `sequence_tokens` then. None: each row is a sequence.
 
     Returns:
         The arranged batch, and its mini-batches for an `UpdatePlan`.
@@ -184,6 +188,11 @@ def spread_over_ranks(
         raise ValueError("spread_over_ranks was given a jagged batch; pass padded_batch(batch)")
     lengths = batch.batch["attention_mask"].sum(dim=1)
     tokens_of = batch.batch["response_mask"].sum(dim=1).numpy()
+    sequence_of = np.arange(len(batch)) if sessions is None else np.unique(sessions, return_inverse=True)[1]
+    if sessions is not None:
+        tokens = np.bincount(sequence_of, weights=tokens_of).astype(np.int64)
+        batch = batch.select()
+        batch.batch[SEQUENCE_TOKENS] = torch.from_numpy(tokens[sequence_of])
     workload = calculate_workload(lengths).numpy()
     shards: list[list[int]] = [[] for _ in range(dp_size)]
     is_copy: list[list[bool]] = [[] for _ in range(dp_size)]
@@ -201,7 +210,7 @@ def spread_over_ranks(
             MiniBatch(
                 rows=padded.size // dp_size,
                 tokens=int(tokens_of[rows].sum()),
-                sequences=int((tokens_of[rows] > 0).sum()),
+                sequences=len(np.unique(sequence_of[rows][tokens_of[rows] > 0])),
                 seed=0 if seeds is None else seeds[number],
             )
         )

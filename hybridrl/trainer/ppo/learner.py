@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import PPOTrainerConfig
-from hybridrl.errors import RolloutError
+from hybridrl.errors import AlgorithmError, RolloutError
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
@@ -241,9 +242,7 @@ class Learner:
         algorithm, fields = self.config.algorithm, batch.batch
         metrics: dict[str, float] = {}
         with timer.phase("adv"):
-            fields["token_level_rewards"], baselines = self.reward_transform(
-                fields["token_level_scores"], fields["response_mask"], fields.get("reward_baselines", None)
-            )
+            fields["token_level_rewards"], baselines = self._transformed_rewards(batch)
             if baselines is not None:
                 fields["reward_baselines"] = baselines
             if algorithm.use_kl_in_reward:
@@ -252,6 +251,18 @@ class Learner:
             if self.needs.values:
                 metrics |= critic_metrics(batch, algorithm.gamma)
         return metrics
+
+    def _transformed_rewards(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scores and baselines after `reward_transform`, for which the rows of a session are one sequence."""
+        fields, width = batch.batch, batch.batch["responses"].shape[-1]
+        scores, mask = fields["token_level_scores"], fields["response_mask"]
+        baselines = fields.get("reward_baselines", None)
+        sessions = split_sessions(batch.non_tensor_batch, len(batch))
+        if sessions is None:
+            return self.reward_transform(scores, mask, baselines)
+        joined = None if baselines is None else sessions.join(baselines)
+        rewards, baselines = self.reward_transform(sessions.join(scores), sessions.join(mask), joined)
+        return sessions.split(rewards, width), None if baselines is None else baselines[sessions.groups.ids]
 
     def update(self, batch: DataProto, timer: PhaseTimer, first: bool = False) -> dict[str, float]:
         """Run all epochs of mini-batches for the critic and then, once the critic is warmed up, for the policy.
@@ -265,6 +276,11 @@ class Learner:
         self._announce_change()
         algorithm = self.config.algorithm
         if algorithm.use_pf_ppo and not first:
+            if split_sessions(batch.non_tensor_batch, len(batch)) is not None:
+                raise AlgorithmError(
+                    "algorithm.use_pf_ppo=True draws single rows, and an agent loop returned several trajectories for "
+                    "a session; return one, or set algorithm.use_pf_ppo=False"
+                )
             seed = seed_of(self.config.actor_rollout_ref.actor.data_loader_seed, self.step)
             batch = draw_by_reward(batch, algorithm.pf_ppo, seed)
         pending: list[tuple[str, Any]] = []
@@ -294,7 +310,12 @@ class Learner:
         """Yield one batch per epoch, arranged for `ModelWorker.update`."""
         settings, dp_size = spec.settings_of(self.config), self.groups[spec.name].dp_size(spec.mesh)
         fields = [*MODEL_INPUTS, *update.fields, *(name for name in update.optional if name in batch.batch.keys())]
-        objects = batch.non_tensor_batch
+        objects, sessions = batch.non_tensor_batch, split_sessions(batch.non_tensor_batch, len(batch))
+        if sessions is not None and not hasattr(settings, "loss_agg_mode"):
+            raise AlgorithmError(
+                f"the role {spec.name} learns from one response per sample, and an agent loop returned several "
+                "trajectories for a session; return one, or leave the role out"
+            )
         epochs = list(
             epochs_of_mini_batches(
                 objects.get(SLOT, objects["uid"]),
@@ -311,7 +332,14 @@ class Learner:
         seed = partial(seed_of, settings.data_loader_seed, self.step)
         for epoch, mini_batches in enumerate(epochs):
             seeds = [seed(epoch, number) for number in range(len(mini_batches))]
-            spread, planned = spread_over_ranks(chosen, mini_batches, dp_size, seeds, self._families(batch, spec))
+            spread, planned = spread_over_ranks(
+                chosen,
+                mini_batches,
+                dp_size,
+                seeds,
+                self._families(batch, spec),
+                sessions=None if sessions is None else sessions.groups.ids.numpy(),
+            )
             yield UpdatePlan(
                 mini_batches=planned,
                 dp_size=dp_size,

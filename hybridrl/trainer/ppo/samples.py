@@ -1,12 +1,33 @@
 """Batches as readable text: the columns of rollout and validation dumps."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.observe.dump import dump_generations
-from hybridrl.protocol import DataProto
+import torch
 
+from hybridrl.observe.dump import dump_generations
+from hybridrl.observe.samples import first_prompts
+from hybridrl.observe.token_text import TokenTexts
+from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import SESSION_LOG
+
+#: name of the column with what a row's session did; see `Samples.rollouts`
+ROLLOUT = "rollout"
 _FIXED = ("input", "output", "gts", "score", "step", "uid", "data_source")
+#: columns of a batch -> their names in `ROLLOUT`
+_OF_SESSION = {
+    "sample": "sample",
+    "session_id": "session_id",
+    "trajectory_index": "trajectory_index",
+    "agent_name": "agent_name",
+    "__num_turns__": "num_turns",
+    "turn_rewards": "turn_rewards",
+    "tool_rewards": "tool_rewards",
+    "tool_faults": "tool_faults",
+}
+#: fields [B, T] -> their names in `ROLLOUT`'s `tokens`
+_OF_TOKENS = {"rollout_log_probs": "log_probs", "old_log_probs": "old_log_probs", "advantages": "advantages"}
 
 
 class Samples:
@@ -14,10 +35,12 @@ class Samples:
 
     Args:
         tokenizer: decodes token ids, without special tokens.
+        with_tokens: most samples whose tokens are written (`trainer.dump_tokens`); -1: all.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, with_tokens: int = 0) -> None:
         self.tokenizer = tokenizer
+        self.with_tokens = with_tokens
         self.inputs: list[str] = []
         self.outputs: list[str] = []
         self.scores: list[float] = []
@@ -25,6 +48,7 @@ class Samples:
         self.uids: list[str] = []
         self.sources: list[str] = []
         self.extra: dict[str, list[Any]] = {}
+        self._batches: list[DataProto] = []
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -45,11 +69,38 @@ class Samples:
             self.extra.setdefault(name, [None] * before)
         for name, values in self.extra.items():
             values.extend(extra.get(name, [None] * count))
+        self._batches.append(batch)
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        """What the session of each row did, as JSON data.
+
+        `started` (seconds since the epoch), `seconds`, `messages` and `events` (`SessionLog`) are those of the whole
+        session, at its first row. `tokens` has `prompt_ids`, and per token of the response `ids`, `texts`, `mask`,
+        `log_probs` of the sampler, `old_log_probs` and `advantages` of the trainer, with `rewards` [(token, reward)]
+        where a reward was placed, and `versions` [(version of the weights, tokens)].
+        """
+        chosen = first_prompts(self.inputs, self.with_tokens)
+        texts = TokenTexts(self.tokenizer) if chosen else None
+        found: list[dict[str, Any]] = []
+        for batch in self._batches:
+            objects = batch.non_tensor_batch
+            columns = {name: objects[column] for column, name in _OF_SESSION.items() if column in objects}
+            logs = objects.get(SESSION_LOG, [None] * len(batch))
+            for row in range(len(batch)):
+                facts = {name: column[row] for name, column in columns.items() if column[row] is not None}
+                facts |= logs[row] or {}
+                if texts is not None and len(found) in chosen:
+                    facts["tokens"] = _tokens(batch, row, texts)
+                found.append(facts)
+        return found
 
     def write(self, folder: Path, step: int) -> Path:
         """Write `<folder>/<step>.jsonl`, one line per sample."""
-        columns: dict[str, list[Any]] = {"uid": self.uids, "data_source": self.sources}
-        columns |= {name: values for name, values in self.extra.items() if name not in _FIXED}
+        columns: dict[str, Sequence[Any]] = {"uid": self.uids, "data_source": self.sources}
+        for name, values in self.extra.items():
+            if name not in _FIXED:
+                columns[f"reward/{name}" if name == ROLLOUT else name] = values
+        columns[ROLLOUT] = self.rollouts()
         return dump_generations(folder, step, self.inputs, self.outputs, self.scores, self.ground_truths, columns)
 
     def rows(self, count: int) -> list[dict[str, Any]]:
@@ -61,6 +112,38 @@ class Samples:
         rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
         texts: list[str] = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return texts
+
+
+def _tokens(batch: DataProto, row: int, texts: TokenTexts) -> dict[str, Any]:
+    """`tokens` of `Samples.rollouts`."""
+    fields: Mapping[str, torch.Tensor] = batch.batch
+    width = fields["responses"].shape[1]
+    attended = fields["attention_mask"][row].bool()
+    real = attended[-width:]
+    ids = fields["responses"][row][real].tolist()
+    found: dict[str, Any] = {
+        "prompt_ids": fields["prompts"][row][attended[:-width]].tolist(),
+        "ids": ids,
+        "texts": texts(ids),
+    }
+    names = fields.keys()
+    if "response_mask" in names:
+        found["mask"] = fields["response_mask"][row][real].tolist()
+    for field, name in _OF_TOKENS.items():
+        if field in names:
+            found[name] = [_short(value) for value in fields[field][row][real].tolist()]
+    if "token_level_scores" in names:
+        rewards = fields["token_level_scores"][row][real]
+        found["rewards"] = [(place, _short(float(rewards[place]))) for place in rewards.nonzero().flatten().tolist()]
+    if "weight_versions" in names:
+        versions, counts = fields["weight_versions"][row][real].unique_consecutive(return_counts=True)
+        found["versions"] = list(zip(versions.tolist(), counts.tolist(), strict=True))
+    return found
+
+
+def _short(value: float) -> float:
+    """Six significant digits."""
+    return float(f"{value:.6g}")
 
 
 def _ground_truth(row: Any) -> Any:

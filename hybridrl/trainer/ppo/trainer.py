@@ -264,7 +264,7 @@ class RayPPOTrainer:
         metrics |= phase_peaks(self.groups)
         run.report(metrics)
         if run.due(self.config.trainer.dump_freq):
-            samples = Samples(self.tokenizer)
+            samples = Samples(self.tokenizer, self.config.trainer.dump_tokens)
             extra = {name: batch.non_tensor_batch[name].tolist() for name in sampled.reward_columns}
             samples.add(batch, batch.batch["token_level_scores"].sum(dim=-1).tolist(), extra)
             samples.write(run.rollout_folder, run.step)
@@ -290,7 +290,8 @@ class RayPPOTrainer:
         due = trainer.val_before_train if run.step == 0 else run.due(trainer.test_freq)
         if self.val_loader is None or not (due or trainer.val_only):
             return
-        samples, rollout = Samples(self.tokenizer), self.config.actor_rollout_ref.rollout
+        samples = Samples(self.tokenizer, trainer.dump_tokens)
+        rollout = self.config.actor_rollout_ref.rollout
         with run.phase("testing"):
             metrics = validate(
                 self.val_loader,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.observe.metrics import validation_metrics
@@ -69,7 +70,12 @@ def validate(
         asked_for, left_out = asked_for + judged.asked, left_out + len(judged.left_out)
         if (found := judged.batch) is not None:
             extra = {name: found.non_tensor_batch[name].tolist() for name in columns if name in found.non_tensor_batch}
-            samples.add(found, found.batch["token_level_scores"].sum(dim=-1).tolist(), extra)
+            scores = found.batch["token_level_scores"].sum(dim=-1)
+            sessions = split_sessions(found.non_tensor_batch, len(found))
+            if sessions is not None:  # one answer a session: its last trajectory, with the reward of all of them
+                found, scores = found.select_idxs(sessions.last), sessions.sum(scores)
+                extra = {name: sessions.pick(values).tolist() for name, values in extra.items()}
+            samples.add(found, scores.tolist(), extra)
     if left_out == asked_for > 0:
         raise RolloutError(f"validation: none of {asked_for} samples has a reward; the warnings say why")
     metrics = validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})

@@ -1,0 +1,44 @@
+"""What happened in a session: its messages, generations and tool calls with their times, for dumps and traces."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SessionLog:
+    """Written while the session runs. Loops have it as `server_manager.log`.
+
+    Attributes:
+        started: when the session began, in seconds since the epoch.
+        messages: the conversation; None where the loop told none.
+        events: generations and tool calls in the order in which they ended.
+    """
+
+    started: float = field(default_factory=time.time)
+    messages: Sequence[Mapping[str, Any]] | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _begin: float = field(default_factory=time.perf_counter)
+
+    def clock(self) -> float:
+        """Seconds since the session began."""
+        return time.perf_counter() - self._begin
+
+    def add(self, kind: str, at: float, seconds: float | None = None, **facts: Any) -> None:
+        """Add an event.
+
+        Args:
+            kind: `generate`, `tool`, or a word of your own.
+            at: when it began, by `clock`.
+            seconds: that it took; None: it ends now.
+            facts: what is known about it, as JSON data.
+        """
+        took = self.clock() - at if seconds is None else seconds
+        self.events.append({"kind": kind, "at": round(at, 6), "seconds": round(took, 6), **facts})
+
+    def record(self) -> dict[str, Any]:
+        """`{started, seconds, messages, events}`."""
+        messages = None if self.messages is None else [dict(message) for message in self.messages]
+        seconds = round(self.clock(), 6)
+        return {"started": self.started, "seconds": seconds, "messages": messages, "events": list(self.events)}

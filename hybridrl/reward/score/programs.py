@@ -1,0 +1,299 @@
+"""Programs as answers: run on test cases in a sandbox, and scored by how many they pass.
+
+The ground truth is a dict, or the same as JSON: `{"inputs": [...], "outputs": [...]}` for programs that read the
+standard input; with `fn_name` for functions (or methods of `class Solution`), where an input is the list of arguments;
+or `{"assert_case": [...]}`, statements that the program is followed by. What is expected never enters the sandbox, but
+for asserts: the program's output is compared here.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.errors import RewardError
+from hybridrl.notify import notify
+from hybridrl.sandbox import Ended, Limits, LocalSandbox, Program, RemoteSandbox, Sandbox
+
+_CONSIDERED = 10  # test cases that partial credit looks at
+_NO_PROGRAM = 121  # the exit code of a runner whose program cannot be compiled
+_RUNNER = """
+import builtins, json, os, sys, traceback, types
+names = {}
+exec("import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator, random\\n"
+     "import re, string, sys\\nfrom bisect import *\\nfrom collections import *\\nfrom functools import *\\n"
+     "from heapq import *\\nfrom itertools import *\\nfrom math import *\\n"
+     "from operator import *\\nfrom typing import *", names)
+names = {name: value for name, value in names.items() if name not in dir(builtins) and not name.startswith("__")}
+with open("solution.py", encoding="utf-8") as file:
+    source = file.read()
+try:
+    program = compile(source, "solution.py", "exec")
+except (SyntaxError, ValueError, RecursionError, MemoryError):
+    traceback.print_exc(limit=0)
+    os._exit(NO_PROGRAM)
+sys.argv[:] = ["solution.py"]
+module = types.ModuleType("__main__" if FUNCTION is None else "solution")
+sys.modules[module.__name__] = module
+vars(module).update(names)
+arguments = None if FUNCTION is None else json.loads(sys.stdin.read())
+exec(program, vars(module))
+result = None
+if FUNCTION is not None:
+    owner = getattr(module, "Solution", None)
+    result = getattr(owner() if hasattr(owner, FUNCTION) else module, FUNCTION)(*arguments)
+if MARK is not None:
+    sys.stdout.flush()
+    text = json.dumps(result, default=lambda value: list(value) if hasattr(value, "__iter__") else str(value))
+    data = ("\\n" + MARK + text).encode()
+    while data:
+        data = data[os.write(1, data):]
+"""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The test cases of a problem.
+
+    Attributes:
+        inputs: text of the standard input, or the arguments of the function.
+        outputs: what is expected, one per input; None for asserts.
+        function: the name of the function; None: the program reads and prints.
+        asserts: statements, one per input.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    function: str | None = None
+    asserts: tuple[str, ...] = ()
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    continuous: bool = True,
+    timeout: float = 10.0,
+    total_timeout: float = 60.0,
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int = 1024,
+    max_concurrent: int | None = None,
+    concurrent_semaphore: Any = None,
+) -> dict[str, Any]:
+    """Score the last program in a response; a response without a code block scores 0.
+
+    Args:
+        continuous: the score is the share of the first 10 test cases that the program passes; otherwise 1 if it passes
+            all, else 0, and the first failure ends the run of further ones.
+        timeout: seconds for each test case.
+        total_timeout: seconds that a program may run in all; test cases that have not begun by then count as failed.
+        sandbox_fusion_url: of a server; None: programs run on this machine.
+        memory_limit_mb: memory of each process.
+        max_concurrent: programs at once; None: one per core, and 64 with a url.
+        concurrent_semaphore: is held while a program runs; None: there is none.
+
+    Returns:
+        `score`; `acc`, whether all test cases that count passed; `tests` and `passed`, their numbers; `fault`, what
+        became of the first that failed: "wrong", "error", "time", "output", "syntax", "no program"; "" where none did.
+
+    Raises:
+        SandboxError: the sandbox failed, so there is no verdict.
+        RewardError: the test cases are none.
+    """
+    tests = read_tests(ground_truth)
+    count = min(len(tests.inputs), _CONSIDERED) if continuous else len(tests.inputs)
+    program = program_of(solution_str)
+    if program is None:
+        return {"score": 0.0, "acc": False, "tests": count, "passed": 0, "fault": "no program"}
+    sandbox = sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent)
+    passed, spent, first = 0, 0.0, ""
+    for number in range(count):
+        if spent >= total_timeout:
+            first = first or "time"
+            break
+        with concurrent_semaphore or contextlib.nullcontext():
+            fault, seconds = _run(sandbox, program, tests, number, min(timeout, total_timeout - spent), memory_limit_mb)
+        spent += seconds
+        passed += not fault
+        first = first or fault
+        if fault == "syntax" or (fault and not continuous):
+            break
+    score = passed / count if continuous else float(passed == count)
+    return {"score": score, "acc": passed == count, "tests": count, "passed": passed, "fault": first}
+
+
+def program_of(solution_str: str) -> str | None:
+    """The last code block of a response (of those in Python, where there are any); None where there is none."""
+    parts = solution_str.split("```")
+    blocks = parts[1 : len(parts) - 1 : 2]  # without one that was cut off
+    named = [block for block in blocks if block.partition("\n")[0].strip().lower() in ("python", "py", "python3")]
+    for block in reversed(named or blocks):
+        first, newline, rest = block.partition("\n")
+        language = first.strip().replace("+", "")
+        return rest if newline and (not language or language.isalnum()) else block
+    return None
+
+
+def read_tests(ground_truth: Any) -> Tests:
+    """The test cases of a ground truth.
+
+    Raises:
+        RewardError: it is none.
+    """
+    form = '{"inputs": [...], "outputs": [...]}, with "fn_name" for functions, or {"assert_case": [...]}, also as JSON'
+    try:
+        found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    except ValueError as error:
+        raise RewardError(f"the ground truth is no JSON ({error}); it must be {form}") from None
+    if not isinstance(found, Mapping):
+        raise RewardError(f"the ground truth is {type(found).__name__}; it must be {form}")
+    asserts = _items(found.get("assert_case"))
+    if asserts:
+        return Tests(("",) * len(asserts), (None,) * len(asserts), None, tuple(map(str, asserts)))
+    inputs, outputs = _items(found.get("inputs")), _items(found.get("outputs"))
+    if not inputs or len(inputs) != len(outputs):
+        raise RewardError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs; it must be {form}")
+    function = found.get("fn_name")
+    if function is None:
+        return Tests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
+    return Tests(tuple(map(_arguments, inputs)), tuple(map(_value, outputs)), str(function))
+
+
+#: what checks a ground truth before a run, in place of the check for text and numbers
+check_ground_truth = read_tests
+
+
+def check_machine(
+    sandbox_fusion_url: str | None = None, memory_limit_mb: int = 1024, max_concurrent: int | None = None, **_: Any
+) -> None:
+    """Run a small program, before a run needs it.
+
+    Raises:
+        RewardError: none runs.
+    """
+    if reason := sandbox_of(sandbox_fusion_url, memory_limit_mb, max_concurrent).check():
+        notify(
+            f"scoring of programs: the kernel refuses namespaces ({reason}): programs of the model run with limits, "
+            "but they reach the network and what their user may read; reward.sandbox_fusion.url runs them elsewhere",
+            "warning",
+        )
+
+
+@functools.lru_cache
+def sandbox_of(url: str | None, memory_mb: int = 1024, max_concurrent: int | None = None) -> Sandbox:
+    """The sandbox of these settings."""
+    limits = Limits(memory_mb=memory_mb)
+    return LocalSandbox(limits, max_concurrent) if url is None else RemoteSandbox(url, limits, max_concurrent or 64)
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Whether a program printed what is expected, but for whitespace and the rounding of fractions."""
+    lines = [[line.split() for line in text.strip().splitlines()] for text in (found, expected)]
+    if lines[0] == lines[1]:
+        return True
+    if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
+        return False
+    return all(_same_token(*pair) for rows in zip(*lines, strict=True) for pair in zip(*rows, strict=True))
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Whether a function returned what is expected; APPS has some results within a list."""
+    if _equal(found, expected):
+        return True
+    return isinstance(expected, list) and len(expected) == 1 and _equal(found, expected[0])
+
+
+def _run(
+    sandbox: Sandbox, program: str, tests: Tests, number: int, seconds: float, memory_mb: int
+) -> tuple[str, float]:
+    """What became of one test case, and the seconds that it took."""
+    expected, marked = tests.outputs[number], bool(tests.function or tests.asserts)
+    mark = secrets.token_hex(16) if marked else None
+    runner = f"FUNCTION, MARK, NO_PROGRAM = {tests.function!r}, {mark!r}, {_NO_PROGRAM}\n{_RUNNER}"
+    source = f"{program}\n{tests.asserts[number]}\n" if tests.asserts else program
+    stdin = json.dumps(tests.inputs[number]) if tests.function else tests.inputs[number]
+    longest = 256 + 4 * len(expected if isinstance(expected, str) else json.dumps(expected)) // 1024
+    limits = Limits(wall_s=seconds, cpu_s=math.ceil(seconds), memory_mb=memory_mb, output_kb=longest)
+    files = {"solution.py": source.encode("utf-8", "replace")}
+    ended = sandbox.run(Program(runner, stdin=stdin.encode("utf-8", "replace"), files=files), limits)
+    return _fault(ended, tests, expected, mark), ended.seconds
+
+
+def _fault(ended: Ended, tests: Tests, expected: Any, mark: str | None) -> str:
+    if ended.ended:
+        return ended.ended
+    if ended.code:
+        return "syntax" if ended.code == _NO_PROGRAM else "error"
+    if mark is None:
+        return "" if same_output(ended.output, expected) else "wrong"
+    _, found, result = ended.output.rpartition(f"\n{mark}")
+    if not found:  # it left before its end
+        return "error"
+    if tests.asserts:
+        return ""
+    try:
+        return "" if same_value(json.loads(result), expected) else "wrong"
+    except ValueError:
+        return "error"
+
+
+def _items(value: Any) -> list[Any]:
+    """A list; columns of files have arrays for it."""
+    if value is None:
+        return []
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _text(value: Any) -> str:
+    """Input or output as text; APPS has some as lists of lines."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    """The arguments of a function: a list of them, or text with JSON on each line."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list):
+        return value
+    try:
+        return [json.loads(line) for line in str(value).splitlines() if line.strip()]
+    except ValueError as error:
+        raise RewardError(f"the input {str(value)[:60]!r} of a function is no JSON in each line ({error})") from None
+
+
+def _value(value: Any) -> Any:
+    """What a function returns, as JSON shows it; text that is JSON stands for its value."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+        return value
+    return json.loads(json.dumps(value))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return bool(one == other)
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        fraction = isinstance(one, float) or isinstance(other, float)
+        return one == other or (fraction and math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-8))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    return bool(one == other)
+
+
+def _same_token(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    if not any(mark in expected for mark in ".eE"):
+        return False
+    try:
+        return math.isclose(float(found), float(expected), rel_tol=1e-5, abs_tol=1e-8)
+    except ValueError:
+        return False

@@ -1,0 +1,511 @@
+"""From a request's body to token ids, to requests of the engine, and to an answer."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
+
+from hybridrl.agents.parsers.base import ToolParser
+from hybridrl.agents.turns import Turns
+from hybridrl.errors import RolloutError, UserError
+from hybridrl.models.chat import Message
+from hybridrl.registry import TOOL_PARSERS
+from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
+from hybridrl.rollout.server.conversation import inner_messages, inner_tools, with_arguments_as_text
+from hybridrl.rollout.server.dialects.base import Dialect, Exchange, event
+from hybridrl.rollout.server.pending import ClientGone, PendingRequests
+from hybridrl.rollout.server.replies import Reply, reply_of
+from hybridrl.rollout.server.responses import Answer, answer_in_tokens
+from hybridrl.rollout.server.schema import ApiError, ChatRequest, CompletionRequest, GenerateRequest, check_encodable
+from hybridrl.rollout.server.sessions import Session, fingerprint
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 15.0  # proxies end a stream that is silent for longer than a minute
+_MAX_SAMPLES = 1024  # of one call
+_BYTES_PER_TOKEN = 32  # text with more is not tokenised, because it takes seconds to find out how long it is
+_MAX_SESSION = 256
+_RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's and Anthropic's clients
+
+Body = ChatRequest | CompletionRequest | GenerateRequest
+T = TypeVar("T")
+
+_PREFIXES: dict[type, str] = {CompletionRequest: "cmpl", GenerateRequest: "generate-tokens"}
+_TRIAL_TOOL = {
+    "type": "function",
+    "function": {"name": "trial", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that is served.
+
+    Attributes:
+        name: what clients call it.
+        tokenizer: renders chats and decodes tokens.
+        max_model_len: most tokens of prompt and response together.
+        vocab_size: token ids of prompts lie below it.
+        heeds_seeds: the engine samples with a request's own seed.
+        turns: renders conversations; None: by the tokenizer's chat template and its EOS.
+        parser: reads tool calls; None: `hermes`.
+        eos_token_ids: end a turn; None: the tokenizer's EOS.
+    """
+
+    name: str
+    tokenizer: Any
+    max_model_len: int
+    vocab_size: int
+    heeds_seeds: bool = True
+    turns: Turns | None = None
+    parser: ToolParser | None = None
+    eos_token_ids: Sequence[int] | None = None
+
+
+class Api:
+    """Answers requests of all dialects.
+
+    Args:
+        client: generates.
+        served: the model behind it.
+        max_requests: samples that are generated or wait at the same time.
+    """
+
+    def __init__(self, client: GenerationClient, served: Served, max_requests: int) -> None:
+        self.client = client
+        self.served = served
+        self.max_requests = max_requests
+        self.ends = list(served.eos_token_ids or [served.tokenizer.eos_token_id])
+        self.turns = served.turns or Turns(served.tokenizer, self.ends)
+        self.parser = served.parser or TOOL_PARSERS.get("hermes")()
+        self._knows_developer = "developer" in str(getattr(served.tokenizer, "chat_template", None) or "")
+        self._faults: dict[bool, str | None] = {}
+        self._in_flight = 0
+        # One thread: tokenizers are not made for several, and health and aborts must not wait for a long text.
+        self._texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="texts")
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what renders or tokenises."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *args)
+
+    # ------------------------------------------------------------------ prompts
+
+    def prompts(self, body: CompletionRequest | GenerateRequest) -> list[list[int]]:
+        """Token ids of each prompt."""
+        given = [body.token_ids] if isinstance(body, GenerateRequest) else body.prompts
+        return [self._of_text(prompt) if isinstance(prompt, str) else self._of_tokens(prompt, body) for prompt in given]
+
+    def conversation(self, body: ChatRequest) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Messages and tools of a request in their inner form.
+
+        Raises:
+            ApiError: they are none, or too long.
+        """
+        messages = inner_messages(body.messages, self._knows_developer)
+        self._check_length(_text_bytes(body.messages) + _text_bytes(body.tools), "messages")
+        if not getattr(self.served.tokenizer, "chat_template", None):
+            raise ApiError(
+                400, "the model has no chat template: use /v1/completions, or set model.custom_chat_template"
+            )
+        return messages, inner_tools(body.tools)
+
+    def chat_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], session: Session | None
+    ) -> list[int]:
+        """Token ids of a conversation: what the session knows of it as it is, and the rest rendered as in training.
+
+        Raises:
+            ApiError: it is too long, or the template refuses it.
+        """
+        if session is not None:
+            known = session.prompt_ids(self.turns, messages, tools)
+            if known is not None:
+                return known
+        try:
+            text = self.turns.text(messages, tools)
+        except RolloutError:
+            try:  # some templates take arguments of calls as text only
+                text = self.turns.text(with_arguments_as_text(messages), tools)
+            except RolloutError as error:
+                reason = error.__cause__ or error
+                message = f"the chat template refuses messages: {type(reason).__name__}: {reason}"
+                raise ApiError(400, message, param="messages") from error
+        self._check_length(_text_bytes(text), "messages")
+        return self.turns.encoded(text)
+
+    def _of_text(self, prompt: str) -> list[int]:
+        """Token ids of a text; the tokenizer adds special tokens."""
+        check_encodable(prompt, "prompt")
+        self._check_length(_text_bytes(prompt), "prompt")
+        ids: list[int] = self.served.tokenizer.encode(prompt)
+        return ids
+
+    def _of_tokens(self, prompt: list[int], body: Body) -> list[int]:
+        bad = next((token for token in prompt if not 0 <= token < self.served.vocab_size), None)
+        if bad is not None:
+            field = _field(body)
+            message = f"{field}: token id {bad} is outside the vocabulary of {self.served.vocab_size}"
+            raise ApiError(400, message, param=field)
+        return prompt
+
+    def _check_length(self, size: int, field: str) -> None:
+        """Refuse a text that is too long for the model before it is tokenised.
+
+        Raises:
+            ApiError: names the limit.
+        """
+        limit = self.served.max_model_len
+        if size > limit * _BYTES_PER_TOKEN:
+            raise ApiError(
+                400,
+                f"the prompt has {size} bytes; the limit is {limit} tokens (actor_rollout_ref.rollout.max_model_len), "
+                f"and texts of more than {_BYTES_PER_TOKEN} bytes per token are not tokenised. Shorten {field}, or "
+                "send token ids",
+                param=field,
+                code="context_length_exceeded",
+            )
+
+    def fault_in_template(self, with_tools: bool) -> str | None:
+        """Why conversations cannot be continued token by token with this chat template, or None."""
+        if with_tools not in self._faults:
+            self._faults[with_tools] = None
+            try:
+                self.turns.check([_TRIAL_TOOL] if with_tools else None)
+            except RolloutError as error:
+                self._faults[with_tools] = str(error)
+        return self._faults[with_tools]
+
+    async def count(self, body: ChatRequest, session: Session | None) -> int:
+        """The tokens that a conversation would have as a prompt."""
+        body.check_extras()
+        messages, tools = await self.in_thread(self.conversation, body)
+        return len(await self.in_thread(self.chat_prompt, messages, tools, session))
+
+    # ------------------------------------------------------------------ what is refused
+
+    def _check(self, body: Body, session: Session | None) -> None:
+        """Refuse what needs no prompt to be refused.
+
+        Raises:
+            ApiError: names the parameter.
+        """
+        body.check_extras()
+        if body.seed is not None and not self.served.heeds_seeds:
+            raise ApiError(
+                400,
+                "seed: this engine does not use it; with rollout.full_determinism=True SGLang does on a GPU",
+                param="seed",
+                code="unsupported_parameter",
+            )
+        name = self.served.name
+        if body.model not in (None, name) and session is None:  # agents name the model that they were written for
+            message = f"there is no model {body.model!r} here; this server has {name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        self._check_count(body.n * (len(body.prompts) if isinstance(body, CompletionRequest) else 1))
+
+    def _check_count(self, count: int) -> None:
+        if count > _MAX_SAMPLES:
+            raise ApiError(400, f"n: {count} samples are requested; a call may ask for {_MAX_SAMPLES}", param="n")
+        if self._in_flight + count > self.max_requests:
+            raise ApiError(
+                429,
+                f"{self._in_flight} samples are in flight and {count} are requested; this server takes "
+                f"{self.max_requests} (actor_rollout_ref.rollout.server.max_requests). Try again later",
+                code="rate_limit_exceeded",
+            )
+
+    # ------------------------------------------------------------------ answers
+
+    async def answer(
+        self, body: CompletionRequest | GenerateRequest, http: HttpRequest, session: Session | None
+    ) -> Response:
+        """Generate for every prompt, and answer at once or as a stream."""
+        body = body if session is None else session.with_defaults(body)
+        self._check(body, session)
+        name = _session_name(body, http, session)
+        prompts = await self.in_thread(self.prompts, body)
+        self._check(body, session)  # others have come meanwhile
+        id = f"{_PREFIXES[type(body)]}-{uuid.uuid4().hex}"
+        requests = self._requests(id, body, prompts, name, session)
+        pending = PendingRequests(self.client, requests, http)
+
+        def noted(index: int, completion: Completion) -> Completion:
+            if session is not None and completion.finish_reason != "abort":
+                session.add_tokens(requests[index].prompt_ids, completion)
+            return completion
+
+        if isinstance(body, GenerateRequest):
+            found = await self._all_of(pending, noted)
+            return JSONResponse(answer_in_tokens(body, body.request_id or id, self.served.name, prompts[0], found))
+        answer = Answer(id, self.served.name, self.served.tokenizer, body, prompts)
+        if body.stream:
+            return _Stream(self, len(requests), _text_events(pending, answer, noted))
+        return JSONResponse(await self.in_thread(answer.whole, await self._all_of(pending, noted)))
+
+    async def converse(
+        self,
+        dialect: Dialect,
+        body: ChatRequest,
+        http: HttpRequest,
+        session: Session | None,
+        keep_from: int | None = None,
+    ) -> Response:
+        """Generate the model's next turn, and answer at once or as a stream.
+
+        Args:
+            dialect: how the client speaks.
+            body: the inner request.
+            session: continues its conversations, and keeps this one.
+            keep_from: keep the conversation from this message on, under the answer's id (`previous_response_id`).
+        """
+        body = body if session is None else session.with_defaults(body)
+        self._check(body, session)
+        name = _session_name(body, http, session)
+        messages, tools = await self.in_thread(self.conversation, body)
+        if session is not None and tools and (fault := await self.in_thread(self.fault_in_template, True)):
+            raise ApiError(400, f"tools: {fault}", param="tools", code="unsupported_parameter")
+        prompt = await self.in_thread(self.chat_prompt, messages, tools, session)
+        self._check(body, session)  # others have come meanwhile
+        id = f"{dialect.id_prefix}-{uuid.uuid4().hex}"
+        exchange = Exchange(id, body.model or self.served.name, self.served.tokenizer, body, prompt)
+        same = fingerprint(dialect.id_prefix, body)
+        known = (
+            session.remembered(same) if session is not None and http.headers.get(_RETRY_HEADER, "0") != "0" else None
+        )
+        if known is not None:  # the client did not get the answer to this request, and asks again
+            if body.stream:
+                return _Stream(self, 0, _turn_events(dialect, exchange, _as_stream(known)))
+            return JSONResponse(await self.in_thread(dialect.whole, exchange, known))
+        requests = self._requests(id, body, [prompt], name, session)
+        pending = PendingRequests(self.client, requests, http)
+        replies: dict[int, Reply] = {}
+
+        def read(index: int, completion: Completion) -> Reply:
+            new_id = _new_id if session is None else session.new_call_id
+            reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id)
+            replies[index] = reply
+            if session is not None and completion.finish_reason != "abort":
+                session.add(messages, tools, prompt, reply)
+                if keep_from is not None:
+                    session.store(id, [*messages[keep_from:], *inner_messages([reply.message()])])
+                if len(replies) == len(requests):
+                    session.remember(same, [replies[index] for index in sorted(replies)])
+            return reply
+
+        async def replied(index: int, completion: Completion) -> Reply:
+            return await self.in_thread(read, index, completion)
+
+        if body.stream:
+            events = _turn_events(dialect, exchange, _replies(pending, replied))
+            return _Stream(self, len(requests), events, session)
+        self.reserve(len(requests), session)
+        try:
+            async for _ in _replies(pending, replied):
+                pass
+        finally:
+            self.reserve(-len(requests), session)
+        return JSONResponse(await self.in_thread(dialect.whole, exchange, [replies[i] for i in sorted(replies)]))
+
+    def _requests(
+        self, id: str, body: Body, prompts: Sequence[list[int]], name: str, session: Session | None
+    ) -> list[Request]:
+        """One request per prompt and sample.
+
+        Raises:
+            ApiError: a prompt is too long, or a setting of the request cannot be sampled with.
+        """
+        try:
+            return [
+                Request(
+                    f"{id}-{number}-{sample}",
+                    prompt,
+                    body.sampling(sample, self._room(body, prompt, session)),
+                    name,
+                    GUEST_PRIORITY,
+                )
+                for number, prompt in enumerate(prompts)
+                for sample in range(body.n)
+            ]
+        except UserError as error:
+            raise ApiError(400, str(error)) from error
+
+    async def _all_of(
+        self, pending: PendingRequests, noted: Callable[[int, Completion], Completion]
+    ) -> list[Completion]:
+        completions: dict[int, Completion] = {}
+        self.reserve(len(pending.requests))
+        try:
+            async with pending:
+                while pending.pending:
+                    for index, completion in await _completed(pending):
+                        completions[index] = noted(index, completion)
+        finally:
+            self.reserve(-len(pending.requests))
+        return [completions[index] for index in range(len(pending.requests))]
+
+    def reserve(self, count: int, session: Session | None = None) -> None:
+        """Count samples in flight (or no longer, where negative)."""
+        self._in_flight += count
+        if session is not None:
+            session.in_flight += count
+
+    def _room(self, body: Body, prompt: list[int], session: Session | None) -> int:
+        """Most tokens that the response may have. In a session, a longer wish is shortened to what is left.
+
+        Raises:
+            ApiError: the prompt is empty, or it and the response do not fit the model's length or the session's.
+        """
+        limit = self.served.max_model_len
+        field = _field(body)
+        if not prompt:
+            raise ApiError(400, f"{field}: the prompt has no token", param=field)
+        left = limit - len(prompt)
+        key = "actor_rollout_ref.rollout.max_model_len"
+        own = None if session is None else session.room(prompt)
+        if own is not None and own < left:
+            left, key = own, "data.max_response_length, for all tokens after the first prompt"
+        wanted = body.limit or max(left, 1)
+        if session is not None and left > 0:
+            return min(wanted, left)
+        if wanted > left:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens and {wanted} are requested, {len(prompt) + wanted} together; the "
+                f"limit is {len(prompt) + left} ({key}). Shorten {field} or max_tokens",
+                param=field,
+                code="context_length_exceeded",
+            )
+        return wanted
+
+
+class _Stream(StreamingResponse):
+    """A stream whose samples count as in flight until it ends, however it ends."""
+
+    def __init__(self, api: Api, count: int, events: AsyncIterator[str], session: Session | None = None) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._api = api
+        self._count = count
+        self._session = session
+        api.reserve(count, session)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._api.reserve(-self._count, self._session)
+
+
+def _session_name(body: Body, http: HttpRequest, session: Session | None) -> str:
+    """What requests that share a replica have in common."""
+    name = http.headers.get("x-session-id") or body.session_id or "" if session is None else session.id
+    if len(name) > _MAX_SESSION:
+        raise ApiError(400, f"the session's name is longer than {_MAX_SESSION} characters", param="session_id")
+    return name
+
+
+def _field(body: Body) -> str:
+    """Where a body has its prompt."""
+    return {ChatRequest: "messages", CompletionRequest: "prompt", GenerateRequest: "token_ids"}[type(body)]
+
+
+def _new_id() -> str:
+    return f"call{uuid.uuid4().hex[:5]}"
+
+
+def _text_bytes(value: Any) -> int:
+    """Bytes of all texts in plain data."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "replace"))
+    if isinstance(value, Mapping):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
+
+
+async def _completed(pending: PendingRequests, timeout_s: float | None = None) -> list[tuple[int, Completion]]:
+    """`pending.completed`, with the engine's errors as HTTP answers.
+
+    Raises:
+        ApiError: the engine refused the request, or it failed.
+        ClientGone: the client has disconnected.
+    """
+    try:
+        completed = await pending.completed(timeout_s)
+    except ClientGone:
+        raise
+    except Exception as error:
+        logger.exception("a request failed")
+        raise ApiError(500, f"the engine failed: {type(error).__name__}: {error}", code="engine_error") from error
+    for _, completion in completed:
+        if completion.finish_reason == "error":
+            raise ApiError(400, completion.error or "the engine refused the request", code="engine_refused")
+    return completed
+
+
+async def _replies(pending: PendingRequests, replied: Callable[[int, Completion], Any]) -> AsyncIterator[Any]:
+    """(index, reply) as they are complete; None where some time has passed."""
+    async with pending:
+        while pending.pending:
+            completed = await _completed(pending, _KEEP_ALIVE_S)
+            if not completed:
+                yield None
+            for index, completion in completed:
+                yield index, await replied(index, completion)
+
+
+async def _as_stream(replies: Sequence[Reply]) -> AsyncIterator[Any]:
+    for index, reply in enumerate(replies):
+        yield index, reply
+
+
+async def _turn_events(dialect: Dialect, exchange: Exchange, found: AsyncIterator[Any]) -> AsyncIterator[str]:
+    """Server-sent events: each choice as a whole, as soon as it is complete."""
+    replies: dict[int, Reply] = {}
+    try:
+        for text in dialect.opening(exchange):
+            yield text
+        async for one in found:
+            if one is None:
+                yield dialect.keep_alive()
+                continue
+            index, reply = one
+            replies[index] = reply
+            for text in dialect.choice(exchange, index, reply):
+                yield text
+        for text in dialect.closing(exchange, [replies[index] for index in sorted(replies)]):
+            yield text
+    except ApiError as error:  # the status has been sent, so that an event has to report the error
+        for text in dialect.failed(exchange, error):
+            yield text
+    except ClientGone:
+        return
+
+
+async def _text_events(
+    pending: PendingRequests, answer: Answer, noted: Callable[[int, Completion], Completion]
+) -> AsyncIterator[str]:
+    """Server-sent events of `/v1/completions`."""
+    completions: dict[int, Completion] = {}
+    try:
+        async with pending:
+            while pending.pending:
+                completed = await _completed(pending, _KEEP_ALIVE_S)
+                if not completed:
+                    yield ": generating\n\n"
+                for index, completion in completed:
+                    completions[index] = noted(index, completion)
+                    yield event(answer.chunk(index, completion))
+        if answer.request.stream_options.get("include_usage"):
+            yield event(answer.usage_chunk([completions[index] for index in sorted(completions)]))
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield event(error.body())
+    except ClientGone:
+        return

@@ -1,0 +1,222 @@
+"""Sessions of the server: which conversations they hold, as messages and as exact tokens.
+
+A session keeps its calls as a `TokenTree`. A request whose messages begin with those of an earlier call, its answer
+included, continues that call's tokens: only the messages after it are rendered, by difference (`Turns.following`). Any
+other request is rendered as a whole, and begins a branch.
+"""
+
+import hashlib
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridrl.agents.turns import Turns
+from hybridrl.errors import RolloutError
+from hybridrl.models.chat import Message
+from hybridrl.rollout.request import Completion
+from hybridrl.rollout.server.conversation import MATCHERS, inner_messages, keys_of
+from hybridrl.rollout.server.replies import Reply, calls_in
+from hybridrl.rollout.server.schema import ApiError, ChatRequest, SessionSettings
+from hybridrl.rollout.token_tree import TokenTree, Turn
+from hybridrl.rollout.trace import training_trace
+
+ID_PREFIX = "session-"
+_KEPT_ANSWERS = 16  # of a session, for clients that ask again because an answer has not arrived
+
+
+class Session:
+    """The calls of one agent.
+
+    Args:
+        id: unguessable: who has it may use the session.
+        settings: what it was opened with.
+    """
+
+    def __init__(self, id: str, settings: SessionSettings) -> None:
+        self.id = id
+        self.settings = settings
+        self.tree = TokenTree()
+        self.created = time.time()
+        self.used = time.monotonic()
+        self.in_flight = 0
+        self._matcher = MATCHERS[settings.match]
+        self._shown: dict[int, dict[str, Any]] = {}
+        self._ends: dict[bytes, tuple[Turn, list[Any]]] = {}  # key of a conversation -> its last call, tool calls in it
+        self._answers: OrderedDict[str, list[Reply]] = OrderedDict()
+        self._stored: dict[str, list[Message]] = {}  # conversations by the id of their last answer
+        self._calls = 0
+
+    def new_call_id(self) -> str:
+        """The id of a tool call: nine letters and digits, which some templates insist on."""
+        self._calls += 1
+        return f"call{self._calls:05d}"
+
+    def prompt_ids(
+        self, turns: Turns, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int] | None:
+        """The tokens of a conversation whose beginning is known; None where it is not."""
+        keys = keys_of(messages, tools, self._matcher)
+        for count in range(len(messages) - 1, 0, -1):
+            known = self._ends.get(keys[count])
+            rest = messages[count:]
+            if known is None or rest[0]["role"] == "assistant" or rest[-1]["role"] == "assistant":
+                continue
+            turn, calls = known
+            before = turn.token_ids
+            try:
+                return [*before, *turns.following(before[-1], rest, tools or None, calls)]
+            except RolloutError:  # the template cannot write these messages behind that turn
+                continue
+        return None
+
+    def add(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int], reply: Reply
+    ) -> None:
+        """Note an answer of the model to a conversation."""
+        turn = self.tree.add(prompt_ids, reply.completion)
+        answer = inner_messages([reply.message()])
+        key = keys_of([*messages, *answer], tools, self._matcher)[-1]
+        self._ends[key] = turn, calls_in(answer[0])
+        self._shown[turn.index] = {
+            "request": {"messages": list(messages), "tools": list(tools)},
+            "response": {"message": reply.message(), "finish_reason": reply.finish_reason},
+        }
+
+    def add_tokens(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+        """Note a completion that belongs to no conversation."""
+        self.tree.add(prompt_ids, completion)
+
+    def room(self, prompt_ids: Sequence[int]) -> int | None:
+        """Most tokens that an answer may have by the session's own limit; None without one."""
+        limit = self.settings.max_response_tokens
+        return None if limit is None else limit - self.tree.generated_after(prompt_ids)
+
+    def with_defaults(self, body: Any) -> Any:
+        """A request with the session's sampling parameters."""
+        settings = self.settings
+        chosen = {
+            name: value
+            for name, value in settings.sampling.items()
+            if settings.fixed or name not in body.model_fields_set
+        }
+        return body.model_copy(update=chosen) if chosen else body
+
+    # ------------------------------------------------------------------ requests that come again
+
+    def remember(self, fingerprint: str, replies: list[Reply]) -> None:
+        """Keep the answer to a request for a client that does not get it."""
+        self._answers[fingerprint] = replies
+        self._answers.move_to_end(fingerprint)
+        while len(self._answers) > _KEPT_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def remembered(self, fingerprint: str) -> list[Reply] | None:
+        """The answer to the same request before."""
+        return self._answers.get(fingerprint)
+
+    def store(self, id: str, messages: list[Message]) -> None:
+        """Keep a conversation under the id of its last answer."""
+        self._stored[id] = messages
+
+    def stored(self, id: str) -> list[Message]:
+        """The conversation that ends with an answer.
+
+        Raises:
+            ApiError: the session has no such answer.
+        """
+        if id not in self._stored:
+            raise ApiError(404, f"previous_response_id: this session has no response {id!r}", "previous_response_id")
+        return list(self._stored[id])
+
+    # ------------------------------------------------------------------ what is known of it
+
+    def described(self) -> dict[str, Any]:
+        """What `GET /sessions/ID` answers."""
+        turns = self.tree.turns
+        return {
+            "id": self.id,
+            "object": "session",
+            "created": int(self.created),
+            "metadata": dict(self.settings.metadata),
+            "turns": len(turns),
+            "branches": sum(not turn.children for turn in turns),
+            "generated_tokens": sum(len(turn.completion.token_ids) for turn in turns),
+            "in_flight": self.in_flight,
+        }
+
+    def trace(self) -> dict[str, Any]:
+        """Its calls as OpenEnv's `TrainingTrace`."""
+        return training_trace(self.tree, self._shown)
+
+
+class Sessions:
+    """The sessions of a server.
+
+    Args:
+        limit: sessions that are open at once.
+        idle_s: seconds after which a session that nobody uses is closed.
+    """
+
+    def __init__(self, limit: int, idle_s: float) -> None:
+        self._limit = limit
+        self._idle_s = idle_s
+        self._open: dict[str, Session] = {}
+
+    def open(self, settings: SessionSettings) -> Session:
+        """A new session.
+
+        Raises:
+            ApiError: there are too many.
+        """
+        if len(self._open) >= self._limit:
+            self._close_idle()
+        if len(self._open) >= self._limit:
+            raise ApiError(
+                429,
+                f"{len(self._open)} sessions are open; this server keeps {self._limit} "
+                "(actor_rollout_ref.rollout.server.max_sessions). Close some with DELETE /sessions/ID",
+                code="rate_limit_exceeded",
+            )
+        session = Session(ID_PREFIX + secrets.token_urlsafe(24), settings)
+        self._open[session.id] = session
+        return session
+
+    def known(self, id: str) -> bool:
+        """Whether a session is open."""
+        return id in self._open
+
+    def get(self, id: str) -> Session:
+        """A session that is open.
+
+        Raises:
+            ApiError: there is none of this id.
+        """
+        session = self._open.get(id)
+        if session is None:
+            raise ApiError(404, "there is no such session, or it was closed", code="session_not_found")
+        session.used = time.monotonic()
+        return session
+
+    def close(self, id: str) -> Session:
+        """Forget a session.
+
+        Raises:
+            ApiError: there is none of this id.
+        """
+        session = self.get(id)
+        del self._open[id]
+        return session
+
+    def _close_idle(self) -> None:
+        before = time.monotonic() - self._idle_s
+        for id in [id for id, session in self._open.items() if session.used < before and not session.in_flight]:
+            del self._open[id]
+
+
+def fingerprint(dialect: str, body: ChatRequest) -> str:
+    """What two requests that are the same have in common."""
+    text = json.dumps(body.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(f"{dialect} {text}".encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,174 @@
+"""Programs as answers: formats of test cases, what counts as equal, what a program cannot do, sandboxes that fail."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sandbox_tools import started_server
+
+from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, default_compute_score
+from hybridrl.reward.score.programs import compute_score, program_of, read_tests, same_output, same_value
+from hybridrl.verdict import Reason
+
+SQUARES = {"inputs": ["2\n", "3", "-4"], "outputs": ["4", "9\n", "16"]}
+
+
+def block(code: str, language: str = "python") -> str:
+    return f"I would write:\n```{language}\n{code}\n```\nThat is all."
+
+
+def test_standard_input_and_output() -> None:
+    right = compute_score(block("print(int(input()) ** 2)"), json.dumps(SQUARES))
+    assert right == {"score": 1.0, "acc": True, "tests": 3, "passed": 3, "fault": ""}
+    part = compute_score(block("n = int(input())\nprint(n * n if n > 0 else 1 / 0)"), SQUARES)
+    assert part["score"] == pytest.approx(2 / 3) and part["fault"] == "error" and not part["acc"]
+    whole = compute_score(block("n = int(input())\nprint(n * n if n < 0 else 0)"), SQUARES, continuous=False)
+    assert (whole["score"], whole["passed"], whole["fault"]) == (0.0, 0, "wrong")
+
+
+def test_partial_credit_looks_at_ten_cases() -> None:
+    tests = {"inputs": [str(n) for n in range(12)], "outputs": ["0"] * 6 + ["1"] * 6}
+    found = compute_score(block("print(0)"), tests)
+    assert (found["tests"], found["passed"], found["score"]) == (10, 6, 0.6)
+
+
+def test_functions_of_three_kinds_of_data() -> None:
+    method = block(
+        "class Solution:\n    def add(self, a: List[int], b):\n        print('noise')\n        return sum(a) + b"
+    )
+    apps = {"fn_name": "add", "inputs": [[[1, 2], 3], [[1], 1]], "outputs": [[6], 2]}
+    assert compute_score(method, apps)["score"] == 1.0
+    lines = {"fn_name": "add", "inputs": ["[1, 2]\n3"], "outputs": ["6"]}
+    assert compute_score(block("def add(a, b): return sum(a) + b"), lines)["score"] == 1.0
+    arrays = {"fn_name": "add", "inputs": np.array([[1, 2]]), "outputs": np.array([3])}
+    assert compute_score(block("add = lambda a, b: a + b"), arrays)["score"] == 1.0
+    asserts = {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]}
+    assert compute_score(block("def add(a, b): return a + b"), asserts)["score"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("def f(:", "syntax"),
+        ("x = '\0'", "syntax"),
+        ("import time; time.sleep(60)", "time"),
+        ("while True: print('x' * 10000)", "output"),
+        ("import os; os._exit(0)", "wrong"),
+        ("raise SystemExit(3)", "error"),
+    ],
+)
+def test_what_became_of_the_first_failure(code, fault) -> None:
+    found = compute_score(block(code), SQUARES, timeout=1.0, total_timeout=2.0)
+    assert (found["score"], found["fault"]) == (0.0, fault)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit()",
+        "import os\nos.write(1, b'3'); os._exit(0)",
+        "class F:\n    def __eq__(self, other): return True\ndef add(a, b): return F()",
+        "def add(*a): raise SystemExit(0)",
+    ],
+)
+def test_a_program_that_leaves_early_or_equals_everything_passes_no_function_test(code) -> None:
+    tests = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    assert compute_score(block(code), tests)["score"] == 0.0
+
+
+def test_what_is_expected_is_not_in_the_sandbox() -> None:
+    """The program prints every file and argument that it finds: the expected output is in none."""
+    code = "import glob, os, sys\nfor path in glob.glob('/tmp/*') + ['/proc/self/cmdline']: print(open(path).read())"
+    assert compute_score(block(code), {"inputs": [""], "outputs": ["secret-7391"]})["score"] == 0.0
+
+
+def test_the_last_block_counts() -> None:
+    assert program_of("```python\n1\n``` and ```python\n2\n```") == "2\n"
+    assert program_of("```python\n1\n```\n```text\nout\n```") == "1\n"
+    assert program_of("```\n1\n```") == "1\n" and program_of("```x = 1```") == "x = 1"
+    assert program_of("print(1)") is None and program_of("```python\nprint(1)") is None
+    assert compute_score("no code", SQUARES)["fault"] == "no program"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1 2\n3\n\n", "1 2 \n3", True),
+        ("0.3333333", "0.33333334", True),
+        ("1", "1.0", True),
+        ("1.0", "1", False),
+        ("1 2 3", "1 2\n3", False),
+        ("Yes", "YES", False),
+        ("", "0", False),
+        ("nan", "0.5", False),
+    ],
+)
+def test_outputs_that_are_the_same(found, expected, same) -> None:
+    assert same_output(found, expected) is same
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_values_equal_themselves_also_within_a_list(value) -> None:
+    assert same_value(value, value) and same_value(value, [value])
+    assert not same_value([value, value], value) or value == []
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(-1e-7, 1e-7))
+def test_fractions_may_be_rounded(value, error) -> None:
+    assert same_value(value * (1 + error), value) or not math.isfinite(value * (1 + error))
+
+
+@pytest.mark.parametrize(
+    ("truth", "word"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "list"),
+        (None, "NoneType"),
+        ({"inputs": [], "outputs": []}, "0 inputs"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"fn_name": "f", "inputs": ["x y"], "outputs": [1]}, "no JSON in each line"),
+    ],
+)
+def test_test_cases_that_are_none_are_refused(truth, word) -> None:
+    with pytest.raises(RewardError, match=word):
+        read_tests(truth)
+
+
+@pytest.mark.parametrize("source", ["apps", "taco", "codeforces", "codecontests", "code_contests"])
+def test_the_data_sources_of_code(source) -> None:
+    assert default_compute_score(source, block("print(int(input()) ** 2)"), json.dumps(SQUARES))["score"] == 1.0
+
+
+def samples(*codes):
+    return [Sample("apps", block(code), SQUARES, {}) for code in codes]
+
+
+def test_in_reward_processes_time_in_the_sandbox_does_not_count() -> None:
+    """Each call sleeps for longer than the limit of a call: the test cases' own limits hold."""
+    function = RewardFunction(kwargs={"timeout": 20.0})
+    with RewardPool(function, num_workers=2, timeout_s=1.0) as pool:
+        code = "import time; time.sleep(0.5); print(int(input()) ** 2)"
+        found = pool.run(samples(code, code, "print(1)"))
+    assert [one.score for one in found] == [1.0, 1.0, 0.0] and not any(one.timed_out for one in found)
+    assert min(one.seconds for one in found[:2]) > 1.0
+
+
+def test_a_server_scores_and_one_that_fails_gives_no_verdict() -> None:
+    with started_server() as url:
+        settings = {"sandbox_fusion_url": url, "memory_limit_mb": 512}
+        with RewardPool(RewardFunction(kwargs=settings), num_workers=1) as pool:
+            assert [one.score for one in pool.run(samples("print(int(input()) ** 2)", "print(4)"))] == [1.0, 1 / 3]
+    with RewardPool(RewardFunction(kwargs=settings), num_workers=1) as pool:
+        (found,) = pool.run(samples("print(1)"))
+    assert found.no_verdict.reason is Reason.INFRA and math.isnan(found.score)
