@@ -24,6 +24,7 @@ PAGES = (
     "docs/first_data.md",
     "docs/agents.md",
     "docs/environments.md",
+    "docs/missing.md",
     "docs/sandbox.md",
     "docs/vision.md",
 )
