@@ -116,6 +116,9 @@ class Command:
 
 COMMANDS = {
     "report": Command("write the report of a run's folder and print its summary", "hybridrl.observe.report:main"),
+    "reward-bench": Command(
+        "measure reward functions on the responses in a file, and compare them", "hybridrl.reward.bench:main"
+    ),
     "sandbox-server": Command("run programs in a sandbox, for others, over HTTP", "hybridrl.sandbox.server:main"),
 }
 

@@ -378,7 +378,7 @@ REWARD_MANAGERS = Registry(
     "reward manager",
     "reward.reward_manager.name",
     ("register_reward_manager",),
-    "reward/manager.py",
+    "reward/**/*.py",
     ManagerFacts,
     RewardError,
 )
@@ -443,6 +443,14 @@ TOOLS = Registry(
     RolloutError,
 )
 
+INTERACTIONS = Registry(
+    "simulated user",
+    "class_name of multi_turn.interaction_config_path",
+    ("register_interaction",),
+    "agents/interactions/*.py",
+    Facts,
+    RolloutError,
+)
 ENVIRONMENTS = Registry(
     "environment",
     "actor_rollout_ref.rollout.agent.default_environment",

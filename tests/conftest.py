@@ -241,7 +241,7 @@ def vision_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from hybridrl.models.tiny_vision import build_tiny_vision_model
     from hybridrl.models.vision import FAMILIES
 
-    root, sizes = tmp_path_factory.mktemp("vision"), {"hidden": 32, "heads": 2, "kv_heads": 1, "vision_hidden": 16}
+    root, sizes = tmp_path_factory.mktemp("vision"), {"hidden": 64, "heads": 2, "kv_heads": 1, "vision_hidden": 16}
     return {family: build_tiny_vision_model(root / family, family=family, **sizes) for family in FAMILIES}
 
 

@@ -2,6 +2,7 @@
 
 from hybridrl.agents.agents import Agents, create_agents
 from hybridrl.agents.environments.base import Action, Environment, Step, register_environment
+from hybridrl.agents.interactions.base import BaseInteraction, register_interaction
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
 from hybridrl.agents.parsers.base import FunctionCall, MalformedCall, Parsed, ToolParser, register_tool_parser
 from hybridrl.agents.rollout import AgentRollout
@@ -17,6 +18,8 @@ __all__ = [
     "Action",
     "Step",
     "register_environment",
+    "BaseInteraction",
+    "register_interaction",
     "BaseTool",
     "ToolResponse",
     "function_tool",

@@ -1,14 +1,13 @@
 """What the sessions of a run share: tools, parser, templates and the loops by name; made and checked at start-up."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from hybridrl.agents.entries import entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
+from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -47,6 +46,7 @@ class Agents:
         parser: of `multi_turn.format`.
         turns: makes the tokens between turns.
         environments: None where no loop acts on them.
+        interactions: simulated users; None where there are none.
     """
 
     config: PPOTrainerConfig
@@ -57,6 +57,7 @@ class Agents:
     parser: ToolParser
     turns: Turns
     environments: Environments | None = None
+    interactions: Interactions | None = None
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -71,6 +72,7 @@ class Agents:
             parser=self.parser,
             turns=self.turns,
             environments=self.environments,
+            interactions=self.interactions,
             **entry.arguments,
         )
 
@@ -112,7 +114,13 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     own_tokenizer = copy.deepcopy(tokenizer)
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
     turns = Turns(own_tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
-    if TOOLS in names:
+    users = None
+    if settings.interaction_config_path is not None:
+        named = "interaction_kwargs"
+        wanted = [kwargs_of(row, named) for data in datasets for row in _rows_with(data, named)]
+        users = load_interactions(settings.interaction_config_path, wanted)
+        turns.check(None)
+    if TOOLS in names and (tools or users is None):
         _check_tools(tools, turns)
     if config.actor_rollout_ref.actor.router_replay.records_in_generation:
         raise RolloutError(
@@ -123,7 +131,7 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
     parser = TOOL_PARSERS.get(settings.format)()
-    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments)
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users)
 
 
 def _environments(
@@ -186,7 +194,8 @@ def _check_tools(tools: Mapping[str, BaseTool], turns: Turns) -> None:
     if not tools:
         raise RolloutError(
             f"{_ROLLOUT}.multi_turn.enable=true with the loop {TOOLS}, which has no tools; name them with "
-            f"{_ROLLOUT}.multi_turn.tool_config_path or .function_tool_path, or choose another loop with "
+            f"{_ROLLOUT}.multi_turn.tool_config_path or .function_tool_path, name simulated users with "
+            f"{_ROLLOUT}.multi_turn.interaction_config_path, or choose another loop with "
             f"{_ROLLOUT}.agent.default_agent_loop"
         )
     schemas = [tool.tool_schema for tool in tools.values()]
@@ -225,18 +234,10 @@ def _listed_loops(path: str | None) -> dict[str, LoopEntry]:
     """The loops of `agent_loop_config_path`: a list of `{name: ..., _target_: MODULE.CLASS, further arguments}`."""
     if path is None:
         return {}
-    key, form = f"{_ROLLOUT}.agent.agent_loop_config_path={path}", "{name: NAME, _target_: MODULE.CLASS, ...}"
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise RolloutError(f"{key}: there is no such file")
-    try:
-        entries = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except Exception as error:  # errors of YAML and OmegaConf have no common base
-        raise RolloutError(f"{key}: it is not readable YAML: {error}") from error
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise RolloutError(f"{key}: it must be a list of entries {form}")
+    setting, form = f"{_ROLLOUT}.agent.agent_loop_config_path", "{name: NAME, _target_: MODULE.CLASS, ...}"
+    key = f"{setting}={path}"
     found = {}
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(entries_of(path, setting, None, form)):
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
             raise RolloutError(f"{key}: entry {number} is {entry!r}, and must be {form}")
         target = str(entry["_target_"])

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from hybridrl.agents.environments.load import Environments
+from hybridrl.agents.interactions.load import Interactions
 from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
@@ -240,6 +241,7 @@ class AgentLoopBase(ABC):
         loop: the event loop; `loop.run_in_executor` runs what would block it.
         processor, data_config: verl's attributes: None, and `data`.
         environments: those of the run; None where no loop of the run uses them.
+        interactions: simulated users of the run; None where it has none.
         uses_environments: of the class: its sessions act on environments, which the run starts.
     """
 
@@ -267,6 +269,7 @@ class AgentLoopBase(ABC):
         self.loop = asyncio.get_running_loop()
         self.processor, self.data_config = kwargs.get("processor"), kwargs.get("data_config")
         self.environments: Environments | None = kwargs.get("environments")
+        self.interactions: Interactions | None = kwargs.get("interactions")
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:

@@ -264,14 +264,14 @@ def _seconds(metrics: AgentLoopMetrics | Mapping[str, float], name: str) -> floa
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     """The keyword arguments of `AgentLoopBase.run` for each row: its columns, and `prompt_ids`.
 
-    `tools_kwargs` and `env_kwargs` are these columns, or the entries of `extra_info`, as verl's data sets have them.
-    `validate` says whether the rows are of a validation.
+    `tools_kwargs`, `env_kwargs` and `interaction_kwargs` are these columns, or the entries of `extra_info`, as verl's
+    data sets have them. `validate` says whether the rows are of a validation.
     """
     columns = {str(name): column.tolist() for name, column in prompts.non_tensor_batch.items()}
     rows = []
     for number, ids in enumerate(prompt_ids_of(prompts)):
         row = {name: column[number] for name, column in columns.items()}
-        row |= {name: kwargs_of(row, name) for name in ("tools_kwargs", "env_kwargs")}
+        row |= {name: kwargs_of(row, name) for name in ("tools_kwargs", "env_kwargs", "interaction_kwargs")}
         row["validate"] = bool(prompts.meta_info.get("validate", False))
         rows.append(row | {"prompt_ids": ids, "raw_prompt": list(row.get("raw_prompt") or [])})
     return rows

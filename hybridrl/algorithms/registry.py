@@ -226,6 +226,7 @@ _PROVIDERS = {
     "old_log_probs": "the old-log-prob pass of the actor, actor_rollout_ref.actor.recompute_old_log_prob=always",
     "sum_pi_squared": "actor_rollout_ref.actor.calculate_sum_pi_squared=True",
     "process_rewards": "the role prime, which takes part for algorithm.adv_estimator=prime",
+    "turn_states": "sessions on environments, actor_rollout_ref.rollout.agent.default_agent_loop=env_agent",
     "gamma": "algorithm.gamma",
     "lam": "algorithm.lam",
 }

@@ -29,6 +29,10 @@ def _expert_rows(config: Any, shape: tuple[int, ...]) -> Cut:
     return Cut(dim=1, sections=(shape[1] // 2, shape[1] // 2), expert_dim=0)
 
 
+def _fused_query_key_value(config: Any, shape: tuple[int, ...]) -> Cut:
+    return Cut(dim=0, sections=(shape[0] // 3,) * 3)
+
+
 def _always(cut: Cut) -> Callable[[Any, tuple[int, ...]], Cut]:
     return lambda config, shape: cut
 
@@ -48,6 +52,11 @@ _RULES: tuple[tuple[str, Callable[[Any, tuple[int, ...]], Cut]], ...] = (
     (r"(q_a_proj|kv_a_proj_with_mqa|shared_expert_gate|mlp\.gate)\.(weight|bias)", _WHOLE),
     (r"e_score_correction_bias", _WHOLE),
     (r"norm\.weight", _WHOLE),
+    # vision towers, as vLLM cuts them
+    (r"visual\..*attn\.qkv\.(weight|bias)", _fused_query_key_value),
+    (r"visual\..*(linear_fc1|merger\.mlp\.0)\.(weight|bias)", _ROWS),
+    (r"visual\..*(attn\.proj|linear_fc2|merger\.mlp\.2)\.weight", _COLUMNS),
+    (r"visual\..*", _WHOLE),
 )
 
 
@@ -76,7 +85,7 @@ def model_tensors(config: PreTrainedConfig, trust_remote_code: bool = False) -> 
             )
         shape = tuple(tensor.shape) or (1,)
         layer = _LAYER.search(name)
-        is_embedding = name.endswith("embed_tokens.weight")
+        is_embedding = name.endswith("embed_tokens.weight") or "visual." in name  # of the first stage
         specs.append(
             TensorSpec(
                 name,
@@ -84,7 +93,7 @@ def model_tensors(config: PreTrainedConfig, trust_remote_code: bool = False) -> 
                 rule(text, shape),
                 layer=int(layer.group(1)) if layer else None,
                 first=layer is None and is_embedding,
-                last=layer is None and (not is_embedding or tied),
+                last=layer is None and (not is_embedding or (tied and "visual." not in name)),
             )
         )
     return specs, text.num_hidden_layers

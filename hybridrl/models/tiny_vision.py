@@ -86,7 +86,7 @@ def build_tiny_vision_model(
     tokenizer = build_vision_tokenizer()
     config = AutoConfig.for_model(
         family,
-        text_config=_text(tokenizer, hidden, layers, heads, kv_heads),
+        text_config=_text(family, tokenizer, hidden, layers, heads, kv_heads),
         vision_config=_vision(vision_hidden, vision_layers, hidden),
         tie_word_embeddings=False,
         **{
@@ -108,7 +108,9 @@ def build_tiny_vision_model(
     return folder
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _text(
+    family: str, tokenizer: PreTrainedTokenizerBase, hidden: int, layers: int, heads: int, kv_heads: int
+) -> dict[str, Any]:
     size = hidden // heads
     return {
         "vocab_size": len(tokenizer),
@@ -127,6 +129,8 @@ def _text(tokenizer: PreTrainedTokenizerBase, hidden: int, layers: int, heads: i
             "rope_type": "default",
             "rope_theta": 10_000.0,
             "mrope_section": [size // 8, 3 * size // 16, size // 2 - size // 8 - 3 * size // 16],
+            # as in the files of released models; vLLM reads it, transformers knows it by the model's type
+            **({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
         },
     }
 

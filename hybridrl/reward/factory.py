@@ -77,6 +77,11 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     return WeightedPools(pools, weights, tolerates)
 
 
+def service_pool(reward: ScoringConfig, function: RewardFunction, timeout_s: float) -> RewardPool:
+    """The pool, one process, for a function that asks a service for many samples at once."""
+    return RewardPool(function, 1, timeout_s, _TOLERATED[getattr(reward, "on_error", "stop")])
+
+
 def _arguments(function: CustomRewardConfig, reward: ScoringConfig) -> dict[str, Any]:
     """Further arguments of a function; the built-in scorers also get the settings of the sandbox."""
     given = dict(function.reward_kwargs or {})
@@ -103,7 +108,7 @@ def check_reward(config: PPOTrainerConfig) -> None:
     Raises:
         RewardError: no such file, function or manager, an import that fails, parameters that do not fit.
     """
-    pool = create_pool(config.reward, manager_class(config).form, num_workers=1)
+    pool = manager_class(config).create_pool(config, num_workers=1)
     if isinstance(pool, RewardPool) and pool.built_in:
         return
     with pool:
@@ -123,7 +128,7 @@ def check_dataset(config: PPOTrainerConfig, dataset: Any) -> None:
     """
     from hybridrl.reward.score import check_data_source, check_ground_truth, check_machine
 
-    if not create_pool(config.reward).built_in or not hasattr(dataset, "column"):
+    if not manager_class(config).create_pool(config).built_in or not hasattr(dataset, "column"):
         return
     table = dataset.table
     key = config.data.reward_fn_key
@@ -179,7 +184,7 @@ def create_reward_manager(config: PPOTrainerConfig, tokenizer: PreTrainedTokeniz
         RewardError: no such manager, or its settings do not fit.
     """
     cls = manager_class(config)
-    return cls(config, tokenizer, create_pool(config.reward, cls.form))
+    return cls(config, tokenizer, cls.create_pool(config))
 
 
 def manager_class(config: PPOTrainerConfig) -> type[RewardManager]:

@@ -121,24 +121,44 @@ class RewardManager:
         self.metrics: dict[str, float] = {}
         self._scores_zero = config.reward.on_error == "zero"
         self._make_columns = ExtraColumns(0.0 if self._scores_zero else None)
-        self.settings = self._read_settings(dict(config.reward.reward_kwargs or {}))
+        self.settings = self.read_settings(config)
 
-    def _read_settings(self, values: dict[str, Any]) -> Any:
-        """``reward.reward_kwargs`` as this manager's own dataclass; None where it has none."""
+    @classmethod
+    def read_settings(cls, config: PPOTrainerConfig) -> Any:
+        """``reward.reward_kwargs`` as this class's own dataclass; None where it has none.
+
+        Raises:
+            RewardError: a key or a value is wrong.
+        """
         from hybridrl.config.own_settings import read_own
 
-        if self.settings_class is None:
+        values = dict(config.reward.reward_kwargs or {})
+        if cls.settings_class is None:
             if values:
                 raise RewardError(
-                    f"reward.reward_kwargs has {', '.join(values)}, and the reward manager {type(self).__name__} has "
+                    f"reward.reward_kwargs has {', '.join(values)}, and the reward manager {cls.__name__} has "
                     "no settings. Arguments of the reward function itself belong into "
                     "reward.custom_reward_function.reward_kwargs."
                 )
             return None
-        settings, faults = read_own(self.settings_class, values, "reward.reward_kwargs.", self.config)
+        settings, faults = read_own(cls.settings_class, values, "reward.reward_kwargs.", config)
         if faults:
             raise RewardError("; ".join(faults))
         return settings
+
+    @classmethod
+    def create_pool(cls, config: PPOTrainerConfig, num_workers: int | None = None) -> Pool:
+        """What a manager of this class scores with, not started yet: the functions that the configuration names.
+
+        Args:
+            num_workers: processes per function; None: as the settings say.
+
+        Raises:
+            RewardError: the settings contradict each other.
+        """
+        from hybridrl.reward.factory import create_pool
+
+        return create_pool(config.reward, cls.form, num_workers)
 
     def start(self) -> None:
         """Start the pool's processes without waiting for them."""

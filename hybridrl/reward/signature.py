@@ -16,6 +16,7 @@ SAMPLE_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _SHORT_BATCH_NAMES = ("responses", "ground_truths")
 _BATCH_KNOWN = (*BATCH_NAMES, "responses")
+PROMPT = "prompt"  # what a function of one sample gets besides, where it has the parameter
 _TRL_NAMES = ("prompts", "completions", "completion_ids")
 EXPECTED = (
     "Write it as compute_score(data_source, solution_str, ground_truth, extra_info) for one sample, as "
@@ -74,12 +75,12 @@ class Call:
 
     @property
     def wanted(self) -> tuple[str, ...] | None:
-        """What a sample has to hold besides verl's four arguments: names of columns, and `prompts` or
+        """What a sample has to hold besides verl's four arguments: names of columns, and `prompt`, `prompts` or
         `completion_ids`; None: everything.
         """
         if self.all_columns:
             return None
-        return (*self.columns, *self.optional, *(name for name in _TRL_NAMES if name in self.arguments))
+        return (*self.columns, *self.optional, *(name for name in (PROMPT, *_TRL_NAMES) if name in self.arguments))
 
     def reduced(self, value: Any) -> Any:
         """Return a sample, or a list of samples, with only what the function gets.
@@ -95,7 +96,7 @@ class Call:
         reduced = [
             replace(
                 sample,
-                prompt=sample.prompt if {"prompts", "completions"} & set(wanted) else None,
+                prompt=sample.prompt if {PROMPT, "prompts", "completions"} & set(wanted) else None,
                 token_ids=sample.token_ids if "completion_ids" in wanted else None,
                 columns={name: sample.columns[name] for name in wanted if name in sample.columns},
             )
@@ -144,7 +145,7 @@ def missing_column(name: str, columns: Sequence[str]) -> str:
 
 def _of_sample(sample: Sample) -> dict[str, Any]:
     values = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
-    return dict(zip(SAMPLE_NAMES, values, strict=True))
+    return {**dict(zip(SAMPLE_NAMES, values, strict=True)), PROMPT: sample.prompt}
 
 
 def _of_batch(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -212,8 +213,9 @@ def understand(
         needed, optional = _without(required, _BATCH_KNOWN), _without(others, _BATCH_KNOWN)
         found = Call("batch", chosen, columns=needed, optional=optional)
     elif "solution_str" in named or (takes_any and not positional):
-        chosen = tuple(n for n in SAMPLE_NAMES if n in named or takes_any)
-        needed, optional = _without(required, SAMPLE_NAMES), _without(others, SAMPLE_NAMES)
+        known = (*SAMPLE_NAMES, *((PROMPT,) if PROMPT in named else ()))
+        chosen = tuple(n for n in known if n in named or takes_any)
+        needed, optional = _without(required, known), _without(others, known)
         found = Call("sample", chosen, columns=needed, optional=optional)
     else:
         found = _by_position(parameters, name, [p for p in positional if p.name not in kwargs], form, source)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.reward.limited import LimitedPool
 from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.processes.pool import RewardPool
@@ -139,4 +140,4 @@ def _in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 #: what a reward manager scores with
-Pool = RewardPool | WeightedPools | NoFunction
+Pool = RewardPool | WeightedPools | LimitedPool | NoFunction

@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.models.vision import is_vision_model
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.names import ROUTED_EXPERTS, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS, TURN_STATES
+from hybridrl.protocol.names import (
+    MULTI_MODAL_INPUTS,
+    ROUTED_EXPERTS,
+    TRAJECTORY_REWARD,
+    TURN_LEVEL_REWARDS,
+    TURN_STATES,
+)
+from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -44,11 +53,44 @@ def prompt_ids_of(prompts: DataProto) -> list[list[int]]:
     return [[token for token, kept in zip(*row, strict=True) if kept] for row in zip(ids, mask, strict=True)]
 
 
-def requests_of(prompts: DataProto, config: RolloutConfig, next_id: Callable[[], int]) -> list[Request]:
+def images_of(prompts: DataProto, model: PreTrainedConfig, most: int | None = None) -> list[PromptImages | None]:
+    """The images of each row; None for rows without any.
+
+    Args:
+        model: configuration of the model that reads them.
+        most: images of a row (`rollout.limit_images`); None: any number.
+
+    Raises:
+        RolloutError: a row has more or fewer placeholders than its images have tokens, or too many images.
+    """
+    if not is_vision_model(model):
+        return [None] * len(prompts)
+    column = prompts.non_tensor_batch.get(MULTI_MODAL_INPUTS)
+    rows = [{}] * len(prompts) if column is None else [one or {} for one in column.tolist()]
+    found = [
+        PromptImages.of(ids, tensors, model, f"prompt {row} of the batch")
+        for row, (ids, tensors) in enumerate(zip(prompt_ids_of(prompts), rows, strict=True))
+    ]
+    for row, images in enumerate(found):
+        if images is not None and most is not None and len(images.places) > most:
+            raise RolloutError(
+                f"prompt {row} of the batch has {len(images.places)} images, and the engine was started for prompts of "
+                f"actor_rollout_ref.rollout.limit_images={most}; set limit_images={len(images.places)} or null"
+            )
+    return found
+
+
+def requests_of(
+    prompts: DataProto,
+    config: RolloutConfig,
+    next_id: Callable[[], int],
+    images: Sequence[PromptImages | None] | None = None,
+) -> list[Request]:
     """One request per row of a batch as `Rollout.generate` takes it.
 
     Args:
         next_id: returns a number that no other request has.
+        images: of each row (`images_of`); None: of none.
     """
     meta = prompts.meta_info
     params = SamplingParams.from_meta(config, meta)
@@ -65,8 +107,9 @@ def requests_of(prompts: DataProto, config: RolloutConfig, next_id: Callable[[],
             prompt_ids=prompt_ids,
             sampling=params if seed is None else replace(params, seed=seed),
             session=uid,
+            images=own,
         )
-        for prompt_ids, uid, seed in zip(prompt_ids_of(prompts), uids, seeds, strict=True)
+        for prompt_ids, uid, seed, own in zip(prompt_ids_of(prompts), uids, seeds, images or [None] * rows, strict=True)
     ]
 
 

@@ -1,9 +1,14 @@
 """Requests to an inference engine, and its completions."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hybridrl.rollout.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from hybridrl.rollout.images import PromptImages
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 #: the parts of an engine's memory that can be released and resumed
@@ -23,6 +28,7 @@ class Request:
         session: requests of one session share a prefix and go to the same replica.
         priority: requests that wait for a replica are served in this order, the lowest first. Those that wait inside an
             engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
+        images: of the prompt, for a vision-language model.
     """
 
     id: str
@@ -30,6 +36,7 @@ class Request:
     sampling: SamplingParams
     session: str = ""
     priority: int = TRAINING_PRIORITY
+    images: PromptImages | None = None
 
 
 @dataclass(slots=True)
@@ -45,6 +52,7 @@ class Completion:
         versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        image_digest: fingerprint of the images that the engine was given; "" for none.
     """
 
     id: str
@@ -54,3 +62,4 @@ class Completion:
     versions: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     cached_tokens: int = 0
+    image_digest: str = ""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridrl.config import RolloutConfig
+from hybridrl.models.info import config_of
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import MULTI_MODAL_INPUTS
-from hybridrl.rollout.batch import batch_of, names_of, requests_of
+from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS
+from hybridrl.rollout.batch import batch_of, images_of, names_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS
@@ -192,6 +193,7 @@ class ReplicatedRollout(Rollout):
     def __init__(self, pool: ReplicaPool) -> None:
         self.pool = pool
         self._config = pool.settings.spec.config
+        self._model = config_of(pool.settings.spec.model)
         self.gives_memory_back = self._config.free_cache_engine and bool(pool.placements[0].devices)
         self._generating_s = 0.0
         self._before: dict[str, dict[str, float]] = {}
@@ -202,19 +204,29 @@ class ReplicatedRollout(Rollout):
     def generate(self, prompts: DataProto) -> DataProto:
         self.resume()  # the KV cache is released until there is something to generate
         started = time.perf_counter()
-        requests = requests_of(prompts, self._config, request_number)
+        images = images_of(prompts, self._model, self._config.limit_images)
+        requests = requests_of(prompts, self._config, request_number, images)
         completions = self.pool.generate(requests)
         self._generating_s += time.perf_counter() - started
         rows = zip(requests, completions, *names_of(prompts), strict=True)
+        seeing = MULTI_MODAL_INPUTS in prompts.non_tensor_batch
         trajectories = [
-            Trajectory.single_turn(request.prompt_ids, completion, uid, sample)
+            Trajectory.single_turn(
+                request.prompt_ids,
+                completion,
+                uid,
+                sample,
+                extra={IMAGE_DIGEST: completion.image_digest} if seeing else {},
+            )
             for request, completion, uid, sample in rows
         ]
+        positions = prompts.batch["position_ids"]
         return batch_of(
             trajectories,
             self.pool.settings.spec.pad_token_id,
             prompt_width=prompts.batch["input_ids"].shape[1],
             response_width=self._config.response_length,
+            prompt_positions=positions if positions.ndim > 2 else None,
         )
 
     def update_weights(self, version: int) -> dict[str, float]:

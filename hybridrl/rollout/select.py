@@ -28,6 +28,7 @@ ENGINE_KEYS = (
     "lora_transfer",
     "enforce_eager",
     "cudagraph_capture_sizes",
+    "limit_images",
     "engine_kwargs",
     "checkpoint_engine",
 )
@@ -53,8 +54,7 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
     name = rollout.name
     if name == "auto":
         in_place = issubclass(_training_engine(config), GeneratesInPlace)
-        seeing = is_vision_model(config_of(config.model))  # which no engine of its own generates from yet
-        name = InferenceEngines.in_place(name) if in_place and (seeing or not on_gpu) else _fastest(config, on_gpu)
+        name = InferenceEngines.in_place(name) if in_place and not on_gpu else _fastest(config, on_gpu)
     _check_lengths(config)
     facts = InferenceEngines.facts(name)
     _check_routing(config, name)
@@ -91,6 +91,7 @@ def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
     for name in InferenceEngines.automatic():
         if not InferenceEngines.missing_packages(name):
             try:
+                _check_images(config, name)
                 InferenceEngines.get(name).check(config.rollout, config.model, on_gpu)
             except RolloutError as error:
                 notify(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}")

@@ -92,7 +92,15 @@ class Trajectory:
         return f"trajectory of uid {self.uid!r}, sample {self.sample}{session}"
 
     @classmethod
-    def single_turn(cls, prompt_ids: Sequence[int], completion: Completion, uid: str, sample: int) -> "Trajectory":
+    def single_turn(
+        cls,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        uid: str,
+        sample: int,
+        extra: Mapping[str, Any] | None = None,
+    ) -> "Trajectory":
         """The trajectory of one request: all of its tokens are generated."""
-        tokens = completion.token_ids
-        return cls(uid, sample, prompt_ids, tokens, [1] * len(tokens), completion.log_probs, completion.versions)
+        tokens, mask = completion.token_ids, [1] * len(completion.token_ids)
+        scores, versions = completion.log_probs, completion.versions
+        return cls(uid, sample, prompt_ids, tokens, mask, scores, versions, extra=extra or {})

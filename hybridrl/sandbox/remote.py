@@ -3,14 +3,8 @@
 import base64
 import binascii
 import hashlib
-import http.client
-import json
 import os
-import random
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,14 +12,11 @@ from typing import Any
 from hybridrl.sandbox.program import Ended, Limits, Program, Sandbox, SandboxError
 from hybridrl.sandbox.slots import Slots
 from hybridrl.utils import clock
-from hybridrl.verdict import Reason
+from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
 
 #: the environment variable with the bearer token of the server
 TOKEN_VARIABLE = "HYBRIDRL_SANDBOX_TOKEN"
 _ROUTE = "/run_code"
-_BUSY = (429, 503)  # the server has too much to do, and says so at once
-_LARGEST = 1 << 28  # bytes of an answer
-_LONGEST_PAUSE_S = 10.0
 
 
 class RemoteSandbox(Sandbox):
@@ -60,14 +51,14 @@ class RemoteSandbox(Sandbox):
         pause_s: float = 0.5,
         token: str | None = None,
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not is_address(url):
             raise SandboxError(f"sandbox url {url!r}: give an address such as http://HOST:8080/run_code")
+        parts = urllib.parse.urlsplit(url)
         self.url = url if parts.path not in ("", "/") else urllib.parse.urlunsplit(parts._replace(path=_ROUTE))
         self.limits = limits or Limits()
         self.slots = Slots(max_concurrent, "remote-" + hashlib.sha256(self.url.encode()).hexdigest()[:16])
-        self._attempts, self._patience_s, self._pause_s = attempts, patience_s, pause_s
-        self._token = token
+        self._patience_s, self._token = patience_s, token
+        self._client = JsonClient(self.url, token or os.environ.get(TOKEN_VARIABLE), attempts, patience_s, pause_s)
 
     def run(self, program: Program, limits: Limits | None = None) -> Ended:
         limits = limits or self.limits
@@ -92,67 +83,17 @@ class RemoteSandbox(Sandbox):
         Raises:
             SandboxError: it gives none.
         """
-        failures, pause, started = 0, self._pause_s, time.monotonic()
-        while True:
-            try:
-                answer = self._post(body, own_s + self._patience_s)
-                if answer.get("status") != "SandboxError":
-                    return answer
-                failure = _Failure(f"it reports a failure of its own: {str(answer.get('message'))[:300]}")
-            except _Failure as error:
-                failure = error
-            failures += not failure.busy
-            waited = time.monotonic() - started
-            if failure.final or failures >= self._attempts or (failure.busy and waited > self._patience_s):
-                often = f" ({failures} attempts)" if failures > 1 else f" for {waited:.0f} s" if failure.busy else ""
-                raise SandboxError(f"sandbox {self.url}{often}: {failure}", failure.reason) from None
-            time.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-    def _post(self, body: Mapping[str, Any], timeout_s: float) -> Mapping[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if token := self._token or os.environ.get(TOKEN_VARIABLE):
-            headers["Authorization"] = f"Bearer {token}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-                data = reply.read(_LARGEST + 1)
-        except urllib.error.HTTPError as error:
-            told = error.read(2000).decode("utf-8", "replace").strip()
-            raise _Failure(
-                f"HTTP {error.code} {error.reason}: {told[:300]}",
-                busy=error.code in _BUSY,
-                final=error.code < 500 and error.code not in (408, *_BUSY),
-            ) from None
-        except TimeoutError:
-            raise _Failure(f"no answer within {timeout_s:g} s", reason=Reason.TIMEOUT) from None
-        except urllib.error.URLError as error:
-            late = isinstance(error.reason, TimeoutError)
-            raise _Failure(f"{error.reason}", reason=Reason.TIMEOUT if late else Reason.INFRA) from None
-        except (OSError, http.client.HTTPException) as error:
-            raise _Failure(f"{type(error).__name__}: {error}") from None
-        if len(data) > _LARGEST:
-            raise _Failure(f"an answer of more than {_LARGEST} bytes", final=True)
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            raise _Failure(f"an answer that is no JSON: {data[:100]!r}") from None
-        if not isinstance(answer, dict):
-            raise _Failure(f"an answer that is no object: {data[:100]!r}")
-        return answer
+            return self._client.post(body, own_s + self._patience_s, _own_failure)
+        except ServiceError as error:
+            raise SandboxError(f"sandbox {error}", error.reason) from None
 
 
-class _Failure(Exception):
-    """A request failed.
-
-    Attributes:
-        busy: the server has too much to do.
-        final: another attempt would fail, too.
-    """
-
-    def __init__(self, what: str, busy: bool = False, final: bool = False, reason: Reason = Reason.INFRA) -> None:
-        super().__init__(what)
-        self.busy, self.final, self.reason = busy, final, reason
+def _own_failure(answer: Mapping[str, Any]) -> str | None:
+    """What the server says of a failure of its own."""
+    if answer.get("status") != "SandboxError":
+        return None
+    return f"it reports a failure of its own: {str(answer.get('message'))[:300]}"
 
 
 def _request_of(program: Program, limits: Limits) -> dict[str, Any]:

@@ -15,7 +15,7 @@ ABSENT = {
     "verl.experimental": "verl's experiments are not part of hybridrl",
     "verl.experimental.agent_loop": "loops derive from hybridrl.agents.AgentLoopBase (docs/agents.md)",
     "verl.experimental.reward_loop": "there is one reward loop; derive a manager from hybridrl.reward.RewardManager",
-    "verl.interactions": "users are not simulated yet; an agent loop of your own can answer as one (docs/agents.md)",
+    "verl.interactions": "simulated users derive from hybridrl.agents.BaseInteraction (docs/agents.md)",
     "verl.model_merger": "a checkpoint holds the model in Hugging Face format already (actor/hf_model)",
     "verl.models": "models are those of transformers, loaded by hybridrl.models.loading",
     "verl.plugin": "platforms are CPUs and CUDA GPUs (hybridrl.utils.device)",

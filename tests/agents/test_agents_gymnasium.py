@@ -48,9 +48,9 @@ def settings(micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     ]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@pytest.mark.parametrize("estimator", ["gigpo", "gae"])
 def test_a_run_on_a_gymnasium_environment(ray_session, settings, tmp_path, estimator) -> None:
-    samples = 2 if estimator == "grpo" else 1
+    samples = 2 if estimator == "gigpo" else 1
     words = [f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n={samples}"]
     if estimator == "gae":
         words += [f"critic.model.path={settings[0].partition('=')[2]}", "critic.ppo_mini_batch_size=4"]

@@ -78,7 +78,7 @@ def started(engine):
     """Makes a rollout of agents over the engine; ends it afterwards."""
     made = []
 
-    def start(config) -> tuple[AgentRollout, Recorded]:
+    def start(config, *datasets) -> tuple[AgentRollout, Recorded]:
         policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
         ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
         local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
@@ -86,7 +86,7 @@ def started(engine):
         inner.update_weights(0)
         recorded = Recorded(inner.client())
         inner.client = lambda: recorded
-        agents = create_agents(config, tokenizer, [])
+        agents = create_agents(config, tokenizer, datasets)
         assert agents is not None
         made.append(AgentRollout(inner, agents))
         return made[-1], recorded

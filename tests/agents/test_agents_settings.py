@@ -36,7 +36,7 @@ def test_other_programs_refuse_agents() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        *("multi_turn.interaction_config_path=x.yaml", "multi_turn.use_inference_chat_template=True"),
+        "multi_turn.use_inference_chat_template=True",
         *("multi_turn.num_repeat_rollouts=2", "agent.custom_async_server.path=x.py", "multi_turn.max_parallel_calls=0"),
         *("multi_turn.tool_response_truncate_side=top", "multi_turn.tokenization_sanity_check_mode=off"),
     ],

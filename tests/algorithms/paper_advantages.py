@@ -118,6 +118,54 @@ def prime(r, process, mask, index, gamma, of_process=1.0, of_outcome=1.0):
     return result
 
 
+def turns_of(mask, i):
+    """The tokens of each turn: runs without a hole."""
+    turns = []
+    for t in tokens_of(mask, i):
+        if turns and turns[-1][-1] == t - 1:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
+
+
+def grpo_turns(r, mask, index):
+    result = [[0.0] * len(row) for row in mask]
+    for i in range(len(mask)):
+        found = [math.fsum(r[j][t] for t in turn) for j in members(index, i) for turn in turns_of(mask, j)]
+        ahead = 0.0
+        for turn in reversed(turns_of(mask, i)):
+            spread = std(found) if len(found) > 1 else 1.0
+            ahead += (math.fsum(r[i][t] for t in turn) - mean(found)) / (spread + 1e-6)
+            for t in turn:
+                result[i][t] = ahead
+    return result
+
+
+def gigpo(r, mask, index, states, gamma, weight=1.0, by_std=False):
+    def compared(value, values):
+        if len(values) < 2:
+            return 0.0
+        return (value - mean(values)) / (std(values) + 1e-6 if by_std else 1.0)
+
+    def to_go(j, k):
+        turns = turns_of(mask, j)[k:]
+        return math.fsum(gamma**n * r[j][t] for n, turn in enumerate(turns) for t in turn)
+
+    result = [[0.0] * len(row) for row in mask]
+    for i in range(len(mask)):
+        group = members(index, i)
+        whole = compared(score(r, mask, i), [score(r, mask, j) for j in group])
+        for k, turn in enumerate(turns_of(mask, i)):
+            state = states[i][turn[-1]]
+            like = [
+                to_go(j, n) for j in group for n, other in enumerate(turns_of(mask, j)) if states[j][other[-1]] == state
+            ]
+            for t in turn:
+                result[i][t] = whole + (weight * compared(to_go(i, k), like) if state else 0.0)
+    return result
+
+
 def opo(r, mask, index):
     rows = []
     for i in range(len(mask)):

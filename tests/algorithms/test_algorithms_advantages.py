@@ -9,7 +9,7 @@ import numpy as np
 import paper_advantages as paper
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hybridrl.algorithms as algorithms
@@ -60,6 +60,9 @@ def make(seed: int, rows: int, width: int, holes: bool, sparse: bool, least: int
     }
     batch = {name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()}
     batch["response_mask"] = torch.tensor(mask)
+    ends = mask * (1 - np.pad(mask[:, 1:], ((0, 0), (0, 1))))  # turns are runs of response tokens
+    batch["turn_states"] = torch.tensor(ends * rng.integers(0, 4, (rows, width)) * 7)
+    batch["turn_states"][0, int(ends[0].argmax())] = 7
     others = {"uid": np.array([f"prompt-{i}" for i in ids], dtype=object)}
     others |= {key: rng.normal(size=rows).astype(object) for key in "ab"}
     return Batch(batch, others)
@@ -82,6 +85,9 @@ def expected(name: str, b: Batch) -> tuple[list, list]:
     if name == "prime":
         advantages = paper.prime(r, b.lists("process_rewards"), mask, index, 0.9)
         return advantages, advantages
+    if name == "gigpo":
+        advantages = paper.gigpo(r, mask, index, b.lists("turn_states"), 0.9)
+        return advantages, advantages
     if name == "flash_reinforce":
         return paper.flash_reinforce(r, mask)
     if name == "remax":
@@ -99,6 +105,7 @@ def expected(name: str, b: Batch) -> tuple[list, list]:
         "opo": lambda: paper.opo(r, mask, index),
         "gpg": lambda: paper.gpg(r, mask, index),
         "sppo": lambda: paper.sppo(r, mask, index),
+        "grpo_turns": lambda: paper.grpo_turns(r, mask, index),
         "reinforce_plus_plus_baseline": lambda: paper.reinforce_pp_baseline(r, mask, index),
     }
     advantages = by_group[name]()
@@ -172,6 +179,69 @@ def test_prime_with_weights_and_the_scales_of_its_authors(batch: Batch) -> None:
     same(returns, wanted)
 
 
+@many
+@given(batch=paired, by_std=st.booleans())
+def test_gigpo_with_its_settings_equals_the_paper(batch: Batch, by_std: bool) -> None:
+    r, mask, index = batch.lists("token_level_rewards"), batch.lists("response_mask"), list(batch.others["uid"])
+    mode = "mean_std_norm" if by_std else "mean_norm"
+    config = SimpleNamespace(gamma=0.5, gigpo_step_advantage_w=0.3, gigpo_mode=mode)
+    wanted = paper.gigpo(r, mask, index, batch.lists("turn_states"), 0.5, 0.3, by_std)
+    same(batch.run("gigpo", config)[0], wanted)
+    config.gigpo_step_advantage_w = 0.0  # then it is GRPO
+    same(batch.run("gigpo", config)[0], paper.grpo(r, mask, index, by_std=by_std))
+
+
+@many
+@given(batch=paired)
+def test_how_many_turns_a_sample_has_does_not_matter_where_only_the_last_is_rewarded(batch: Batch) -> None:
+    """GiGPO in situations that never repeat, and GAE with gamma = lambda = 1, whatever the holes between turns."""
+    mask = batch.tensors["response_mask"].bool()
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    rewards = torch.where(last, batch.tensors["token_level_rewards"], 0.0)
+    states = torch.arange(1, mask.numel() + 1).view_as(mask) * (batch.tensors["turn_states"] > 0)
+    if not states.any():
+        return
+    tensors = batch.tensors | {"token_level_rewards": rewards, "turn_states": states}
+    found = Batch(tensors, batch.others).run("gigpo")[0]
+    same(found, paper.grpo(rewards.tolist(), mask.long().tolist(), list(batch.others["uid"]), by_std=False))
+    packed = {"response_mask": torch.zeros_like(batch.tensors["response_mask"])}
+    for name in ("token_level_rewards", "values"):
+        packed[name] = torch.zeros_like(tensors[name])
+    for row in range(len(mask)):  # the same tokens without holes: one turn
+        count = int(mask[row].sum())
+        packed["response_mask"][row, :count] = 1
+        for name in ("token_level_rewards", "values"):
+            packed[name][row, :count] = tensors[name][row, mask[row]]
+    ones = SimpleNamespace(gamma=1.0, lam=1.0)
+    merged = Batch(packed, batch.others).run("gae", ones)[0][packed["response_mask"].bool()]
+    same(Batch(tensors, batch.others).run("gae", ones)[0][mask], merged)
+
+
+@many
+@given(batch=paired)
+def test_turns_that_follow_each_other_without_a_hole_are_told_apart_by_their_states(batch: Batch) -> None:
+    """As where the rows of a session are joined."""
+    tensors = dict(batch.tensors)
+    tensors["turn_states"] = torch.where(tensors["response_mask"].bool(), 5, 0)  # every token is a turn
+    wide = {}
+    for name in ("response_mask", "token_level_rewards", "turn_states"):
+        wide[name] = torch.zeros(*tensors[name].shape, 2, dtype=tensors[name].dtype)
+        wide[name][..., 0] = tensors[name]
+        wide[name] = wide[name].flatten(1)  # a hole behind each token
+    for name in ("grpo_turns", "gigpo"):
+        same(Batch(wide, batch.others).run(name)[0][:, ::2], Batch(tensors, batch.others).run(name)[0])
+
+
+def test_gigpo_without_states_is_refused() -> None:
+    batch = make(1, 4, 5, True, True)
+    batch.tensors["turn_states"].zero_()
+    with pytest.raises(AlgorithmError, match="no turn of the batch has a state"):
+        batch.run("gigpo")
+    del batch.tensors["turn_states"]
+    with pytest.raises(AlgorithmError, match="sessions on environments"):
+        batch.run("gigpo")
+
+
 def padded(batch: Batch, extra: int) -> Batch:
     """More columns, and garbage everywhere outside the mask."""
     mask = batch.tensors["response_mask"]
@@ -181,7 +251,7 @@ def padded(batch: Batch, extra: int) -> Batch:
             value = torch.nn.functional.pad(value, (0, extra))
         if value.dim() == 2 and name != "response_mask":
             outside = torch.nn.functional.pad(mask, (0, extra)) == 0
-            value = value.masked_fill(outside, torch.nan)
+            value = value.masked_fill(outside, torch.nan if value.is_floating_point() else 99)
         tensors[name] = value
     return Batch(tensors, batch.others)
 
@@ -319,6 +389,7 @@ def sessions(batch: Batch) -> tuple[Batch, Batch, torch.Tensor, torch.Tensor]:
 @given(batch=shapes)
 def test_a_session_in_several_rows_counts_once_and_keeps_its_credit(name: str, batch: Batch) -> None:
     whole, pieces, origin, part = sessions(batch)
+    assume(name != "gigpo" or (whole.tensors["turn_states"] * whole.tensors["response_mask"]).any())
     half = pieces.tensors["response_mask"].shape[1]
     for found, wanted in zip(pieces.run(name), whole.run(name), strict=True):
         same(found, torch.stack([wanted[i, p * half : (p + 1) * half] for i, p in zip(origin, part, strict=True)]))

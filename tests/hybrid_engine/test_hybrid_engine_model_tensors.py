@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -26,8 +27,9 @@ from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.model_tensors import model_tensors
 from hybridrl.hybrid_engine.plan import compared, plan
 from hybridrl.hybrid_engine.print_plan import main
-from hybridrl.hybrid_engine.shards import boxes_of
+from hybridrl.hybrid_engine.shards import Cut, boxes_of
 from hybridrl.hybrid_engine.topology import GenerationLayout, MegatronLayout, ShardedLayout
+from hybridrl.models.loading import load_model_config
 
 SIZES = {
     "vocab_size": 256,
@@ -101,6 +103,20 @@ def test_a_transition_keeps_and_receives_the_whole_generation_shard(
 def test_a_tensor_without_a_rule_is_named() -> None:
     with pytest.raises(ConfigError, match=r"transformer\.wte\.weight.*GPT2Config"):
         model_tensors(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+
+
+def test_vision_towers_are_cut_like_the_rest(vision_models: dict[str, Path]) -> None:
+    for folder in vision_models.values():
+        config = load_model_config(folder)
+        specs, _ = model_tensors(config)
+        tower = {spec.name: spec for spec in specs if "visual." in spec.name}
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
+        assert tower.keys() == {name for name, _ in model.named_parameters() if "visual." in name}
+        assert all(spec.first and not spec.last for spec in tower.values())
+        assert tower["model.visual.blocks.0.attn.qkv.weight"].cut == Cut(dim=0, sections=(16, 16, 16))
+        assert tower["model.visual.blocks.0.attn.proj.weight"].cut == Cut(dim=1)
+        assert tower["model.visual.patch_embed.proj.weight"].cut == Cut()
 
 
 def save(config: PreTrainedConfig, folder: Path) -> str:

@@ -40,3 +40,8 @@ def test_the_run_with_a_judge_that_is_gone(tmp_path: Path, finish: Callable[...,
 
 def test_the_snippets_of_the_sandbox(tmp_path: Path, finish: Callable[..., Any]) -> None:
     run_snippets("docs/sandbox.md", tmp_path, finish, "run")
+
+
+def test_the_snippets_about_measuring_rewards(tmp_path: Path, finish: Callable[..., Any]) -> None:
+    (measured,) = run_snippets("docs/reward.md", tmp_path, finish, "run")
+    assert "disagree on 1 samples" in measured

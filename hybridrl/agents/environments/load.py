@@ -1,19 +1,15 @@
 """The environments of a run: from a YAML file, by registered name, or as `module:Class`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from hybridrl.agents.entries import class_of, named_entries
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.notify import notify
 from hybridrl.registry import ENVIRONMENTS
-from hybridrl.utils.user_code import load_class
 
 _KEY = "actor_rollout_ref.rollout.agent"
-_ENTRY = "{name: NAME, class_name: NAME or MODULE.CLASS, config: {...}}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def load_environments(path: str | None, default: str | None, named: Iterable[str
     Raises:
         RolloutError: a file, an entry or a name is wrong, or an environment does not start.
     """
-    listed = {} if path is None else _entries(path)
+    listed = {} if path is None else named_entries(path, f"{_KEY}.environment_config_path", "environments")
     if default is None and len(listed) == 1:
         default = next(iter(listed))
     wanted = dict.fromkeys([*listed, *([default] if default is not None else []), *named])
@@ -108,40 +104,8 @@ def _started(cls: Any, config: dict[str, Any], where: str) -> EnvironmentEntry:
 
 
 def _class(name: str, where: str) -> Any:
-    if name in ENVIRONMENTS.names():
-        found = ENVIRONMENTS.get(name)
-    else:
-        path, _, short = name.rpartition(":" if ":" in name else ".")
-        if not path:
-            known = ", ".join(ENVIRONMENTS.names())
-            raise RolloutError(f"{where}: there is no environment {name!r}; known are {known}, or MODULE.CLASS")
-        found = load_class(path, short, where, f"{where}: class_name", object, RolloutError)
+    found = class_of(name, where, ENVIRONMENTS)
     lacks = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if lacks:
         raise RolloutError(f"{where}: {name} has no {' and no '.join(lacks)}; see hybridrl.agents.Environment")
-    return found
-
-
-def _entries(path: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> (class name, config)."""
-    key = f"{_KEY}.environment_config_path={path}"
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise RolloutError(f"{key}: there is no such file")
-    try:
-        whole = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except Exception as error:  # errors of YAML and OmegaConf have no common base
-        raise RolloutError(f"{key}: it is not readable YAML: {error}") from error
-    entries = whole.get("environments") if isinstance(whole, Mapping) else None
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise RolloutError(f"{key}: it must be {{environments: [...]}} with entries {_ENTRY}")
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
-    for number, entry in enumerate(entries):
-        known = {"name", "class_name", "config"}
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str) or set(entry) - known:
-            raise RolloutError(f"{key}: environments[{number}] is {entry!r}, and must be {_ENTRY}")
-        name = str(entry.get("name") or entry["class_name"])
-        if name in found:
-            raise RolloutError(f"{key}: two environments are called {name}; rename one")
-        found[name] = (entry["class_name"], {str(k): v for k, v in (entry.get("config") or {}).items()})
     return found

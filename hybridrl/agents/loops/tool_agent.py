@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.agents.interactions.session import InteractionSession
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from hybridrl.agents.parsers.base import Call, FunctionCall
+from hybridrl.agents.parsers.base import Call, FunctionCall, Parsed
 from hybridrl.agents.tools.load import selected_tools
 from hybridrl.agents.tools.session import ToolResult, ToolSession
 from hybridrl.agents.turns import answers_of
@@ -25,6 +26,8 @@ class AgentData:
         response_ids, response_mask: every token after them, and which of them were generated.
         tools_kwargs: the row's column of this name.
         extra_fields: columns of the batch that a tool adds.
+        turn_rewards: (place of the last token of a turn, reward), of tool calls and of a simulated user.
+        turn_scores: scores that a simulated user gave.
     """
 
     messages: list[dict[str, Any]]
@@ -39,18 +42,26 @@ class AgentData:
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     faults: dict[str, int] = field(default_factory=dict)
     tool_calls: int = 0
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    interaction_extra: dict[str, Any] = field(default_factory=dict)
 
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
     """Generates, runs the calls of the turn, appends their answers, and goes on, until a turn has no call.
 
+    In rows with `interaction_kwargs`, a simulated user answers such a turn, and the session goes on until the user ends
+    it.
+
     It also ends at `response_length` tokens after the prompt, at `max_assistant_turns` turns of the model and at
     `max_user_turns` rounds of answers. An answer that does not fit is left out. Calls that cannot be read, unknown
     tools, wrong arguments, errors and time-outs are answered with the reason.
 
-    `extra_info.tool_selection` of a row names the tools that it has. Reward functions get the rewards of calls and what
-    `calc_reward` of each tool returned as `extra_info["rollout_reward_scores"]`.
+    `extra_info.tool_selection` of a row names the tools that it has. Reward functions get the rewards of calls, the
+    scores of the user's answers, and what `calc_reward` of each tool and `calculate_score` of the user returned as
+    `extra_info["rollout_reward_scores"]`. With `multi_turn.turn_rewards`, rewards of calls and answers are added to the
+    score, at the last token of their turn.
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
@@ -60,14 +71,20 @@ class ToolAgentLoop(AgentLoopBase):
         chosen = selected_tools(kwargs.get("extra_info"), list(self.tools))
         tools = {name: self.tools[name] for name in chosen}
         schemas = [tool.tool_schema for tool in tools.values()]
-        session = ToolSession(tools, settings, tools_kwargs)
+        session, user = ToolSession(tools, settings, tools_kwargs), self._user(kwargs)
+        said: dict[str, float] = {}
         self.server_manager.log.messages = data.messages
         try:
-            while calls := await self._generate(data, sampling_params, schemas):
-                if not await self._answer(data, calls, session, schemas):
+            while (calls := await self._generate(data, sampling_params, schemas)) is not None:
+                answered = self._answer(data, calls, session, schemas) if calls else self._reply(data, user, schemas)
+                if not await answered:
                     break
+            if user is not None and (score := await user.score()) is not None:
+                said[user.name] = score
         finally:
             scores = await session.close()
+            if user is not None:
+                await user.close()
         data.metrics.tool_calls = session.seconds
         lost = [score for score in scores.values() if isinstance(score, NoVerdict)]
         return AgentLoopOutput(
@@ -81,15 +98,31 @@ class ToolAgentLoop(AgentLoopBase):
                 **data.extra_fields,
                 "tool_call_counts": data.tool_calls,
                 "tool_rewards": data.tool_rewards,
-                "reward_scores": {**scores, "tool_rewards": data.tool_rewards},
+                "reward_scores": {
+                    **scores,
+                    **said,
+                    "tool_rewards": data.tool_rewards,
+                    **({"user_turn_rewards": data.turn_scores} if user is not None else {}),
+                },
                 "tool_faults": data.faults,
+                **({"turn_scores": data.turn_scores} if self.interactions is not None else {}),
+                **({"interaction_extra": data.interaction_extra} if self.interactions is not None else {}),
             },
+            turn_rewards=data.turn_rewards if settings.turn_rewards else (),
         )
+
+    def _user(self, row: Mapping[str, Any]) -> InteractionSession | None:
+        """The simulated user of a row."""
+        kwargs = row.get("interaction_kwargs") or {}
+        found = None if self.interactions is None else self.interactions.of(kwargs)
+        if found is None:
+            return None
+        return InteractionSession(found, kwargs, self.rollout_config.multi_turn.tool_timeout_s)
 
     async def _generate(
         self, data: AgentData, sampling_params: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]
-    ) -> list[Call]:
-        """Add a turn of the model, and return the calls to run; none where the session ends with it."""
+    ) -> list[Call] | None:
+        """Add a turn of the model, and return the calls in it; None where the session ends with it."""
         settings, limit = self.rollout_config.multi_turn, self.rollout_config.response_length
         started = time.perf_counter()
         output = await self.server_manager.generate(
@@ -102,13 +135,31 @@ class ToolAgentLoop(AgentLoopBase):
         data.assistant_turns += 1
         assert self.tool_parser is not None  # there are tools, or this loop is refused at start-up
         parsed = self.tool_parser.parse(self.tokenizer.decode(output.token_ids, skip_special_tokens=False), schemas)
+        if parsed.calls and not schemas:  # there are users alone, to whom this is text like any other
+            parsed = Parsed(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
         data.messages.append({"role": "assistant", "content": parsed.content})
         ended = output.stop_reason != "stop" or not output.token_ids or len(data.response_ids) >= limit
         if ended or data.assistant_turns >= (settings.max_assistant_turns or data.assistant_turns + 1):
-            return []
+            return None
         if data.user_turns >= (settings.max_user_turns or data.user_turns + 1):
-            return []
+            return None
         return parsed.calls
+
+    async def _reply(
+        self, data: AgentData, user: InteractionSession | None, schemas: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Append the user's answer to a turn; whether the session goes on."""
+        if user is None:
+            return False
+        log = self.server_manager.log
+        began = log.clock()
+        reply = await user.reply(data.messages)
+        log.add("user", began, turn=data.assistant_turns - 1, answer=reply.text, score=reply.score, ended=reply.ended)
+        data.interaction_extra |= reply.extra
+        if reply.score is not None:
+            data.turn_scores.append(reply.score)
+            data.turn_rewards.append((len(data.response_ids) - 1, reply.score))
+        return not reply.ended and self._append(data, [{"role": "user", "content": reply.text}], schemas, ())
 
     async def _answer(
         self,
@@ -148,10 +199,20 @@ class ToolAgentLoop(AgentLoopBase):
                 data.faults[result.fault] = data.faults.get(result.fault, 0) + 1
             if result.reward is not None:
                 data.tool_rewards.append(result.reward)
+                data.turn_rewards.append((len(data.response_ids) - 1, result.reward))
             answered.append((call, result.text))
         data.tool_calls += len(readable)
-        messages = answers_of(answered)
-        tokens = self.turns.following(data.response_ids[-1], messages, schemas, [call for call, _ in answered])
+        return self._append(data, answers_of(answered), schemas, [call for call, _ in answered])
+
+    def _append(
+        self,
+        data: AgentData,
+        messages: Sequence[dict[str, Any]],
+        schemas: Sequence[Mapping[str, Any]],
+        calls: Sequence[FunctionCall],
+    ) -> bool:
+        """Append answers to a turn; whether they fit."""
+        tokens = self.turns.following(data.response_ids[-1], messages, schemas or None, calls)
         longer = len(data.response_ids) + len(tokens)
         limit = self.rollout_config.max_model_len
         if longer >= self.rollout_config.response_length or (limit and len(data.prompt_ids) + longer >= limit):

@@ -2,16 +2,13 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from hybridrl.agents.entries import class_of, entries_of
 from hybridrl.agents.tools.base import BaseTool, tool_of
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.registry import TOOLS
-from hybridrl.utils.user_code import load_class, load_module
+from hybridrl.utils.user_code import load_module
 
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 _ENTRY = "{class_name: MODULE.CLASS, config: {...}, tool_schema: {...}}"
@@ -55,7 +52,7 @@ def _load(tool_config_path: str | None, function_tool_path: str | None) -> list[
     tools: list[BaseTool] = []
     try:
         if tool_config_path is not None:
-            for number, entry in enumerate(_entries(tool_config_path)):
+            for number, entry in enumerate(entries_of(tool_config_path, f"{_KEY}.tool_config_path", "tools", _ENTRY)):
                 tools += _of_entry(entry, f"{_KEY}.tool_config_path={tool_config_path}: tools[{number}]")
         if function_tool_path is not None:
             tools += _of_functions(function_tool_path)
@@ -69,30 +66,13 @@ def _load(tool_config_path: str | None, function_tool_path: str | None) -> list[
     return tools
 
 
-def _entries(path: str) -> Sequence[Any]:
-    key = f"{_KEY}.tool_config_path"
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise RolloutError(f"{key}={path}: there is no such file")
-    try:
-        whole = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (OmegaConfBaseException, ValueError, OSError) as error:
-        raise RolloutError(f"{key}={path}: it is not readable YAML: {error}") from error
-    except Exception as error:  # yaml's errors have no base in what is imported here
-        raise RolloutError(f"{key}={path}: {type(error).__name__}: {error}") from error
-    entries = whole.get("tools") if isinstance(whole, Mapping) else None
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise RolloutError(f"{key}={path}: it must be {{tools: [...]}} with entries {_ENTRY}")
-    return entries
-
-
 def _of_entry(entry: Any, where: str) -> list[BaseTool]:
     name = entry.get("class_name") if isinstance(entry, Mapping) else None
     if not isinstance(name, str):
         raise RolloutError(f"{where}: it has no class_name; an entry is {_ENTRY}")
     if unknown := set(entry) - {"class_name", "config", "tool_schema"}:
         raise RolloutError(f"{where} ({name}): it has {', '.join(sorted(unknown))}, and an entry is {_ENTRY}")
-    kind = _class(name, where)
+    kind = class_of(name, where, TOOLS, BaseTool)
     config = dict(entry.get("config") or {})
     try:
         if hasattr(kind, "from_config"):  # one entry may stand for several tools
@@ -103,15 +83,6 @@ def _of_entry(entry: Any, where: str) -> list[BaseTool]:
         raise RolloutError(f"{where}: {error}") from error
     except Exception as error:  # the user's class may raise anything
         raise RolloutError(f"{where}: making {name} failed: {type(error).__name__}: {error}") from error
-
-
-def _class(name: str, where: str) -> Any:
-    if TOOLS.knows(name):
-        return TOOLS.get(name)
-    path, _, short = name.rpartition(":" if ":" in name else ".")
-    if not path:
-        raise RolloutError(f"{where}: there is no tool {name!r}; known are {', '.join(TOOLS.names())}, or MODULE.CLASS")
-    return load_class(path, short, where, f"{where}: class_name", BaseTool, RolloutError)
 
 
 def _of_functions(path: str) -> list[BaseTool]:

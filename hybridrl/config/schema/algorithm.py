@@ -117,6 +117,12 @@ class AlgorithmConfig(ConfigNode):
         choices=("none", "batch_norm"),
     )
     prime_whiten: bool = key(False, "prime: whiten the advantages over all response tokens")
+    gigpo_step_advantage_w: float = key(1.0, "gigpo: weight of the comparison of turns in the same situation", ge=0)
+    gigpo_mode: str = key(
+        "mean_norm",
+        "gigpo: differences from the mean; mean_std_norm: divided by the standard deviation",
+        choices=("mean_norm", "mean_std_norm"),
+    )
     normalize_rewards: str = key(
         "none",
         "batch, running: a sequence's score minus the mean and divided by the standard deviation of the batch, of the "

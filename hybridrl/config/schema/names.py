@@ -60,8 +60,6 @@ LOAD_FORMAT_SYNONYMS: dict[str, str] = {
 #: how often something is done, other than a number of steps
 FREQUENCIES: tuple[str, ...] = ("after_each_epoch",)
 
-REWARD_MANAGERS_LATER: tuple[str, ...] = ("prime", "gdpo", "rate_limited", "remote")
-
 LOGGERS: tuple[str, ...] = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 LOGGERS_LATER: tuple[str, ...] = ("vemlp_wandb", "rl_insight")
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
 from hybridrl.registry import REWARD_MANAGERS
+from hybridrl.utils.json_client import is_address
 
 
 @dataclass
@@ -47,7 +47,6 @@ class RewardManagerConfig(ConfigNode):
         "naive",
         "how scores are asked for and shaped",
         registry=REWARD_MANAGERS,
-        later=names.REWARD_MANAGERS_LATER,
     )
     source: str = key("register", "register: by name; importlib: from module.path", choices=("register", "importlib"))
     module: RewardModuleConfig = group(RewardModuleConfig)
@@ -77,6 +76,63 @@ class DapoConfig(ConfigNode):
             yield (
                 f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer.len}: must be from 1 to {longest} "
                 "(reward.reward_kwargs.max_resp_len, else data.max_response_length) where the buffer is enabled"
+            )
+
+
+@dataclass
+class GdpoManagerConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `gdpo`, which has none."""
+
+    def check(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each fault of these settings in a run of `config`."""
+        if not config.algorithm.gdpo_reward_keys:
+            yield (
+                "reward.reward_manager.name=gdpo checks the components that algorithm.gdpo_reward_keys names, and it "
+                "names none; set it, with algorithm.adv_estimator=gdpo, or take reward.reward_manager.name=naive"
+            )
+
+
+@dataclass
+class RateLimitConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `rate_limited`."""
+
+    max_concurrent: int = key(1, "samples that are being scored at once", gt=0)
+    max_rpm: float | None = key(None, "samples that begin within any 60 seconds; null: any number", ge=1)
+    max_tpm: float | None = key(None, "tokens of samples that begin within any 60 seconds; null: any number", gt=0)
+    estimated_tokens_per_request: int = key(2000, "tokens that each sample counts as", gt=0)
+
+    def check(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each fault of these settings in a run of `config`."""
+        if self.max_tpm is not None and self.estimated_tokens_per_request > self.max_tpm:
+            yield (
+                f"reward.reward_kwargs.max_tpm={self.max_tpm:g} is below reward.reward_kwargs."
+                f"estimated_tokens_per_request={self.estimated_tokens_per_request}, so no sample could be scored"
+            )
+
+
+@dataclass
+class RemoteScoresConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `remote`."""
+
+    url: str | None = key(
+        None, 'service that answers POST {"samples": [...]} with {"scores": [...]}; null: functions in processes'
+    )
+    max_concurrent: int = key(32, "requests at once", gt=0)
+    batch_size: int = key(16, "samples that arrive together and share a request", gt=0)
+    attempts: int = key(4, "how often a request that fails is sent", gt=0)
+    token_env: str | None = key(
+        "HYBRIDRL_REWARD_TOKEN", "environment variable with the bearer token, where it is set; null: none"
+    )
+
+    def check(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each fault of these settings in a run of `config`."""
+        custom = config.reward.custom_reward_function.path or config.reward.functions
+        if self.url is not None and not is_address(self.url):
+            yield f"reward.reward_kwargs.url={self.url}: give an address such as http://HOST:8000/scores"
+        if self.url is not None and custom:
+            yield (
+                f"reward.reward_kwargs.url={self.url} and a reward function (reward.custom_reward_function.path or "
+                "reward.functions) are both set, and one of them scores; remove the other"
             )
 
 
@@ -165,7 +221,10 @@ class RewardConfig(ScoringConfig):
 
     reward_manager: RewardManagerConfig = group(RewardManagerConfig)
     reward_kwargs: dict[str, Any] = key(
-        {}, "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}"
+        {},
+        "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}; "
+        "rate_limited: max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request; remote: url, max_concurrent, "
+        "batch_size, attempts, token_env",
     )
     on_error: str | None = key(
         None,

@@ -116,8 +116,18 @@ class MultiTurnConfig(ConfigNode):
     format: str = key("hermes", "how the model writes tool calls", registry=TOOL_PARSERS)
     tool_config_path: str | None = key(None, "YAML file with tools; null: none")
     function_tool_path: str | None = key(None, "Python file or module with functions marked @function_tool; null: none")
+    interaction_config_path: str | None = key(
+        None, "YAML file with simulated users, {interaction: [{name, class_name, config}]}; null: none"
+    )
+    turn_rewards: bool = key(
+        False,
+        "tool_agent: scores of simulated users and rewards of tool calls are added to the score, at the last token of "
+        "their turn; false: reward functions get them and no more",
+    )
     max_assistant_turns: int | None = key(None, "turns of the model in a session; null: any number", gt=0)
-    max_user_turns: int | None = key(None, "rounds of answers of tools in a session; null: any number", gt=0)
+    max_user_turns: int | None = key(
+        None, "rounds of answers of tools, users or environments in a session; null: any number", gt=0
+    )
     max_parallel_calls: int = key(
         1, "tool calls of one turn that are run; further ones are answered with an error", gt=0
     )
@@ -125,7 +135,12 @@ class MultiTurnConfig(ConfigNode):
     tool_response_truncate_side: str = key(
         "middle", "what is cut off a longer answer: its beginning, middle or end", choices=("left", "middle", "right")
     )
-    tool_timeout_s: float = key(60.0, "seconds that a tool may take for a call; then the model gets an error", gt=0)
+    tool_timeout_s: float = key(
+        60.0,
+        "seconds that a tool or a simulated user may take for a call; then the model gets an error, or the session has "
+        "no verdict",
+        gt=0,
+    )
     tokenization_sanity_check_mode: str = key(
         "strict",
         "refuse chat templates that change earlier text of a conversation that goes on; ignore_strippable: whitespace "
@@ -240,6 +255,9 @@ class RolloutConfig(ConfigNode):
     enable_chunked_prefill: bool = key(True, "engines: process long prompts in chunks, interleaved with other requests")
     enable_prefix_caching: bool = key(True, "engines: compute common prefixes of prompts once")
     max_num_batched_tokens: int = key(8192, "engines: tokens computed at once", gt=0)
+    limit_images: int | None = key(
+        None, "engines: most images of a prompt, for the memory that they set aside; null: as many as fit", gt=0
+    )
     scheduling_policy: str = key(
         "fcfs",
         "order of requests inside an engine; priority: by `Request.priority`, so HTTP clients come after training",

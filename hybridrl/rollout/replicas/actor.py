@@ -17,6 +17,7 @@ import torch
 from hybridrl.errors import RolloutError, is_out_of_memory
 from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
+from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -90,6 +91,7 @@ class Replica:
         self._engine: InferenceEngine
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._inside: set[str] = set()  # requests that the engine works on
+        self._images = ReceivedImages()
         self._tokenizer: Any = None
         self._aborted: set[str] = set()
         self._done: list[Completion] = []
@@ -151,6 +153,8 @@ class Replica:
         A request in flight during a weight update keeps its tokens and continues under the new weights.
         """
         answer = Completion(request.id, [], [], "abort")
+        if request.images is not None:
+            answer.image_digest = request.images.digest()
         try:
             while await self._may_generate(request.id):
                 version = self.version
@@ -204,12 +208,18 @@ class Replica:
         return request_id not in self._aborted
 
     async def _answer(self, request: Request) -> None:
+        sent = request.images
         try:
+            if sent is not None:
+                request = replace(request, images=await self._images.take(sent))
             completion = await self.generate(request)
         except asyncio.CancelledError:
             raise
         except Exception:
             self._die()
+        finally:
+            if sent is not None:
+                self._images.give_back(sent)
         del self._tasks[request.id]
         self._done.append(completion)
         if len(self._done) >= self._awaited or not self._tasks:

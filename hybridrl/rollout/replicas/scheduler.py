@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.replicas.actor import end_of_log
@@ -74,7 +75,7 @@ class Scheduler:
         for index, requests in self._balancer.take(room, guests).items():
             replica = self._replicas[index]
             replica.in_flight |= {request.id: request for request in requests}
-            replica.submitted = replica.actor.submit.remote(requests)
+            replica.submitted = replica.actor.submit.remote([_sent(request) for request in requests])
 
     def collect(self, replica: ReplicaHandle, completions: Sequence[Completion]) -> None:
         """Complete the requests that a replica has answered."""
@@ -145,3 +146,8 @@ class Scheduler:
         """Raise `error` if there is one."""
         if self.error is not None:
             raise self.error
+
+
+def _sent(request: Request) -> Request:
+    """A request as it travels: its images are in the object store."""
+    return request if request.images is None else replace(request, images=request.images.sent())

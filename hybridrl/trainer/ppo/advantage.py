@@ -36,6 +36,9 @@ def check_estimator(config: PPOTrainerConfig) -> None:
     available |= {name for spec in active_roles(config) for one in spec.passes for name in one.gives}
     if config.use_critic:
         available.add("values")
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.default_agent_loop or agent.agent_loop_config_path or agent.environment_config_path:
+        available.add("turn_states")  # if no loop gives any, the estimator says so
     if config.actor_rollout_ref.actor.calculate_sum_pi_squared:
         available.add("sum_pi_squared")
     if config.algorithm.rollout_correction.rollout_is is not None:

@@ -1,0 +1,66 @@
+"""The simulated users of a run, from a YAML file."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hybridrl.agents.entries import class_of, named_entries
+from hybridrl.agents.interactions.base import BaseInteraction
+from hybridrl.errors import RolloutError, UserError
+from hybridrl.registry import INTERACTIONS
+
+_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+
+
+class Interactions:
+    """The simulated users of a run, by name."""
+
+    def __init__(self, found: Mapping[str, BaseInteraction], path: str) -> None:
+        self.found = found
+        self._path = path
+
+    def of(self, kwargs: Mapping[str, Any]) -> BaseInteraction | None:
+        """The user of a row with these `interaction_kwargs`; None where the row has none.
+
+        Raises:
+            RolloutError: there is no such user.
+        """
+        if not kwargs:
+            return None
+        only = next(iter(self.found)) if len(self.found) == 1 else ""
+        name = str(kwargs.get("name") or only)
+        if name not in self.found:
+            raise RolloutError(
+                f"a row's interaction_kwargs.name is {kwargs.get('name')!r}; {_KEY}={self._path} has "
+                f"{', '.join(self.found)}"
+            )
+        return self.found[name]
+
+
+def load_interactions(path: str, rows: Iterable[Mapping[str, Any]]) -> Interactions:
+    """Load the users of a file, and check that rows name them.
+
+    Args:
+        path: `multi_turn.interaction_config_path`: `{interaction: [{name, class_name, config}]}`.
+        rows: `interaction_kwargs` of each row.
+
+    Raises:
+        RolloutError: the file or an entry is wrong, a row names a user that there is not, or no row names one.
+    """
+    found: dict[str, BaseInteraction] = {}
+    for name, (class_name, config) in named_entries(path, _KEY, "interaction").items():
+        where = f"{_KEY}={path}: {name}"
+        cls = class_of(class_name, where, INTERACTIONS, BaseInteraction)
+        try:
+            found[name] = cls(config={**config, "name": name})
+        except UserError as error:
+            raise RolloutError(f"{where}: {error}") from error
+        except Exception as error:  # the user's class may raise anything
+            raise RolloutError(f"{where}: making {class_name} failed: {type(error).__name__}: {error}") from error
+    users = Interactions(found, path)
+    answered = [users.of(kwargs) is not None for kwargs in rows]  # each row is checked
+    if not any(answered):
+        raise RolloutError(
+            f"{_KEY}={path}: no row has interaction_kwargs (a column, or that entry of extra_info), so no user would "
+            "answer; add {name: ..., further arguments}, or remove the setting"
+        )
+    return users

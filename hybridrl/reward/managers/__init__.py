@@ -1,0 +1,1 @@
+"""Reward managers besides `naive`, `batch` and `dapo`; each registers itself."""

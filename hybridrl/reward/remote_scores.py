@@ -1,0 +1,124 @@
+"""Scores of a service: `POST {"samples": [...]}` -> `{"scores": [...]}`.
+
+A sample has `data_source`, `solution_str`, `ground_truth`, `extra_info` and `prompt`. A score is a number, a dict with
+`score`, or `{"no_verdict": "infra" | "timeout" | "grading" | "dropped", "detail": ...}`.
+
+Imported by the pool's processes, so it must stay light: no torch, no numpy.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hybridrl.utils.json_client import JsonClient, ServiceError
+from hybridrl.verdict import NoVerdict, Reason
+
+_GATHER_S = 0.005  # samples that arrive within this time share a request
+
+
+class Service:
+    """Asks for the scores of samples; those that arrive together share a request.
+
+    Args:
+        client: asks.
+        timeout: seconds that an answer may take.
+        max_concurrent: requests at once.
+        batch_size: samples of a request.
+    """
+
+    def __init__(self, client: JsonClient, timeout: float, max_concurrent: int, batch_size: int) -> None:
+        self._client, self._timeout, self._most = client, timeout, batch_size
+        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="remote-scores")
+        self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+
+    async def score(self, sample: dict[str, Any]) -> Any:
+        """A number, a dict with `score`, or a `NoVerdict`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._waiting.append((sample, future))
+        if len(self._waiting) >= self._most:
+            self._send()
+        elif len(self._waiting) == 1:
+            loop.call_later(_GATHER_S, self._send)
+        return await future
+
+    def _send(self) -> None:
+        while self._waiting:
+            part, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, [sample for sample, _ in part])
+            futures = [future for _, future in part]
+            asked.add_done_callback(lambda done, futures=futures: _hand_out(done.result(), futures))  # type: ignore[misc]
+
+    def _ask(self, samples: list[dict[str, Any]]) -> list[Any]:
+        def fault(answer: Mapping[str, Any]) -> str | None:
+            scores = answer.get("scores")
+            if not isinstance(scores, list) or len(scores) != len(samples):
+                return f"an answer without {len(samples)} 'scores': {str(answer)[:200]}"
+            return None
+
+        try:
+            answer = self._client.post({"samples": samples}, self._timeout, fault)
+        except ServiceError as error:
+            return [NoVerdict(error.reason, str(error))] * len(samples)
+        except Exception as error:  # for example a sample that JSON has no form for
+            return [NoVerdict(Reason.GRADING, f"{type(error).__name__}: {error}")] * len(samples)
+        return [_score(one) for one in answer["scores"]]
+
+
+_services: dict[tuple[Any, ...], Service] = {}
+
+
+async def compute_score(
+    data_source: Any,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+    prompt: Any,
+    url: str,
+    timeout: float,
+    max_concurrent: int,
+    batch_size: int,
+    attempts: int,
+    token_env: str | None,
+) -> Any:
+    """The score that the service gives a sample; see `Service`."""
+    settings = (url, timeout, max_concurrent, batch_size, attempts, token_env)
+    if settings not in _services:
+        client = JsonClient(url, os.environ.get(token_env) if token_env else None, attempts, patience_s=timeout)
+        _services[settings] = Service(client, timeout, max_concurrent, batch_size)
+    sample = {
+        "data_source": data_source,
+        "solution_str": solution_str,
+        "ground_truth": plain(ground_truth),
+        "extra_info": plain(extra_info),
+        "prompt": plain(prompt),
+    }
+    return await _services[settings].score(sample)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: arrays as lists, keys as text."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(one) for one in value]
+    for method in ("tolist", "item"):
+        if hasattr(value, method):
+            return plain(getattr(value, method)())
+    return value
+
+
+def _score(found: Any) -> Any:
+    if isinstance(found, Mapping) and "no_verdict" in found:
+        reason = str(found["no_verdict"])
+        known = reason in list(Reason)
+        return NoVerdict(Reason(reason) if known else Reason.GRADING, str(found.get("detail") or found))
+    return found
+
+
+def _hand_out(results: list[Any], futures: list["asyncio.Future[Any]"]) -> None:
+    for result, future in zip(results, futures, strict=True):
+        if not future.done():
+            future.set_result(result)

@@ -1,0 +1,124 @@
+"""The images of requests: their patches, the places of their tokens, and how they travel to replicas.
+
+Shapes: N patches of D numbers, K images.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedConfig
+
+from hybridrl.errors import RolloutError
+from hybridrl.models.vision import ImageTensors, digest, tokens_per_image
+from hybridrl.single_controller.ray.images import reference_of, tensors_of
+
+_LOCK = threading.Lock()
+_digests: Any = WeakIdKeyDictionary()  # patches -> digest
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of a request's prompt, in the order of their tokens.
+
+    Attributes:
+        tensors: `pixel_values` [N, D] and `image_grid_thw` [K, 3]; on the way to a replica, a reference to them in the
+            object store.
+        places: of each image, the index of its first token in the prompt, and how many tokens it has. Any other token
+            with the placeholder's id is a plain token.
+    """
+
+    tensors: ImageTensors | ray.ObjectRef
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, ids: Sequence[int], tensors: ImageTensors, config: PreTrainedConfig, where: str) -> PromptImages | None:
+        """The images of a prompt in which every placeholder stands for a part of an image; None without images.
+
+        Args:
+            ids: of the prompt.
+            tensors: `{}` if it has no images.
+            config: of the model.
+            where: names the prompt in errors.
+
+        Raises:
+            RolloutError: there are more or fewer placeholders than tokens of images.
+        """
+        token = int(config.image_token_id)
+        counts = tokens_per_image(config, tensors["image_grid_thw"]).tolist() if tensors else []
+        found = [index for index, one in enumerate(ids) if one == token]
+        if len(found) != sum(counts):
+            raise RolloutError(
+                f"{where} has {len(found)} image placeholders, and its images have {sum(counts)} tokens: its images "
+                "are not in multi_modal_inputs, or belong to another prompt"
+            )
+        if not counts:
+            return None
+        places, start = [], 0
+        for count in counts:
+            first, last = found[start], found[start + count - 1]
+            if last - first != count - 1:
+                raise RolloutError(f"{where}: the placeholders of an image are interrupted at token {first}")
+            places.append((first, count))
+            start += count
+        return cls(tensors, tuple(places))
+
+    def digest(self) -> str:
+        """The fingerprint of all images, as `hybridrl.models.vision.digest` computes it."""
+        assert isinstance(self.tensors, dict)
+        patches = self.tensors["pixel_values"]
+        with _LOCK:
+            known = _digests.get(patches)
+        if known is None:
+            known = digest(self.tensors)
+            with _LOCK:
+                _digests[patches] = known
+        return str(known)
+
+    def sent(self) -> PromptImages:
+        """With a reference in place of large tensors, which are put into the object store once."""
+        return replace(self, tensors=reference_of(self.tensors))
+
+
+class ReceivedImages:
+    """Resolves the references of requests; requests with the same images share their memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[ray.ObjectRef, ImageTensors] = {}
+        self._users: dict[ray.ObjectRef, int] = {}
+
+    async def take(self, images: PromptImages) -> PromptImages:
+        """With tensors in place of a reference. Call `give_back` when the request is done."""
+        reference = images.tensors
+        if not isinstance(reference, ray.ObjectRef):
+            return images
+        self._users[reference] = self._users.get(reference, 0) + 1
+        if reference not in self._known:
+            self._known[reference] = tensors_of(await reference)
+        return replace(images, tensors=self._known[reference])
+
+    def give_back(self, images: PromptImages) -> None:
+        """Forget images that no request uses any more.
+
+        Args:
+            images: as `take` was given them.
+        """
+        reference = images.tensors
+        if not isinstance(reference, ray.ObjectRef):
+            return
+        self._users[reference] -= 1
+        if not self._users[reference]:
+            del self._users[reference]
+            self._known.pop(reference, None)
+
+
+def split_images(tensors: ImageTensors) -> list[ImageTensors]:
+    """Each image of a prompt by itself."""
+    grid = tensors["image_grid_thw"]
+    parts = tensors["pixel_values"].split(grid.prod(dim=-1).tolist())
+    return [{"pixel_values": part, "image_grid_thw": grid[n : n + 1]} for n, part in enumerate(parts)]

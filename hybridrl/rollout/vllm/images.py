@@ -1,0 +1,233 @@
+"""Images of requests in vLLM: it computes the very patches that the trainer sees, and prepares no image itself.
+
+vLLM would resize and cut images by transformers' own processor, which may differ from the trainer's. Here a request
+brings patches and the places of their tokens. vLLM's processor of the model is replaced by one that only says how large
+an image can be, for the memory that vLLM sets aside at its start.
+
+Shapes: N patches of D numbers, K images.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import BatchFeature, PreTrainedConfig
+
+from hybridrl.config import ModelConfig, RolloutConfig
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of
+from hybridrl.models.vision import ImageTensors, digest, is_vision_model, tokens_per_image
+from hybridrl.rollout.images import PromptImages, split_images
+
+#: has a package torchvision
+STAND_INS = Path(__file__).parents[1] / "sglang" / "cpu"
+#: the classes of vLLM that compute the models of `hybridrl.models.vision.FAMILIES`
+_CLASSES = {
+    "qwen2_5_vl": ("vllm.model_executor.models.qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("vllm.model_executor.models.qwen3_vl", "Qwen3VLForConditionalGeneration"),
+}
+
+
+def check_images(config: RolloutConfig, model: ModelConfig) -> None:
+    """Refuse what would make vLLM compute something else than training.
+
+    Raises:
+        RolloutError: names the setting.
+    """
+    reader = config_of(model)
+    if not is_vision_model(reader):
+        return
+    rope = getattr(reader.get_text_config(), "rope_parameters", None) or {}
+    if reader.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
+        raise RolloutError(
+            f"{model.path}: text_config.rope_parameters of its config.json has no mrope_interleaved=true, without "
+            "which vLLM computes other positions for images than transformers; add it, or set "
+            "actor_rollout_ref.rollout.name=hf"
+        )
+    if config.engine_kwargs.vllm.get("mm_device_do_normalize"):
+        raise RolloutError(
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.mm_device_do_normalize=True: images of requests are "
+            "normalized already, and vLLM would normalize them again; remove it"
+        )
+
+
+class TakesPatches:
+    """The `additional_config` of an engine whose requests bring patches.
+
+    vLLM pickles its configuration for each of its processes; where this is unpickled, the model's processor is
+    replaced.
+
+    Args:
+        model_type: of the model.
+    """
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+        _replace_processor(model_type)
+
+    def __reduce__(self) -> Any:
+        return TakesPatches, (self.model_type,)
+
+    def compute_hash(self) -> str:
+        """Part of the key of vLLM's caches of compiled code, which does not depend on how images are prepared."""
+        return "patches"
+
+
+class ImageInputs:
+    """Makes vLLM's inputs of requests with images.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+
+    def arguments(self, most: int | None) -> dict[str, Any]:
+        """Arguments of the engine.
+
+        Args:
+            most: images of a prompt; None: as many as fit.
+        """
+        return {
+            "additional_config": TakesPatches(self._config.model_type),
+            "limit_mm_per_prompt": {} if most is None else {"image": most},
+            # vLLM leaves out images that it sent its other process before, and counts on their order there
+            "mm_processor_cache_gb": 0,
+        }
+
+    def of(self, prompt_ids: list[int], images: PromptImages | None, weights: int) -> Any:
+        """vLLM's input for a prompt.
+
+        Args:
+            weights: number of the weights. vLLM keeps what the vision tower made of an image by the image's name, and
+                keeps it when weights change; a name is of one image and of one set of weights.
+        """
+        from vllm.inputs import mm_input, tokens_input
+        from vllm.multimodal.inputs import PlaceholderRange
+
+        if images is None:
+            return tokens_input(prompt_ids)
+        assert isinstance(images.tensors, dict)
+        names = [f"{weights}-{digest(one)}" for one in split_images(images.tensors)]
+        return mm_input(
+            prompt_ids,
+            _items(images.tensors, self._config),
+            {"image": names},
+            {"image": [PlaceholderRange(offset=first, length=count) for first, count in images.places]},
+        )
+
+
+def _items(tensors: ImageTensors, config: PreTrainedConfig) -> Any:
+    """vLLM's form of a prompt's images."""
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", tensors["image_grid_thw"].prod(dim=-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(tensors)), fields)
+
+
+def _largest(config: PreTrainedConfig, tokens: int) -> ImageTensors:
+    """A black image of about so many tokens, and not more: as square as it can be."""
+    vision = config.vision_config
+    height = max(1, math.isqrt(tokens))
+    grid = torch.tensor([[1, height * vision.spatial_merge_size, tokens // height * vision.spatial_merge_size]])
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    size = channels * vision.temporal_patch_size * vision.patch_size**2
+    return {"pixel_values": torch.zeros(int(grid.prod()), size), "image_grid_thw": grid}
+
+
+@contextmanager
+def torchvision_or_stand_in() -> Iterator[None]:
+    """Within the context, modules that import torchvision can be imported.
+
+    Many machines without a GPU have no torchvision that fits their torch. Modules of vLLM import names of it through
+    transformers' image processors, which are not used here.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        yield
+        return
+    finders = list(sys.meta_path)
+    sys.path.insert(0, str(STAND_INS))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(STAND_INS))
+        sys.meta_path[:] = finders
+        for name in [one for one in sys.modules if one.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+
+
+def _replace_processor(model_type: str) -> None:
+    """Give vLLM's class of a model a processor that prepares no images."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    module, name = _CLASSES[model_type]
+    with torchvision_or_stand_in():
+        model_class = getattr(importlib.import_module(module), name)
+    ModelRegistry.register_model(name, model_class)  # vLLM would import the module again, in a process of its own
+    known = model_class._processor_factory
+    if getattr(known.processor, "takes_patches", False):
+        return
+
+    class Info(known.info):  # type: ignore[name-defined]
+        """What vLLM has to know of images before there are any."""
+
+        def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+            return {"image": seq_len}  # the data are checked for longer prompts, whatever max_pixels is
+
+        def get_hf_processor(self, **options: object) -> Any:
+            raise RuntimeError("images of requests are patches already; vLLM prepares none")
+
+    class Dummies(known.dummy_inputs):  # type: ignore[name-defined]
+        """Stand for the largest images at vLLM's start."""
+
+        blank = Image.new("RGB", (1, 1))
+
+        def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+            return ""
+
+        def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> Any:
+            return {"image": [self.blank] * mm_counts.get("image", 0)}
+
+    class Patches(known.processor):  # type: ignore[name-defined]
+        """Makes patches of those alone."""
+
+        requires_tokenizer = False
+        takes_patches = True
+
+        def apply(self, inputs: Any, *arguments: Any, **named: Any) -> Any:
+            from vllm.inputs import mm_input
+            from vllm.multimodal.inputs import PlaceholderRange
+
+            items = inputs.mm_data_items.get("image", ())
+            images: Sequence[Any] = [items.get(index) for index in range(len(items))]
+            if any(image is not Dummies.blank for image in images):
+                raise ValueError("images of requests have to be patches (hybridrl.rollout.images)")
+            config = self.info.get_hf_config()
+            one = _largest(config, self.info.ctx.model_config.max_model_len)
+            count = int(tokens_per_image(config, one["image_grid_thw"]))
+            every = {name: torch.cat([tensor] * len(images)) for name, tensor in one.items()}
+            return mm_input(
+                [int(config.image_token_id)] * (count * len(images)),
+                _items(every, config),
+                {"image": [f"largest-{index}" for index in range(len(images))]},
+                {"image": [PlaceholderRange(offset=index * count, length=count) for index in range(len(images))]},
+            )
+
+    MULTIMODAL_REGISTRY.register_processor(Patches, info=Info, dummy_inputs=Dummies)(model_class)

@@ -1,0 +1,5 @@
+"""`verl.interactions.gsm8k_interaction`."""
+
+from hybridrl.agents.interactions.gsm8k import Gsm8kInteraction
+
+__all__ = ["Gsm8kInteraction"]

