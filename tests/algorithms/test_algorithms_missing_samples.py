@@ -61,6 +61,7 @@ def batch_of(groups: list[tuple[int, ...]]) -> tuple[dict[str, torch.Tensor], di
         "old_log_probs": table(LOG_PROBS),
         "sum_pi_squared": table([SQUARES] * 3),
         "process_rewards": table([[0.1, 0.0], [0.2, 0.4], [0.2, -0.3]]),
+        "turn_states": table([[1, 0], [0, 1], [0, 1]]).int(),  # one turn, in the same situation
         "reward_baselines": torch.full((len(rows),), 0.7, dtype=torch.float64),
     }
     others = {"uid": np.array([f"{n}" for n, group in enumerate(groups) for _ in group], dtype=object)}
@@ -173,6 +174,6 @@ def test_nothing_left_is_no_advantage_or_an_error_that_says_so(name) -> None:
     try:
         advantages, returns = estimate_advantages(name, *batch_of([]), CONFIG)
     except AlgorithmError as error:
-        assert "token" in str(error)
+        assert "token" in str(error) or "turn" in str(error)
     else:
         assert advantages.shape == returns.shape == (0, 2)
