@@ -136,6 +136,8 @@ class InferenceFacts(Facts):
         records_routing: it returns the experts of each token (`routed_experts`) where the meta of prompts asks for it.
         takes_adapters: it applies an adapter (LoRA) that it is sent next to weights that it has.
         sees_images: it generates from the images of prompts (`multi_modal_inputs`).
+        scores: it serves classifiers with one label (`EngineSpec.task` is `score`).
+        reads: it returns log-probabilities of prompts and of the likeliest tokens there (`EngineSpec.task` is `read`).
     """
 
     packages: tuple[str, ...] = ()
@@ -148,6 +150,8 @@ class InferenceFacts(Facts):
     records_routing: bool = False
     takes_adapters: bool = False
     sees_images: bool = False
+    scores: bool = False
+    reads: bool = False
 
     @property
     def has_replicas(self) -> bool:

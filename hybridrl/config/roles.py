@@ -15,6 +15,7 @@ from hybridrl.config.own_settings import read_own
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.config.served import ServedModel, served_reward_model, served_teachers
 from hybridrl.config.teachers import TEACHER_FIELDS, TEACHER_INDEX, teachers_of
 from hybridrl.errors import ConfigError
 from hybridrl.registry import ADV_ESTIMATORS
@@ -36,6 +37,10 @@ def _no_pool(config: PPOTrainerConfig) -> list[int]:
 
 def _no_copy(settings: Any) -> None:
     return None
+
+
+def _not_served(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
+    return ()
 
 
 def _at_once(config: PPOTrainerConfig) -> int:
@@ -138,6 +143,8 @@ class RoleSpec:
             if there is none.
         passes: forward passes before the update.
         scoring: how it scores responses before groups are chosen; None if it does not.
+        served: the models of the role that inference engines serve in replicas in this run; none: the worker computes.
+        server: returns the class that then stands in for the worker group, a `trainer.ppo.served.ServedRole`.
         scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
         update: how the role learns; None for a frozen model.
         saved: the role's folder in a checkpoint, whose contents are those of `checkpoint` in its settings; None if
@@ -157,6 +164,8 @@ class RoleSpec:
     own_pool: Callable[[PPOTrainerConfig], list[int]] = _no_pool
     passes: tuple[Pass, ...] = ()
     scoring: Scoring | None = None
+    served: Callable[[PPOTrainerConfig], tuple[ServedModel, ...]] = _not_served
+    server: Callable[[], Any] | None = None
     scores: Callable[[Any], Any] | None = None
     update: Update | None = None
     saved: str | None = None
@@ -302,6 +311,8 @@ register_role(
                 optional=(TEACHER_INDEX,),
             ),
         ),
+        served=served_teachers,
+        server=_class("hybridrl.trainer.ppo.served", "ServedTeachers"),
     )
 )
 register_role(
@@ -342,6 +353,8 @@ register_role(
             advice="lower reward.reward_model.micro_batch_size_per_gpu (or forward_max_token_len_per_gpu with "
             "use_dynamic_bsz) or max_length, or set reward.reward_model.enable_resource_pool",
         ),
+        served=served_reward_model,
+        server=_class("hybridrl.trainer.ppo.served", "ServedRewardModel"),
     )
 )
 

@@ -25,6 +25,7 @@ from hybridrl.observe import textplot
 from hybridrl.observe.advisor import Advice, advise
 from hybridrl.observe.events import END, RESUME, START, Session, sessions
 from hybridrl.observe.history import RunHistory, best, load_history, show_number, show_seconds
+from hybridrl.observe.rollouts import ROLLOUTS, write_rollouts
 from hybridrl.observe.samples import samples
 from hybridrl.observe.timeline import Picture, picture, read_timeline
 from hybridrl.observe.tracking import METRICS
@@ -41,9 +42,9 @@ _KINDS = (("Validation samples", "validation"), ("Training samples", "rollouts")
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html` and `report.png` into a run's folder.
+    """Write `report.html`, `report.png` and, where the run dumped samples, `rollouts.html` into a run's folder.
 
-    Both use the data that exists. Missing metrics have no chart, and values that are not finite leave a gap.
+    They use the data that exists. Missing metrics have no chart, and values that are not finite leave a gap.
 
     Returns:
         Path of `report.html`.
@@ -59,6 +60,7 @@ def write_report(folder: str | Path) -> Path:
     with replacing(history.folder / PICTURE) as temporary:
         figures.write_png(history, temporary, chosen)
     charts = [figures.panel_chart(history, panel) for panel in chosen]
+    write_rollouts(history)
     path = history.folder / REPORT
     with replacing(path) as temporary:
         temporary.write_text(_page(history, charts), encoding="utf-8")
@@ -89,6 +91,7 @@ def _page(history: RunHistory, charts: Sequence["Chart"]) -> str:
         settings=differences(history.config),
         earlier=_earlier(history),
         shown=_setting,
+        rollouts=ROLLOUTS if (history.folder / ROLLOUTS).exists() else None,
         samples={heading: found for heading, kind in _KINDS if (found := samples(history, kind))},
         metrics=[_metric(history, name) for name in sorted(history.curves)],
         texts={"All settings (config.yaml)": history.config_text, "Versions (versions.json)": _versions(history)},

@@ -32,14 +32,18 @@ def samples(history: RunHistory, kind: str) -> list[tuple[int, list[Sample]]]:
     Raises:
         UserError: a line of a dump is damaged; the error names it.
     """
+    place = dump_folder(history, kind)
+    steps = spread(dumped_steps(place), _STEPS) if place is not None else []
+    return [(step, choose(jsonl.read(place / f"{step}.jsonl"))) for step in steps] if place is not None else []
+
+
+def dump_folder(history: RunHistory, kind: str) -> Path | None:
+    """The folder of a run's dumps of `rollouts` or `validation`; None where there are none."""
     key = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}[kind]
     trainer = history.config.get("trainer")
     elsewhere = trainer.get(key) if isinstance(trainer, Mapping) else None
-    for place in (history.folder / kind, Path(elsewhere) if elsewhere else None):
-        steps = dumped_steps(place) if place is not None else []
-        if place is not None and steps:
-            return [(step, choose(jsonl.read(place / f"{step}.jsonl"))) for step in spread(steps, _STEPS)]
-    return []
+    places = (history.folder / kind, Path(elsewhere) if elsewhere else None)
+    return next((place for place in places if place is not None and dumped_steps(place)), None)
 
 
 def choose(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:

@@ -16,7 +16,7 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
 from hybridrl.registry import INFERENCE_ENGINES, InferenceFacts, import_external_lib
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import Completion, Request, Task
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 T = TypeVar("T")
@@ -39,6 +39,9 @@ class EngineSpec:
         devices: accelerators of this replica by their index on the node; empty on a CPU.
         threads: threads for arithmetic, of each process of the engine.
         load_weights: whether to read the checkpoint at the start. Without, weights are random until the first update.
+        task: what the engine is started for.
+        top: with the task `read`, the most likely tokens that a request may ask for.
+        logits_temperature: with the task `read`, what logits are divided by.
     """
 
     config: RolloutConfig
@@ -49,6 +52,9 @@ class EngineSpec:
     devices: tuple[int, ...] = ()
     threads: int = 1
     load_weights: bool = False
+    task: Task = "generate"
+    top: int = 0
+    logits_temperature: float = 1.0
 
     @property
     def gets_adapter(self) -> bool:
@@ -109,6 +115,13 @@ class InferenceEngine(ABC):
         A request that the engine refuses is a completion with `finish_reason` "error"; an engine that is broken raises
         anything but a `RolloutError`, here and in the methods below, and its replica is started again.
         """
+
+    async def read(self, request: Request) -> Completion:
+        """What a request with a `Reading` asks for, as `found`; of an engine that was started for it (`spec.task`).
+
+        Otherwise like `generate`.
+        """
+        raise RolloutError(f"{self.name} was not built to read prompts")
 
     @abstractmethod
     async def abort(self, ids: Sequence[str]) -> None:
@@ -198,6 +211,8 @@ class InferenceEngines:
         records_routing: bool = False,
         takes_adapters: bool = False,
         sees_images: bool = False,
+        scores: bool = False,
+        reads: bool = False,
         settings: type | str | None = None,
     ) -> Callable[[type[T]], type[T]]:
         """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
@@ -218,6 +233,8 @@ class InferenceEngines:
                 records_routing=records_routing,
                 takes_adapters=takes_adapters,
                 sees_images=sees_images,
+                scores=scores,
+                reads=reads,
                 settings=settings,
             )
             INFERENCE_ENGINES.add(name, engine, facts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from hybridrl.rollout.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,9 +19,43 @@ MEMORY_TAGS = ("weights", "kv_cache")
 TRAINING_PRIORITY, GUEST_PRIORITY = 0, 1
 
 
+#: what an engine is started for: responses, one score per prompt, or log-probabilities of given tokens
+Task = Literal["generate", "score", "read"]
+GREEDY_TOKEN = SamplingParams(do_sample=False, temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an engine computes of a prompt in place of a response.
+
+    Attributes:
+        first: with the task `read`, the first token whose log-probability is wanted; at least 1.
+        top: with the task `read`, how many of the likeliest tokens are wanted at each of these positions.
+    """
+
+    first: int = 1
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What an engine has read; t tokens from `Reading.first` on, K likeliest tokens.
+
+    Attributes:
+        score: of a classifier with one label, before any activation.
+        log_probs: float32 [t], of the prompt's own tokens.
+        top_log_probs, top_ids: float32 and int64 [t, K], the likeliest first.
+    """
+
+    score: float | None = None
+    log_probs: np.ndarray | None = None
+    top_log_probs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for one response.
+    """A request for one response, or for what is to be read of a prompt.
 
     Attributes:
         id: unique among the requests of a run.
@@ -28,6 +64,7 @@ class Request:
         session: requests of one session share a prefix and go to the same replica.
         priority: requests that wait for a replica are served in this order, the lowest first. Those that wait inside an
             engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
+        reading: what is wanted in place of a response; None: a response.
         images: of the prompt, for a vision-language model.
     """
 
@@ -36,6 +73,7 @@ class Request:
     sampling: SamplingParams
     session: str = ""
     priority: int = TRAINING_PRIORITY
+    reading: Reading | None = None
     images: PromptImages | None = None
 
 
@@ -52,6 +90,7 @@ class Completion:
         versions: (version of the weights, tokens that they generated), in order; they add up to all tokens.
         error: the engine's message where `finish_reason` is "error".
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        found: what was read, of a request with a `Reading`; it has no tokens.
         image_digest: fingerprint of the images that the engine was given; "" for none.
     """
 
@@ -62,4 +101,5 @@ class Completion:
     versions: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     cached_tokens: int = 0
+    found: Findings | None = None
     image_digest: str = ""

@@ -15,7 +15,7 @@ from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS
 from hybridrl.rollout.batch import batch_of, images_of, names_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
-from hybridrl.rollout.request import MEMORY_TAGS
+from hybridrl.rollout.request import MEMORY_TAGS, Completion
 from hybridrl.rollout.trajectory import Trajectory
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -29,8 +29,11 @@ class Rollout(ABC):
         version: number of training steps of those weights; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
+        on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
+            `generate` generates others. A rollout that returns all responses at once does not call it.
     """
 
+    on_finished: Callable[[Sequence[Trajectory]], None] | None = None
     version: int = -1
     in_place: bool = False
     gives_memory_back: bool = False
@@ -206,20 +209,20 @@ class ReplicatedRollout(Rollout):
         started = time.perf_counter()
         images = images_of(prompts, self._model, self._config.limit_images)
         requests = requests_of(prompts, self._config, request_number, images)
-        completions = self.pool.generate(requests)
+        names = list(zip(*names_of(prompts), strict=True))
+        seeing, finished = MULTI_MODAL_INPUTS in prompts.non_tensor_batch, self.on_finished
+
+        def trajectory(number: int, completion: Completion) -> Trajectory:
+            extra = {IMAGE_DIGEST: completion.image_digest} if seeing else {}
+            return Trajectory.single_turn(requests[number].prompt_ids, completion, *names[number], extra=extra)
+
+        def done(number: int, completion: Completion) -> None:
+            assert finished is not None
+            finished([trajectory(number, completion)])
+
+        completions = self.pool.generate(requests, None if finished is None else done)
         self._generating_s += time.perf_counter() - started
-        rows = zip(requests, completions, *names_of(prompts), strict=True)
-        seeing = MULTI_MODAL_INPUTS in prompts.non_tensor_batch
-        trajectories = [
-            Trajectory.single_turn(
-                request.prompt_ids,
-                completion,
-                uid,
-                sample,
-                extra={IMAGE_DIGEST: completion.image_digest} if seeing else {},
-            )
-            for request, completion, uid, sample in rows
-        ]
+        trajectories = [trajectory(number, completion) for number, completion in enumerate(completions)]
         positions = prompts.batch["position_ids"]
         return batch_of(
             trajectories,

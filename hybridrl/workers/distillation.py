@@ -15,6 +15,7 @@ from hybridrl.algorithms.config_access import ConfigView
 from hybridrl.algorithms.distillation import distillation_losses
 from hybridrl.config import ActorConfig, ModelConfig, PPOTrainerConfig
 from hybridrl.config.schema.distillation import DistillationConfig, DistillationLossConfig
+from hybridrl.config.served import served_teachers
 from hybridrl.config.teachers import LOG_PROBS, TOP_IDS, TOP_LOG_PROBS, teachers_of
 from hybridrl.engine.capabilities import ComputesFromLogits, require
 from hybridrl.engine.logits_functions import LogitsFunction, LogProbsAt, VocabularyLoss
@@ -47,7 +48,10 @@ def check_distillation(config: PPOTrainerConfig) -> None:
     if settings.reads == "tokens":
         return
     why = f"{_MODE}={loss.loss_mode} with"
-    for where, part in (("distillation", settings), ("actor_rollout_ref.actor", policy.actor)):
+    computed: list[tuple[str, DistillationConfig | ActorConfig]] = [("actor_rollout_ref.actor", policy.actor)]
+    if not served_teachers(config):
+        computed.insert(0, ("distillation", settings))
+    for where, part in computed:
         engine = TRAIN_ENGINES.get(part.strategy)
         require(engine, ComputesFromLogits, f"{why} {where}.strategy={part.strategy}", f"set {_MODE}=k3")
     if settings.reads == "top" and policy.model.share_prefixes:

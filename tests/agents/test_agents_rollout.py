@@ -20,7 +20,9 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
+from hybridrl.reward import create_reward_manager
 from hybridrl.rollout import HFRollout, InPlaceRollout, Rollout
+from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 ECHO = Path(__file__).with_name("echo_tools.py")
@@ -424,3 +426,43 @@ def test_settings_that_nothing_reads_are_told(model, capsys) -> None:
     plain = load_config("ppo_trainer", [f"actor_rollout_ref.model.path={model}"])
     assert create_agents(plain, tokenizer_of(plain.actor_rollout_ref.model), []) is None
     assert "no effect here" not in capsys.readouterr().err
+
+
+@register("waits_for_a_score")
+class WaitsForAScore(AgentLoopBase):
+    """Answers at once, but for sample 1, which first waits until some sample has been scored."""
+
+    async def run(self, sampling_params, **row):
+        prompt = list(row["prompt_ids"])
+        made = await self.server_manager.generate(
+            prompt_ids=prompt, sampling_params={**sampling_params, "max_tokens": 4}
+        )
+        while row["uid"] == "0-1" and not Path(row["scored"]).exists():
+            await asyncio.sleep(0.01)
+        return AgentLoopOutput(prompt, made.token_ids, [1] * len(made.token_ids))
+
+
+def test_a_session_is_scored_while_others_still_run(started, model, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n\ndef compute_score(solution_str, ground_truth):\n"
+        "    Path(__file__).with_name('scored').touch()\n    return float(len(solution_str))\n"
+    )
+    config = config_for(
+        model,
+        next(iter(FAMILIES.values())).template,
+        f"reward.custom_reward_function.path={tmp_path / 'mine.py'}",
+        f"{ROLLOUT}.agent.default_agent_loop=waits_for_a_score",
+    )
+    rollout, _ = started(config)
+    manager = create_reward_manager(config, rollout._agents.tokenizer)
+    asked = prompts_of(rollout, 3, scored=[str(tmp_path / "scored")] * 3)
+    scores = EarlyScores(manager, rollout)
+    try:
+        with scores.listening(asked):
+            batch = rollout.generate(asked)  # would wait for ever if sessions were scored after it
+        batch.non_tensor_batch |= {name: asked.non_tensor_batch[name] for name in ("raw_prompt", "scored")}
+        early, later = scores(batch), manager(batch, return_dict=True)
+        assert early["metrics"]["reward/scored_early"] > 0
+        assert torch.equal(early["reward_tensor"], later["reward_tensor"])
+    finally:
+        manager.close()

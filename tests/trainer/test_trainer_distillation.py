@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scoring_tools import said_by
 from trainer_tools import trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,16 +86,6 @@ def of_two(teachers: tuple[Path, Path]) -> list[str]:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def said_by(path: Path, batch: DataProto, row: int, temperature: float) -> torch.Tensor:
-    """A plain model's log-probabilities `[t, V]` at the response tokens of a row."""
-    fields = batch.batch
-    attention, mask = fields["attention_mask"][row].bool(), fields["response_mask"][row].bool()
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        logits = model(fields["input_ids"][row][attention][None]).logits[0] / temperature
-    return logits.log_softmax(-1)[-int(mask.sum()) - 1 : -1]
 
 
 @pytest.mark.slow
@@ -261,7 +252,7 @@ def test_settings_without_effect_are_told(micro_model, sort_data, teachers) -> N
     data, teacher = sort_data / "train.parquet", f"{TEACHERS}.a.model_path={teachers[0]}"
     verls = [
         f"{TEACHERS}.a.num_replicas=2",
-        f"{TEACHERS}.a.inference.name=vllm",
+        f"{TEACHERS}.a.inference.load_format=auto",
         f"{TEACHERS}.a.inference.gpu_memory_utilization=0.3",
         f"{TEACHERS}.a.key=x",
         f"{LOSS}.log_prob_min_clamp=-10",
@@ -272,7 +263,7 @@ def test_settings_without_effect_are_told(micro_model, sort_data, teachers) -> N
     ]
     told = list(distillation_notices(config_of(micro_model, data, teacher, *verls)))
     assert len(told) == 4
-    assert all(key in told[0] for key in ("a.num_replicas", "inference.name", "gpu_memory_utilization"))
+    assert all(key in told[0] for key in ("a.num_replicas", "inference.load_format", "gpu_memory_utilization"))
     assert "a.key has no effect" in told[1] and f"{ACTOR}.use_kl_loss" in told[3]
     assert all(f"{LOSS}.{name}" in told[2] for name in ("log_prob_min_clamp", "topk", "clip_ratio"))
     assert list(distillation_notices(config_of(micro_model, data, teacher))) == []

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ray.util import placement_group_table
+from scoring_tools import as_generated, scores_of
 from trainer_tools import trained
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError, ModelError
@@ -50,13 +51,6 @@ def dumped(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / kind / "1.jsonl").read_text().splitlines()]
 
 
-def scores_of(reward_model: Path, conversations: list[torch.Tensor]) -> list[float]:
-    """What transformers' classifier makes of token ids."""
-    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return [model(input_ids=ids[None]).logits.item() for ids in conversations]
-
-
 def rendered(reward_model: Path, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
     """The dumped conversations in `TEMPLATE`."""
     tokenizer, found = AutoTokenizer.from_pretrained(reward_model), []
@@ -65,16 +59,6 @@ def rendered(reward_model: Path, rows: list[dict[str, Any]]) -> list[torch.Tenso
         assert question is not None
         text = f"[user] {question[1]}<|im_end|>[assistant] {row['output']}<|im_end|>"
         found.append(tokenizer(text, return_tensors="pt")["input_ids"][0])
-    return found
-
-
-def as_generated(reward_model: Path, batch: Any) -> list[torch.Tensor]:
-    """The tokens of prompt and response, and what the tokenizer's template writes after them."""
-    end, newline = AutoTokenizer.from_pretrained(reward_model)("<|im_end|>\n")["input_ids"]
-    found = []
-    for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        row = ids[mask].tolist()
-        found.append(torch.tensor([*row, *([] if row[-1] == end else [end]), newline]))
     return found
 
 
@@ -198,6 +182,7 @@ def test_verls_keys_mean_the_same(micro_model, micro_reward_model, sort_data, tm
     ]
     old += ["reward_model.model.input_tokenizer=null", "reward_model.model.fsdp_config.param_offload=True"]
     new = [f"{MODEL}.enable=True", f"{MODEL}.model_path={micro_reward_model}", f"{MODEL}.rollout.name=vllm"]
+    new += [f"{MODEL}.rollout.prompt_length=1024", f"{MODEL}.rollout.skip_tokenizer_init=False"]
     for given in (old, new):
         config = load_config("ppo_trainer", [*common, *given])
         validate(config)
@@ -206,7 +191,8 @@ def test_verls_keys_mean_the_same(micro_model, micro_reward_model, sort_data, tm
         if given is old:
             assert part.micro_batch_size_per_gpu == 4 and part.fsdp_config.param_offload
     told = capsys.readouterr().err
-    assert f"{MODEL}.rollout.name" in told and "not by an engine that serves it" in told
+    assert part.rollout.name == "vllm" and f"{MODEL}.rollout.name" not in told
+    assert f"{MODEL}.rollout.prompt_length" in told and "an engine that serves the reward model" in told
 
 
 def test_memory_of_a_reward_model_is_forecast(micro_model, micro_reward_model, sort_data, tmp_path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from hybridrl.config.checks.distillation import distillation_notices
+from hybridrl.config.checks.served import served_notices
 from hybridrl.config.roles import active_roles, pool_of
 from hybridrl.config.schema.engine import FSDPConfig
 from hybridrl.config.schema.root import ActorRolloutRefConfig, PPOTrainerConfig, RootConfig
@@ -53,6 +54,7 @@ def _of_training(config: PPOTrainerConfig) -> Iterator[str]:
         )
     yield from _of_profiling(config)
     yield from distillation_notices(config)
+    yield from served_notices(config)
     used = {pool_of(spec, config) for spec in active_roles(config)}
     for pool, processes in config.placement.pools.items():
         roles = [role for role, name in config.placement.roles.items() if name == pool]

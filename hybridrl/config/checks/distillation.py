@@ -136,8 +136,8 @@ def distillation_notices(config: PPOTrainerConfig) -> Iterator[str]:
         return
     if unread := list(unread_keys(config)):
         yield (
-            "no effect here, teachers compute by the training engine (distillation.strategy), spread over all "
-            f"processes of their pool: {', '.join(unread)}"
+            "no effect here; settings of an inference engine act with inference.name, without it a training engine "
+            f"(distillation.strategy) computes teachers over all processes of their pool: {', '.join(unread)}"
         )
     found = teachers_of(config)
     if len(found.teachers) == 1 and found.teachers[0].settings.key is not None:

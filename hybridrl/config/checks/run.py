@@ -21,6 +21,7 @@ from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
+from hybridrl.config.checks.served import check_served
 from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
@@ -113,6 +114,7 @@ def _ppo_checks(config: PPOTrainerConfig) -> Iterator[Iterable[str]]:
     yield check_correction(config)
     yield check_full_kl(config)
     yield check_distillation(config)
+    yield check_served(config)
     yield _check_same_lengths(policy.rollout, config.data)
     yield _check_sampling(policy.rollout)
     yield check_agents(policy.rollout)

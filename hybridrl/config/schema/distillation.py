@@ -7,43 +7,37 @@ from hybridrl.config.schema import names
 from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
+from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import DISTILLATION_LOSSES, POLICY_LOSSES
 
-#: settings of verl's inference engines; a teacher computes by a training engine
+#: settings of verl's inference engines that have no effect on a teacher
 INFERENCE_ENGINE_KEYS = (
-    "cudagraph_capture_sizes",
     "data_parallel_size",
     "disable_log_stats",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "enforce_eager",
-    "engine_kwargs",
-    "expert_parallel_size",
-    "free_cache_engine",
-    "gpu_memory_utilization",
     "limit_images",
     "load_format",
-    "name",
-    "pipeline_model_parallel_size",
     "skip_tokenizer_init",
-    "tensor_model_parallel_size",
 )
 
 
 @dataclass
-class TeacherInferenceConfig(ConfigNode):
+class TeacherInferenceConfig(ServingConfig):
     """`distillation.teacher_models.NAME.inference`: how a teacher computes."""
 
-    dtype: str | None = key(
-        None, "dtype of the computation; null: distillation.fsdp_config.dtype", choices=names.DTYPES,
+    dtype: str | None = key(  # type: ignore[assignment]  # null is a value of this one only
+        None,
+        "dtype of the computation; null: distillation.fsdp_config.dtype, of an inference engine auto",
+        choices=(*names.DTYPES, "auto", "float16"),
         synonyms=names.DTYPE_SYNONYMS,
-    )  # fmt: skip
+    )
     temperature: float | None = key(
         None, "what the teacher's logits are divided by; null: actor_rollout_ref.rollout.temperature", gt=0
     )
     max_num_batched_tokens: int = key(8192, "most tokens per micro-batch; a longer sequence is computed alone", gt=0)
     max_num_seqs: int = key(1024, "most sequences per micro-batch", gt=0)
-    max_model_len: int | None = key(None, "tokens that the teacher can read; null: not checked", gt=0)
+    max_model_len: int | None = key(
+        None, "tokens that the teacher can read; null: not checked, of an inference engine those of the data", gt=0
+    )
     prompt_length: int | None = key(None, "the same as data.max_prompt_length", gt=0)
     response_length: int | None = key(None, "the same as data.max_response_length", gt=0)
 
@@ -53,7 +47,12 @@ class TeacherModelConfig(ConfigNode):
     """`distillation.teacher_models.NAME`: a teacher."""
 
     model_path: str | None = key(None, "directory in Hugging Face format, or a hub id; must be set")
-    num_replicas: int = key(0, "no effect: a teacher is spread over all processes of its pool", ge=0)
+    num_replicas: int = key(
+        0,
+        "with inference.name: replicas; 0: the teachers divide their own pool equally, and fill that of the policy. "
+        "Without, no effect: a teacher is spread over all processes of its pool",
+        ge=0,
+    )
     inference: TeacherInferenceConfig = group(TeacherInferenceConfig)
     # last, because it hides the function that declares settings
     key: str | None = key(None, "rows whose column teacher_key has this value are the teacher's; null: all")

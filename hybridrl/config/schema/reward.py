@@ -9,6 +9,7 @@ from hybridrl.config.schema.engine import FSDPConfig, strategy_key
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.node import ConfigNode, Follow, group, key
+from hybridrl.config.schema.serving import ServingConfig
 from hybridrl.registry import REWARD_MANAGERS
 from hybridrl.utils.json_client import is_address
 
@@ -208,6 +209,7 @@ class RewardModelConfig(ConfigNode):
     megatron: MegatronConfig = group(
         MegatronConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
     )
+    rollout: ServingConfig = group(ServingConfig, "an inference engine that serves the model instead")
 
     @property
     def own_pool(self) -> list[int]:

@@ -134,6 +134,9 @@ class TrainerConfig(RunConfig):
         "advantages: whole prompts, the same ones in each step; -1: all",
         ge=-1,
     )
+    report_rollouts: int = key(
+        2000, "most samples on the report's page of rollouts, spread over steps; 0: no such page", ge=0
+    )
     rollout_data_dir: str | None = key(None, "folder of these dumps; null: rollouts/ in default_local_dir")
     validation_data_dir: str | None = key(None, "folder of validation dumps; null: validation/ in default_local_dir")
     health: HealthConfig = group(HealthConfig)

@@ -19,7 +19,7 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import Completion, Reading, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.utils.child_processes import keep_exit_codes
@@ -113,7 +113,11 @@ class Replica:
             self._engine = InferenceEngines.create(self._engine_name, self.spec)
             await self._engine.start()
             warm_up = SamplingParams(True, 1.0, 1.0, -1, _WARM_UP_TOKENS, ignore_eos=True)
-            await self._engine.generate(Request("warm-up", [self.spec.pad_token_id], warm_up))
+            first = Request("warm-up", [self.spec.pad_token_id], warm_up)
+            if self.spec.task == "generate":
+                await self._engine.generate(first)
+            else:
+                await self._engine.read(replace(first, reading=Reading(top=self.spec.top)))
         except Exception as error:
             message = str(error) if isinstance(error, RolloutError) else repr(error)
             log = end_of_log(self._log_file)
@@ -157,6 +161,11 @@ class Replica:
             answer.image_digest = request.images.digest()
         try:
             while await self._may_generate(request.id):
+                if request.reading is not None:
+                    answer = await self._read(request)
+                    if answer.finish_reason != "abort":
+                        break
+                    continue
                 version = self.version
                 if not self._inside:
                     self._busy_since = time.monotonic()
@@ -183,6 +192,15 @@ class Replica:
         finally:
             self._aborted.discard(request.id)
         return answer
+
+    async def _read(self, request: Request) -> Completion:
+        if not self._inside:
+            self._busy_since = time.monotonic()
+        self._inside.add(request.id)
+        try:
+            return await self._engine.read(request)
+        finally:
+            self._inside.discard(request.id)
 
     def _cut_at_stop(self, answer: Completion, stop: Sequence[str], new: int) -> None:
         """End a completion at a stop string that the engine missed, because an abort divided it."""

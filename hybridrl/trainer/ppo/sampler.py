@@ -3,6 +3,7 @@
 Shapes: B rows, T response width.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
+from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.memory import memory_advice
 from hybridrl.trainer.ppo.missing import DROP, REFILL, Lost, MissingSamples, MissingStatistics
 from hybridrl.trainer.ppo.needs import Needs
@@ -97,6 +99,7 @@ class Sampler:
         self.missing_statistics = MissingStatistics(settings.window, settings.significance)
         self._result: Mapping[str, Any] = {}
         self._fruitless = 0
+        self._early: EarlyScores | None = None
         self._prompts = _endless(loader)
 
     def next(self) -> Sampled:
@@ -225,7 +228,8 @@ class Sampler:
             RewardError: it does not return which rows failed, and `reward.on_error` needs that.
         """
         self.unscored = batch
-        result = self.scorer(self.reward_fn, batch, timer)
+        early, self._early = self._early, None
+        result = self.scorer(early or self.reward_fn, batch, timer)
         self.unscored = None
         chosen = self.config.reward.on_error
         if chosen in (DROP, REFILL) and len(result.get("failed", ())) != len(batch):
@@ -245,17 +249,25 @@ class Sampler:
         wanted = self.config.algorithm.rollout_correction.probe_threshold is not None
         if not wanted or is_untruncated(self.config.actor_rollout_ref.rollout):
             return None
-        return self.respond(probe_prompts(batch), **self._recorded, **UNTRUNCATED)
+        return self.respond(probe_prompts(batch), scored=False, **self._recorded, **UNTRUNCATED)
 
     @property
     def _recorded(self) -> dict[str, bool]:
         """What asks the rollout for the experts of the tokens that the trainer computes."""
         return {ROUTED_EXPERTS: True} if self.needs.sampled_experts else {}
 
-    def respond(self, prompts: DataProto, **sampling: Any) -> DataProto:
-        """Generate responses to the rows of `prompts` for training; see `respond`."""
+    def respond(self, prompts: DataProto, scored: bool = True, **sampling: Any) -> DataProto:
+        """Generate responses to the rows of `prompts` for training; see `respond`.
+
+        Args:
+            prompts: what to answer.
+            scored: they are scored next, each as soon as it is complete.
+            sampling: settings of this call.
+        """
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
+        self._early = EarlyScores(self.reward_fn, self.rollout) if scored else None
+        with self._early.listening(prompts) if self._early is not None else contextlib.nullcontext():
+            return respond(self.rollout, prompts, temperature, global_steps=self.step, validate=False, **sampling)
 
     def position(self) -> dict[str, Any]:
         """Return where the next batch begins, for `rewind`."""

@@ -1,0 +1,92 @@
+"""Cross-checks of fixed models that inference engines serve: reward models and teachers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridrl.config.roles import POLICY, ROLES, pool_of, pools_of
+from hybridrl.config.schema.rollout import EngineKwargsConfig
+from hybridrl.config.schema.root import PPOTrainerConfig
+from hybridrl.config.schema.serving import ServingConfig
+from hybridrl.config.served import ServedModel, divide
+from hybridrl.config.teachers import teachers_of
+from hybridrl.errors import ConfigError
+from hybridrl.registry import INFERENCE_ENGINES
+
+_LOSS = "distillation.distillation_loss.loss_mode"
+
+
+def check_served(config: PPOTrainerConfig) -> Iterator[str]:
+    """Check which engines serve models, and that their replicas fit into their pools."""
+    yield from _check_teachers(config)
+    policy = pool_of(ROLES[POLICY], config)
+    for spec in ROLES.values():
+        try:
+            models = spec.served(config) if spec.needed(config) else ()
+        except ConfigError:
+            return  # another check reports it
+        unknown = [model for model in models if not INFERENCE_ENGINES.knows(model.engine)]
+        yield from (
+            f"{model.where}.name={model.engine}: unknown; there are {', '.join(INFERENCE_ENGINES.names())}"
+            for model in unknown
+            if spec.name == "teacher"  # other names are checked with their settings
+        )
+        for model in models:
+            yield from _check_arguments(spec.name, model, config)
+        pool = pool_of(spec, config)
+        if models and not unknown and pool in pools_of(config):
+            yield from divide(models, pools_of(config)[str(pool)], pool == policy)[1]
+
+
+def _check_arguments(role: str, model: ServedModel, config: PPOTrainerConfig) -> Iterator[str]:
+    """Check `engine_kwargs`, whose settings are below the name of an engine."""
+    serving: Any = config.reward.reward_model.rollout
+    if role == "teacher":
+        found = {f"{one.where}.inference": one.settings.inference for one in teachers_of(config).teachers}
+        serving = found[model.where]
+    known = EngineKwargsConfig().keys()
+    for name, given in serving.engine_kwargs.items():
+        if name not in known or not isinstance(given, Mapping):
+            names = ", ".join(f"engine_kwargs.{one}" for one in EngineKwargsConfig().keys())
+            yield f"{model.where}.engine_kwargs.{name}={given}: arguments of an engine are below {names}"
+
+
+def _check_teachers(config: PPOTrainerConfig) -> Iterator[str]:
+    if not config.distillation.enabled:
+        return
+    try:
+        teachers = teachers_of(config).teachers
+    except ConfigError:
+        return
+    served = [teacher for teacher in teachers if teacher.settings.inference.name is not None]
+    if served and len(served) < len(teachers):
+        others = ", ".join(f"{teacher.where}.inference.name" for teacher in teachers if teacher not in served)
+        yield (
+            f"{served[0].where}.inference.name={served[0].settings.inference.name} and not {others}: an inference "
+            "engine serves all teachers or none; set it for all of them"
+        )
+    for teacher in [one for one in teachers if one not in served]:
+        if teacher.settings.inference.dtype in ("auto", "float16"):
+            yield (
+                f"{teacher.where}.inference.dtype={teacher.settings.inference.dtype} is of inference engines; set "
+                f"{teacher.where}.inference.name, or dtype to float32 or bfloat16"
+            )
+    if served and config.distillation.reads == "vocabulary":
+        yield (
+            f"{served[0].where}.inference.name={served[0].settings.inference.name}: "
+            f"{_LOSS}={config.distillation.distillation_loss.loss_mode} compares whole vocabularies, and an inference "
+            "engine returns its most likely tokens; leave name out, or use a loss over these, such as "
+            "forward_kl_topk_tail"
+        )
+
+
+def served_notices(config: PPOTrainerConfig) -> Iterator[str]:
+    """Yield a notice for settings of an engine that serves no reward model."""
+    part = config.reward.reward_model
+    if not part.enable or part.rollout.name is not None:
+        return
+    plain = ServingConfig()
+    if names := [name for name in plain.keys() if part.rollout[name] != plain[name]]:
+        yield (
+            "no effect here without reward.reward_model.rollout.name, a training engine computes the reward model: "
+            + ", ".join(f"reward.reward_model.rollout.{name}" for name in names)
+        )

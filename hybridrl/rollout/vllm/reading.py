@@ -1,0 +1,86 @@
+"""vLLM as a server of fixed models: scores of a classifier, and log-probabilities of given tokens."""
+
+from typing import Any
+
+import numpy as np
+
+from hybridrl.models.info import config_of
+from hybridrl.rollout.inference_engine import EngineSpec
+from hybridrl.rollout.request import Completion, Findings, Reading, Request
+
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def arguments(spec: EngineSpec) -> dict[str, Any]:
+    """vLLM's further arguments for the task of an engine."""
+    if spec.task == "score":
+        from vllm.config import PoolerConfig
+
+        pooler = PoolerConfig(seq_pooling_type="LAST", use_activation=False)
+        return {"runner": "pooling", "convert": "classify", "pooler_config": pooler}
+    return {"max_logprobs": max(spec.top, 1)} if spec.task == "read" else {}
+
+
+def overrides(spec: EngineSpec) -> dict[str, Any]:
+    """Entries of the model's config.json: a critic is stored as a classifier of tokens, with the same weights."""
+    names = list(config_of(spec.model).architectures or ()) if spec.task == "score" else []
+    return {"architectures": [_family(name) + _CLASSIFIER for name in names]} if names else {}
+
+
+def _family(architecture: str) -> str:
+    return architecture.partition("For")[0].removesuffix("Model")
+
+
+async def score(engine: Any, request: Request) -> Completion:
+    """Return the classifier's output at the last token of the prompt, without an activation."""
+    from vllm import PoolingParams
+
+    last = None
+    params = PoolingParams(task="classify", use_activation=False)
+    async for output in engine.encode(
+        {"prompt_token_ids": request.prompt_ids}, params, request.id, priority=request.priority
+    ):
+        last = output
+    values = None if last is None else last.outputs.data
+    if values is None or not values.numel():
+        return Completion(request.id, [], [], "abort")
+    return Completion(request.id, [], [], "stop", found=Findings(score=float(values.flatten()[0])))
+
+
+async def read(engine: Any, request: Request) -> Completion:
+    """Return log-probabilities of the prompt; vLLM generates one more token, which is dropped."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    assert request.reading is not None
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=request.reading.top,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    last = None
+    async for output in engine.generate(
+        {"prompt_token_ids": request.prompt_ids}, params, request.id, priority=request.priority
+    ):
+        last = output
+    if last is None or last.prompt_logprobs is None or last.outputs[0].finish_reason == "abort":
+        return Completion(request.id, [], [], "abort")
+    return Completion(request.id, [], [], "stop", found=_findings(last.prompt_logprobs, request.reading))
+
+
+def _findings(logprobs: Any, reading: Reading) -> Findings:
+    """Read vLLM's flat lists: for each token but the first its own entry, and then the most likely ones."""
+    wanted = range(reading.first, len(logprobs.start_indices))
+    width = 1 + reading.top
+
+    def table(values: list[Any], dtype: type) -> np.ndarray:
+        rows = [values[logprobs.start_indices[at] : logprobs.start_indices[at] + width] for at in wanted]
+        return np.asarray(rows, dtype=dtype).reshape(len(wanted), width)
+
+    found = table(logprobs.logprobs, np.float32)
+    return Findings(
+        log_probs=found[:, 0], top_log_probs=found[:, 1:], top_ids=table(logprobs.token_ids, np.int64)[:, 1:]
+    )

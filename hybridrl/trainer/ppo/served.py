@@ -1,0 +1,311 @@
+"""Roles whose fixed models inference engines serve in replicas, called like worker groups.
+
+Shapes: B rows, P prompt width, T response width, K tokens of the vocabulary that a teacher finds most likely.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hybridrl.config.served import ServedModel, divide
+from hybridrl.config.teachers import LOG_PROBS, TEACHER_INDEX, TOP_IDS, TOP_LOG_PROBS
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.value import HEAD_NAME, head_shapes
+from hybridrl.protocol import DataProto
+from hybridrl.registry import INFERENCE_ENGINES
+from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
+from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool, request_number
+from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, Findings, Reading, Request, Task
+from hybridrl.rollout.start import replica_placements
+from hybridrl.single_controller.ray import RayResourcePool
+from hybridrl.utils.cores import available_cores
+from hybridrl.utils.spans import Span, kept
+
+_KEY = "actor_rollout_ref.rollout"
+
+
+class ServedRole:
+    """The models of a role in replicas of inference engines, with the methods of a worker group that a run calls.
+
+    On the policy's devices the models take turns with all others: a call takes memory, waits for the answers, and
+    gives the memory back before it returns. In a pool of their own they compute while other roles do.
+
+    Args:
+        role: its name.
+        models: what is served, in the role's order.
+        pool: the devices.
+        shared: whether these are the policy's.
+        threads: compute threads of each engine process on a CPU; None divides a node's cores.
+        log_folder: where the replicas' output goes; None leaves it to Ray.
+
+    Attributes:
+        takes_turns: whether a call ends before it returns.
+        method_seconds: seconds of each method so far.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        models: Sequence[ServedModel],
+        pool: RayResourcePool,
+        shared: bool,
+        threads: int | None = None,
+        log_folder: Path | None = None,
+    ) -> None:
+        self.role, self.models = role, tuple(models)
+        self.resource_pool, self.takes_turns = pool, shared
+        self.method_seconds: dict[str, float] = {}
+        self.pools: list[ReplicaPool] = []
+        self._threads, self._log_folder = threads, log_folder
+        self._spans = kept()
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the pool."""
+        return len(self.resource_pool.slots())
+
+    def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
+        """Start the replicas, which load the models; on the policy's devices they give their memory back at once.
+
+        Raises:
+            RolloutError: one does not start; the message holds the end of its log.
+        """
+        shares, faults = divide(self.models, [self.world_size], self.takes_turns)
+        if faults:
+            raise RolloutError("; ".join(faults))
+        processes = sum(model.devices * count for model, (_, count) in zip(self.models, shares, strict=True))
+        threads = self._threads or max(1, available_cores() // processes)
+        for model, (first, count) in zip(self.models, shares, strict=True):
+            every = replica_placements(self.resource_pool, model.devices, self.takes_turns)
+            placements = every[first // model.devices :][:count]
+            self.pools.append(ReplicaPool(self._settings(model, threads), placements))
+        if self.takes_turns:  # one that starts needs the memory that the others give back
+            for pool in self.pools:
+                pool.start()
+                self._give_back(pool)
+            return
+        with ThreadPoolExecutor(len(self.pools)) as starting:
+            list(starting.map(ReplicaPool.start, self.pools))
+
+    def _settings(self, model: ServedModel, threads: int) -> PoolSettings:
+        tokenizer = tokenizer_of(model.model)
+        hf_config = config_of(model.model)
+        rollout = model.rollout
+        if rollout.max_model_len is None:
+            limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+            rollout = replace(rollout, max_model_len=min(model.needs, limit or model.needs))
+        task: Task = "score" if model.task == "score" else "read"
+        spec = EngineSpec(
+            config=rollout,
+            model=model.model,
+            eos_token_ids=tuple(eos_token_ids(model.model.path, hf_config, tokenizer)),
+            pad_token_id=tokenizer.pad_token_id or 0,
+            threads=threads,
+            load_weights=True,
+            task=task,
+            top=min(model.top, hf_config.get_text_config().vocab_size),
+            logits_temperature=model.temperature,
+        )
+        return PoolSettings(
+            engine_name=model.engine,
+            spec=spec,
+            processes=model.devices,
+            start_timeout_s=rollout.start_timeout_s,
+            stuck_timeout_s=rollout.stuck_timeout_s,
+            max_restarts=rollout.max_restarts,
+            log_folder=None if self._log_folder is None else self._log_folder / self.role,
+        )
+
+    def ask(
+        self,
+        method: str,
+        requests: Sequence[Sequence[Request]],
+        answer: Callable[[Sequence[Sequence[Findings]]], DataProto],
+    ) -> Answer:
+        """Have each model read its requests.
+
+        Args:
+            method: for the times.
+            requests: of each model.
+            answer: makes the result of the findings of each model.
+        """
+        started = time.time()
+        futures: list[Sequence[Future[Completion]]] = []
+        for pool, mine in zip(self.pools, requests, strict=True):
+            if self.takes_turns and mine:
+                pool.resume(MEMORY_TAGS)
+            futures.append(pool.submit(mine))
+            if self.takes_turns and mine:
+                for future in futures[-1]:
+                    future.result()
+                self._give_back(pool)
+
+        def collect() -> DataProto:
+            found = [
+                [_findings(model, future.result()) for future in mine]
+                for model, mine in zip(self.models, futures, strict=True)
+            ]
+            seconds = time.time() - started
+            self.method_seconds[method] = self.method_seconds.get(method, 0.0) + seconds
+            self._spans.append(Span(f"{self.role}/{method}", 0, started, seconds))
+            return answer(found)
+
+        ready = Answer(collect)
+        if self.takes_turns:
+            ready.get()
+        return ready
+
+    def _give_back(self, pool: ReplicaPool) -> None:
+        if self.takes_turns and pool.settings.spec.config.free_cache_engine:
+            pool.lend(MEMORY_TAGS)
+
+    def take_spans(self) -> list[Span]:
+        """Return when calls ran since the previous call of this method; the newest few thousand."""
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
+
+    def close(self) -> None:
+        """End the replicas."""
+        for pool in self.pools:
+            pool.close()
+
+
+class Answer:
+    """A result that is computed once."""
+
+    def __init__(self, collect: Callable[[], DataProto]) -> None:
+        self._collect = collect
+        self._found: DataProto | None = None
+
+    def get(self) -> DataProto:
+        """Wait for the result.
+
+        Raises:
+            RolloutError: an engine refused a text, or replicas cannot be kept alive.
+        """
+        if self._found is None:
+            self._found = self._collect()
+        return self._found
+
+
+class ServedRewardModel(ServedRole):
+    """A reward model; see `workers.reward_model.RewardModelWorker`."""
+
+    def compute_rm_score(self, batch: DataProto) -> Answer:
+        """`rm_scores` [B, 1] of a batch of `Conversations`."""
+        kept = batch.batch["attention_mask"].bool()
+        rows = [ids[mask].tolist()[:-1] for ids, mask in zip(batch.batch["input_ids"], kept, strict=True)]
+        requests = [_request(row, Reading()) for row in rows]
+
+        def answer(found: Sequence[Sequence[Findings]]) -> DataProto:
+            scores = torch.tensor([[one.score] for one in found[0]], dtype=torch.float32)
+            return DataProto.from_dict(tensors={"rm_scores": scores})
+
+        return self.ask("compute_rm_score", [requests], answer)
+
+
+class ServedTeachers(ServedRole):
+    """Teachers; see `workers.teacher.TeacherWorker`."""
+
+    def compute_teacher(self, batch: DataProto) -> Answer:
+        """What the loss reads of each row's teacher, the one with the number `teacher_index` [B]; else the first.
+
+        Returns:
+            `teacher_log_probs` [B, T] of the sampled tokens; for a loss over the teacher's most likely tokens also
+            `teacher_topk_log_probs` [B, T, K] and `teacher_topk_ids` [B, T, K].
+        """
+        fields = batch.batch
+        attention, width = fields["attention_mask"].bool(), fields["response_mask"].shape[1]
+        numbers = fields.get(TEACHER_INDEX, torch.zeros(len(batch), dtype=torch.int64)).tolist()
+        lengths = attention[:, -width:].sum(1).tolist()
+        used = fields["response_mask"].any(1).tolist()
+        rows: list[list[int]] = [[] for _ in self.models]
+        for row, number in enumerate(numbers):
+            if used[row]:
+                rows[number].append(row)
+        tops = [pool.settings.spec.top for pool in self.pools]
+
+        def request(row: int, top: int) -> Request:
+            ids = fields["input_ids"][row][attention[row]].tolist()
+            return _request(ids, Reading(first=len(ids) - lengths[row], top=top))
+
+        requests = [[request(row, top) for row in mine] for mine, top in zip(rows, tops, strict=True)]
+
+        def answer(found: Sequence[Sequence[Findings]]) -> DataProto:
+            kept = fields["response_mask"].bool()
+            log_probs = np.zeros(kept.shape, dtype=np.float32)
+            top_log_probs = np.zeros((*kept.shape, max(tops)), dtype=np.float32)
+            top_ids = np.zeros(top_log_probs.shape, dtype=np.int64)
+            for mine, answers in zip(rows, found, strict=True):
+                for row, one in zip(mine, answers, strict=True):
+                    length = lengths[row]
+                    log_probs[row, :length] = one.log_probs
+                    if one.top_log_probs is not None and one.top_ids is not None:
+                        top_log_probs[row, :length], top_ids[row, :length] = one.top_log_probs, one.top_ids
+            tensors = {LOG_PROBS: torch.from_numpy(log_probs) * kept}
+            if max(tops):
+                tensors[TOP_LOG_PROBS] = torch.from_numpy(top_log_probs) * kept[..., None]
+                tensors[TOP_IDS] = torch.from_numpy(top_ids) * kept[..., None]
+            return DataProto.from_dict(tensors=tensors)
+
+        return self.ask("compute_teacher", requests, answer)
+
+
+def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
+    """Refuse engines that cannot serve these models.
+
+    Args:
+        on_gpu: whether the devices are GPUs.
+
+    Raises:
+        RolloutError: names the setting and what to change.
+    """
+    for model in models:
+        facts, asked = InferenceEngines.facts(model.engine), f"{model.where}.name={model.engine}"
+        ability = "scores" if model.task == "score" else "reads"
+        if not getattr(facts, ability):
+            able = [name for name in INFERENCE_ENGINES.names() if getattr(InferenceEngines.facts(name), ability)]
+            what = "classifiers" if ability == "scores" else "log-probabilities of prompts"
+            raise RolloutError(
+                f"{asked}: this engine serves no {what}; set it to {' or '.join(able)}, or leave it out, and a "
+                "training engine computes the model"
+            )
+        if missing := InferenceEngines.missing_packages(model.engine):
+            raise RolloutError(
+                f"{asked}: {', '.join(missing)} is not installed. "
+                f"{facts.install or 'pip install ' + ' '.join(missing)}; or leave it out, and a training engine "
+                "computes the model"
+            )
+        if model.task == "score" and f"{HEAD_NAME}.bias" in head_shapes(model.model.path):
+            raise RolloutError(
+                f"{asked}: the head of {model.model.path} has a bias, as a saved critic's, and engines serve heads "
+                "without; leave it out, and a training engine computes the model"
+            )
+        try:
+            InferenceEngines.get(model.engine).check(model.rollout, model.model, on_gpu)
+        except RolloutError as error:
+            text = str(error).replace(f"{_KEY}.name=hf", f"leave {model.where}.name out")
+            raise RolloutError(text.replace(f"{_KEY}.", f"{model.where}.")) from error
+
+
+def _request(prompt_ids: list[int], reading: Reading) -> Request:
+    return Request(f"read-{request_number()}", prompt_ids, GREEDY_TOKEN, reading=reading)
+
+
+def _findings(model: ServedModel, completion: Completion) -> Findings:
+    if completion.found is None:
+        why = completion.error or f"it ended with {completion.finish_reason}"
+        raise RolloutError(
+            f"{model.where}: {model.engine} did not read a text: {why}. The longest are to have {model.needs} tokens "
+            f"({model.where}.max_model_len)"
+        )
+    return completion.found
