@@ -310,7 +310,7 @@ def _merged(metrics: Mapping[str, float], more: Mapping[str, float]) -> dict[str
     return {**metrics, **more, **counts}
 
 
-def _attempt_meta(attempt: int) -> dict[str, int]:
+def _attempt_meta(attempt: int) -> dict[str, Any]:
     return {ATTEMPT: attempt} if attempt else {}
 
 
