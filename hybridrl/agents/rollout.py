@@ -48,6 +48,9 @@ class AgentRollout(Rollout):
         self.in_place = inner.in_place
         self.gives_memory_back = inner.gives_memory_back
         self._counts = _Counts()
+        self.server = inner.server
+        if agents.gateway is not None:
+            agents.gateway.connect(inner.server)
 
     @property
     def version(self) -> int:  # type: ignore[override]

@@ -174,6 +174,10 @@ def test_vllm_refuses_what_would_make_other_images_of_them(vision_models, data, 
     policy.rollout.engine_kwargs.vllm["mm_device_do_normalize"] = True
     with pytest.raises(RolloutError, match=r"mm_device_do_normalize=True: .*normalized already"):
         resolve_rollout(policy, use_gpu=False)
+    adapter = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.lora_transfer=adapter"]
+    words = grpo(vision_models["qwen3_vl"], data, tmp_path, vllm, *adapter)
+    with pytest.raises(RolloutError, match="leave out what an adapter changes in its vision tower"):
+        resolve_rollout(load_config("ppo_trainer", words).actor_rollout_ref, use_gpu=False)
     folder = shutil.copytree(vision_models["qwen3_vl"], tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     del settings["text_config"]["rope_parameters"]["mrope_interleaved"]

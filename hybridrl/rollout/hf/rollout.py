@@ -33,7 +33,7 @@ from hybridrl.utils.device import current_device
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch, because dropping copies the cache
 
 
-@InferenceEngines.register("hf", in_place=True, serves=False, records_routing=True, sees_images=True)
+@InferenceEngines.register("hf", in_place=True, records_routing=True, sees_images=True)
 class HFRollout:
     """Generates with the training engine's own module, inside each worker.
 

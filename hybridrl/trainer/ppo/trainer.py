@@ -173,6 +173,7 @@ class RayPPOTrainer:
                 threads=trainer.threads_per_worker,
                 log_folder=self.run.folder / "logs",
                 before_start=check_memory,
+                template_kwargs=self.config.data.apply_chat_template_kwargs,
             )
         finally:
             for group in learners:
