@@ -281,9 +281,11 @@ class RewardManager:
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
+        extras, told = [dict(one.extra) for one in scored], outcomes
         if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
             tensor += of_turns
-        info = self._columns([dict(one.extra) for one in scored], outcomes)
+            told = _whole_scores(extras, outcomes, given_rewards(batch), of_turns.sum(-1).tolist())
+        info = self._columns(extras, told)
         missing = [one.no_verdict for one in outcomes]
         metrics = self.metrics
         return {
@@ -473,6 +475,23 @@ def _given(reward: float | NoVerdict | None) -> Outcome:
     if isinstance(reward, NoVerdict):
         return without_score(reward, 0.0)
     return Outcome(0.0 if reward is None else reward, None, 0.0)
+
+
+def _whole_scores(
+    extras: list[dict[str, Any]],
+    outcomes: Sequence[Outcome],
+    given: Sequence[float | NoVerdict | None],
+    of_turns: Sequence[float],
+) -> list[Outcome]:
+    """The outcomes of rows that brought a score along with the rewards of their turns in it, and `acc` likewise."""
+    whole = []
+    for extra, outcome, reward, more in zip(extras, outcomes, given, of_turns, strict=True):
+        if isinstance(reward, float):
+            outcome = replace(outcome, score=outcome.score + more)
+            if "acc" in extra:
+                extra["acc"] += more
+        whole.append(outcome)
+    return whole
 
 
 def check_built_in(samples: list[Sample], key: str) -> None:

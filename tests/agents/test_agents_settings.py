@@ -23,6 +23,9 @@ def test_tools_need_a_loop() -> None:
     assert "multi_turn.enable=true" in fault and "data.tool_config_path" in fault
     assert not list(check_agents(rollout("multi_turn.tool_config_path=x.yaml", "multi_turn.enable=True")))
     assert not list(check_agents(rollout("multi_turn.tool_config_path=x.yaml", "agent.default_agent_loop=tool_agent")))
+    (fault,) = check_agents(rollout("multi_turn.interaction_config_path=x.yaml"))
+    assert "multi_turn.enable=true" in fault
+    assert not list(check_agents(rollout("multi_turn.interaction_config_path=x.yaml", "multi_turn.enable=True")))
     (fault,) = check_agents(rollout("multi_turn.function_tool_path=no_such.py", "multi_turn.enable=True"))
     assert "no_such.py: no such file" in fault
 
