@@ -6,7 +6,8 @@ Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.models.info import config_of
@@ -18,8 +19,19 @@ from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Completion
 from hybridrl.rollout.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from hybridrl.rollout.server import Access, ServerProcess
+
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+
+
+@dataclass(frozen=True)
+class RunServer:
+    """The server of a run, and how clients reach it."""
+
+    process: "ServerProcess"
+    access: "Access"
 
 
 class Rollout(ABC):
@@ -29,6 +41,7 @@ class Rollout(ABC):
         version: number of training steps of those weights; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
+        server: serves it over HTTP; None where it is not served.
         on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
             `generate` generates others. A rollout that returns all responses at once does not call it.
     """
@@ -37,6 +50,7 @@ class Rollout(ABC):
     version: int = -1
     in_place: bool = False
     gives_memory_back: bool = False
+    server: RunServer | None = None
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:
@@ -45,15 +59,17 @@ class Rollout(ABC):
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one
                 per prompt) and, where a prompt has several rows, `sample` (which of them), and other columns of the
-                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `seeded` (every request
-                draws with its own seed, so that other requests do not matter), `routed_experts` (return this field, if
-                the engine has the fact `records_routing`), and any field of `SamplingParams`.
+                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `attempt` (how often these
+                samples were asked for before, 0 where it is missing; another attempt draws other tokens), `seeded`
+                (every request draws with its own seed, so that other requests do not matter), `routed_experts` (return
+                this field, if the engine has the fact `records_routing`), and any field of `SamplingParams`.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
             `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T], `rollout_log_probs` [B, T] and
             `weight_versions` [B, T] (the `version` that each token was generated with); T is `rollout.response_length`.
-            Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides.
+            Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides. The meta
+            `missing_samples` lists a `MissingSample` for each sample without an answer.
         """
 
     @abstractmethod
@@ -128,6 +144,8 @@ class InPlaceRollout(Rollout):
         self._config = config
         self._client: TurnClient | None = None
         self._trains = self._paused = False
+        #: called before the client is closed
+        self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto) -> DataProto:
         known = [name for name in ("uid", "sample", MULTI_MODAL_INPUTS) if name in prompts.non_tensor_batch]
@@ -177,6 +195,8 @@ class InPlaceRollout(Rollout):
             self._client.open()
 
     def close(self) -> None:
+        for call in self.on_close:
+            call()
         if self._client is not None:
             self._client.close()
 
