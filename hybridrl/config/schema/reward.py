@@ -276,7 +276,7 @@ class RewardConfig(ScoringConfig):
     on_error: str | None = key(
         None,
         "a sample that the reward function fails for; stop: ends the run; zero: scores 0, as where the function takes "
-        "too long; drop: is not trained on; refill: is generated again; null: stop if "
+        "too long; drop: is not trained on; refill: is generated again (algorithm.missing.max_refills); null: stop if "
         "the function raises or returns no score, algorithm.missing.infra if its process ends",
         choices=("stop", "zero", "drop", "refill"),
     )
