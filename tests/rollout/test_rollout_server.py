@@ -523,3 +523,13 @@ def test_a_seed_that_the_engine_would_not_heed_is_refused(stage: Stage) -> None:
 def test_numbers_that_no_engine_can_hold_are_refused(stage: Stage, field: dict[str, int]) -> None:
     with pytest.raises(openai.BadRequestError, match=next(iter(field))):
         stage.client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_body=field)
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """Header and body are two packets; the second would wait for the client's delayed acknowledgement of the first."""
+    listener = Listener("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    listener.close()
