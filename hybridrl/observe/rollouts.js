@@ -118,7 +118,7 @@ function draw() {
     head.append(make("b", number(sample.score)), make("small", ` ${sample.kind} step ${sample.step} · ${turnsOf(sample)} turn${turnsOf(sample) > 1 ? "s" : ""}`
       + ` · ${LENGTH(sample)} ${sample.tokens ? "tokens" : "characters"}`));
     const text = make("div");
-    text.append(plain(sample.prompt.slice(-160).replace(/\s+/g, " ")));
+    text.append(plain(sample.prompt.replace(/\s+/g, " ").slice(-44)));
     item.append(head, text);
     item.setAttribute("role", "option");
     item.setAttribute("aria-selected", sample === current);
