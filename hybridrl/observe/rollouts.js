@@ -256,7 +256,8 @@ function tokenBox(sample, part) {
   box.setAttribute("aria-label", `tokens ${part.start} to ${part.end - 1}; left and right move`);
   for (let at = part.start; at < part.end; at++) {
     const span = make("span");
-    span.append(plain(sample.tokens.texts[at] ?? ""));
+    // a part of a character, whose last token has it
+    span.append(sample.tokens.texts[at] ? plain(sample.tokens.texts[at]) : make("i", "◦", { className: "odd" }));
     span.dataset.at = at;
     paint(span, sample.tokens, at);
     box.append(span);

@@ -1,4 +1,4 @@
-"""The commands of docs/agents.md and docs/environments.md, the snippets of docs/sandbox.md, and the run of docs/observe.md, run."""
+"""The commands of docs/agents.md, docs/environments.md and docs/observe.md, and the snippets of docs/sandbox.md, run."""
 
 from __future__ import annotations
 
