@@ -2,6 +2,7 @@
 
     python benchmarks/trl_step.py                 # the quickstart's model: 0.33 M parameters, prompts of 19, 8 new
     python benchmarks/trl_step.py --case long     # 10 M parameters, prompts of 64, responses of mean 64, limit 256
+    python benchmarks/trl_step.py actor_rollout_ref.model.share_prefixes=True     # further settings of our side
 
 Both sides have the same model, prompts, samples per prompt, learning rate and number of threads, one update per
 batch, no reference model and no pass for old log-probabilities. A step is the wall-clock time from one optimizer
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -180,7 +182,7 @@ def measure_trl(case: Case, folder: Path, threads: int) -> dict[str, float]:
     return summary(times, tokens)
 
 
-def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]:
+def measure_hybridrl(case: Case, folder: Path, threads: int, overrides: Sequence[str] = ()) -> dict[str, float]:
     """`main_ppo`'s program in this process and a Ray worker, with the micro-batches that fit: the whole batch."""
     from hybridrl.config import load_config
     from hybridrl.trainer.ppo.run_ppo import run_ppo
@@ -208,6 +210,7 @@ def measure_hybridrl(case: Case, folder: Path, threads: int) -> dict[str, float]
             f"trainer.threads_per_worker={threads}",
             "trainer.report=False",
             "trainer.logger=[]",
+            *overrides,
         ],
     )
     assert rows <= config.actor_rollout_ref.rollout.max_num_seqs
@@ -248,13 +251,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="quickstart")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of our side")
     parser.add_argument("--side", choices=("trl", "hybridrl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     case = CASES[arguments.case]
     if arguments.side:
-        measure = measure_trl if arguments.side == "trl" else measure_hybridrl
-        print("RESULT " + json.dumps(measure(case, arguments.folder, arguments.threads)))
+        if arguments.side == "trl":
+            result = measure_trl(case, arguments.folder, arguments.threads)
+        else:
+            result = measure_hybridrl(case, arguments.folder, arguments.threads, arguments.overrides)
+        print("RESULT " + json.dumps(result))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -264,7 +271,10 @@ def main() -> None:
             command = [sys.executable, __file__, "--case", arguments.case, "--threads", str(arguments.threads)]
             environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "TOKENIZERS_PARALLELISM": "false"}
             done = subprocess.run(
-                [*command, "--side", side, "--folder", str(folder)], capture_output=True, text=True, env=environment
+                [*command, "--side", side, "--folder", str(folder), *arguments.overrides],
+                capture_output=True,
+                text=True,
+                env=environment,
             )
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if not lines:
@@ -272,7 +282,8 @@ def main() -> None:
             results[side] = json.loads(lines[0].removeprefix("RESULT "))
             print(f"{side:9s} {results[side]}", flush=True)
     ratio = results["hybridrl"]["median_s"] / results["trl"]["median_s"]
-    print(f"{arguments.case}, {arguments.threads} thread(s): hybridrl / TRL = {ratio:.2f}")
+    what = " ".join([arguments.case, *arguments.overrides])
+    print(f"{what}, {arguments.threads} thread(s): hybridrl / TRL = {ratio:.2f}")
     print(f"controller and Ray: {results['hybridrl']['overhead']:.1%} of hybridrl's step")
 
 

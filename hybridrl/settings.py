@@ -17,7 +17,8 @@ class Limits:
     """Constraints on a value in addition to its type.
 
     `choices` are the allowed names, `registry` holds further ones, `later` are known names that this build does not
-    support, and `synonyms` are other spellings of a choice. The rest are bounds on a number (`ge` means greater or
+    support, and `synonyms` are other spellings of a choice. `means` has pairs of null or false and the value that it
+    stands for. The rest are bounds on a number (`ge` means greater or
     equal), applied to each element of a list. A user's module may add names to a registry, so `validate` refuses an
     unknown name only after importing that module.
     """
@@ -25,6 +26,7 @@ class Limits:
     choices: tuple[Any, ...] = ()
     later: tuple[Any, ...] = ()
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    means: tuple[tuple[Any, Any], ...] = ()
     registry: Registry[Any] | None = None
     ge: float | None = None
     gt: float | None = None
@@ -44,6 +46,7 @@ def key(
     choices: tuple[Any, ...] = (),
     later: tuple[Any, ...] = (),
     synonyms: Mapping[str, str] | None = None,
+    means: tuple[tuple[Any, Any], ...] = (),
     registry: Registry[Any] | None = None,
     path: str | None = None,
     ge: float | None = None,
@@ -58,9 +61,9 @@ def key(
         meaning: one line for the user; it is printed in the reference table.
         follows: source of the default in a composed tree: an interpolation, or a container of interpolations.
         path: location of the setting below the group that reads it; None: in the group itself.
-        choices, later, synonyms, registry, ge, gt, le, lt: see `Limits`.
+        choices, later, synonyms, means, registry, ge, gt, le, lt: see `Limits`.
     """
-    limits = Limits(choices, later, synonyms or {}, registry, ge, gt, le, lt)
+    limits = Limits(choices, later, synonyms or {}, means, registry, ge, gt, le, lt)
     metadata = {"meaning": meaning, "limits": limits, "follows": follows, "path": path}
     if default is MISSING:
         return dataclasses.field(metadata=metadata)

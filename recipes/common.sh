@@ -36,6 +36,21 @@ if [ -n "$smoke" ]; then
     [ "$name" != distillation ] || [ -f "$teacher/config.json" ] ||
         "$python" -m hybridrl.models.tiny --out "$teacher" --hidden 64 --heads 2 --kv-heads 2 --seed 1
     [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=80)
+    case "$name" in retool | search_r1) size+=(data.max_prompt_length=1024 data.max_response_length=64) ;; esac
+    if [ "$name" = search_r1 ]; then
+        data=$out/smoke_questions
+        [ -f "$data/train.parquet" ] ||
+            "$python" -m hybridrl.data.preprocess.search_r1 --local_dir recipes/search_r1/smoke --out "$data"
+        "$python" examples/retrieval_server.py recipes/search_r1/smoke/corpus.jsonl --port 0 >"$out/retrieval_server.txt" &
+        server=$!
+        trap 'kill "$server" 2>/dev/null || true' EXIT
+        for _ in $(seq 300); do
+            read -r RETRIEVAL_URL _ <"$out/retrieval_server.txt" && break
+            kill -0 "$server" || fail "examples/retrieval_server.py has ended"
+            sleep 0.1
+        done
+        export RETRIEVAL_URL
+    fi
     [ "$name" != dapo ] || size+=(reward.reward_kwargs.overlong_buffer_cfg.len=2)
 else
     model=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
@@ -45,6 +60,10 @@ else
         model=${MODEL:-Qwen/Qwen2.5-VL-3B-Instruct}
         task=geo3k
     fi
+    case "$name" in
+        retool) model=${MODEL:-Qwen/Qwen2.5-7B-Instruct} task=math ;;
+        search_r1) model=${MODEL:-Qwen/Qwen2.5-7B-Instruct} task=search_r1 ;;
+    esac
     data=$out/$task
     [ -f "$data/train.parquet" ] || "$python" -m "hybridrl.data.preprocess.$task" --out "$data"
     gpus=$("$python" -c "import torch; print(torch.cuda.device_count())")
@@ -66,6 +85,9 @@ else
         trainer.default_local_dir="$out/$name"
     )
     [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=1024 data.mm_processor_kwargs.max_pixels=262144)
+    case "$name" in retool) size+=(data.max_prompt_length=1024 data.max_response_length=8192) ;;
+        search_r1) size+=(data.max_prompt_length=1024 data.max_response_length=4096) ;;
+    esac
     [ "$name" != grpo_lora ] || size+=(actor_rollout_ref.actor.optim.lr=1e-5)
     [ ! -f "recipes/$name/reward.py" ] || size+=(reward.custom_reward_function.path="$root/recipes/$name/reward.py")
 fi
@@ -83,9 +105,13 @@ case "$name" in
         done
         ;;
 esac
-exec "$python" -m hybridrl.trainer.main_ppo -cp "recipes/$name" -cn "$name" \
-    actor_rollout_ref.model.path="$model" \
-    data.train_files="$data/train.parquet" \
-    data.val_files="$data/test.parquet" \
-    trainer.project_name=recipes \
+run=(
+    "$python" -m hybridrl.trainer.main_ppo -cp "recipes/$name" -cn "$name"
+    actor_rollout_ref.model.path="$model"
+    data.train_files="$data/train.parquet"
+    data.val_files="$data/test.parquet"
+    trainer.project_name=recipes
     "${size[@]}" ${words[@]+"${words[@]}"}
+)
+[ -n "${server:-}" ] || exec "${run[@]}"
+"${run[@]}" # this shell ends the retrieval server afterwards

@@ -5,8 +5,9 @@ or SGLang, and most tests that use Ray need a few. Everything else about a worke
 environment, log files.
 
 `running` runs a server for the workers of this process's Ray, and one for the processes of their inference engines.
-`programs` runs a server for whole programs and the workers of their Rays. `fork_client.py` asks for a process and
-stands for it. A server ends with the process that started it.
+`programs` runs two servers for whole programs. One has imported Ray with the settings of its environment, and forks
+Ray's own processes in Python too. Programs with other settings of Ray, and all workers, come from the other.
+`fork_client.py` asks for a process and stands for it. A server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -30,32 +31,40 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
+from fork_client import settings_of_ray
+
 ADDRESS = "HYBRIDRL_TEST_FORK_SERVER"
+WITHOUT_RAY = "HYBRIDRL_TEST_FORK_SERVER_WITHOUT_RAY"  # the server for other settings of Ray, and for workers
+DAEMONS = "HYBRIDRL_TEST_DAEMONS"  # the Python that forks Ray's own processes
+# A forked agent is no child of its raylet; with this it notices by a pipe that the raylet has ended.
+AGENTS_WATCH_A_PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"
 SETUP_WORKER = "HYBRIDRL_TEST_SETUP_WORKER"  # Ray's own program
 ENGINES = "HYBRIDRL_TEST_ENGINES"  # the Python that forks the processes of inference engines
 STAND_IN = """#!/bin/sh
 [ "$1" = -u ] && shift  # what `torchrun` says; output is unbuffered in tests as it is
 case "$1" in
-    -m | *.py) {name}={address} exec {python} -I -S {client} --program "$@" ;;
+    -m | *.py) {settings} exec {python} -I -S {client} --program "$@" ;;
     *) exec {python} "$@" ;;
 esac
 """
 ENGINES_STAND_IN = """#!/bin/sh
 [ -e {started} ] || case "$*" in
     *spawn_main* | "-m hybridrl.rollout.sglang.host"*)
-        {name}={address} exec {python} -I -S {client} --program "$@" ;;
+        {settings} exec {python} -I -S {client} --program "$@" ;;
 esac
 exec {python} "$@"
 """
 STARTED = "engines-started"  # a file: while it is there, engines are started as they are without a server
 CLIENT = Path(__file__).with_name("fork_client.py")
+#: environment variables that imports have set, which every forked process has
+SET_BY_IMPORTS: dict[str, str] = {}
 
 # Nothing here may start a thread (pyarrow does): a fork would lose it.
 PRELOADED = (
@@ -80,6 +89,21 @@ WITH_RAYS_ENVIRONMENT = (
     "ray._private.workers.default_worker",
     "hybridrl.workers.actor_rollout_ref",
     "hybridrl.workers.critic",
+)
+# Programs that import Ray with the settings of the server.
+OF_CONTROLLERS = (
+    "ray._private.workers.default_worker",
+    "hybridrl.trainer.main_ppo",
+    "hybridrl.trainer.ppo.run_ppo",
+    "hybridrl.workers.actor_rollout_ref",
+)
+# Ray's own processes, apart from its workers.
+DAEMONS_OF_RAY = (
+    "ray.autoscaler._private.monitor",
+    "ray._private.log_monitor",
+    "ray.dashboard.dashboard",
+    "ray.dashboard.agent",
+    "ray._private.runtime_env.agent.main",
 )
 # What the processes of an engine import, with the environment of the first.
 OF_ENGINES = {
@@ -109,12 +133,10 @@ def running(folder: Path) -> Iterator[None]:
     """
     from ray._private import ray_constants, workers  # the server itself imports Ray later
 
-    with (
-        _server(folder / f"fork-{os.getpid()}", "workers") as address,
-        _server(folder / f"engines-{os.getpid()}", "engines") as engines,
-    ):
-        os.environ[ADDRESS] = address
-        os.environ[ENGINES] = _stand_in(folder / f"bin-{os.getpid()}", ENGINES_STAND_IN, engines)
+    workers_of, engines_of = folder / f"fork-{os.getpid()}", folder / f"engines-{os.getpid()}"
+    with _server("workers", workers_of), _server("engines", engines_of):
+        os.environ[ADDRESS] = str(workers_of)
+        os.environ[ENGINES] = _stand_in(folder / f"bin-{os.getpid()}", ENGINES_STAND_IN, {ADDRESS: str(engines_of)})
         os.environ.setdefault(SETUP_WORKER, str(Path(workers.__path__[0]) / ray_constants.SETUP_WORKER_FILENAME))
         ray_constants.SETUP_WORKER_FILENAME = str(CLIENT)  # Ray appends it to its own folder: a whole path wins
         yield
@@ -122,13 +144,18 @@ def running(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def programs(folder: Path) -> Iterator[str]:
-    """Run a server for programs, and for the workers of the Ray that each of them starts.
+    """Run the servers for programs, and for the workers of the Ray that each of them starts.
 
     Yields:
         A Python: `-m MODULE ...` and `FILE.py ...` are forked, everything else is run by the Python that runs this.
     """
-    with _server(folder / f"programs-{os.getpid()}", "programs") as address:
-        yield _stand_in(folder / "bin", STAND_IN, address)
+    bare, with_ray = folder / f"programs-{os.getpid()}", folder / f"programs-ray-{os.getpid()}"
+    settings = {ADDRESS: str(with_ray), WITHOUT_RAY: str(bare), AGENTS_WATCH_A_PIPE: "1"}
+    daemons = _stand_in(folder / "daemons", STAND_IN, settings)
+    environment = os.environ | settings | {DAEMONS: daemons}
+    with_ray.with_suffix(".json").write_text(json.dumps(settings_of_ray(environment)))
+    with _server("programs", bare, with_ray, environment=environment):
+        yield _stand_in(folder / "bin", STAND_IN, settings)
 
 
 @contextmanager
@@ -141,34 +168,40 @@ def started_engines(folder: Path) -> Iterator[None]:
         (folder / STARTED).unlink()
 
 
-def _stand_in(folder: Path, text: str, address: str) -> str:
+def _stand_in(folder: Path, text: str, settings: dict[str, str]) -> str:
     """Write the Python of a server, and return its path."""
     folder.mkdir()
     python = folder / "python"
     facts = {"python": sys.executable, "client": CLIENT, "started": folder.parent / STARTED}
-    python.write_text(text.format(name=ADDRESS, address=address, **facts))
+    words = " ".join(f"{name}={value}" for name, value in settings.items())
+    python.write_text(text.format(settings=words, **facts))
     python.chmod(0o755)
     return str(python)
 
 
 @contextmanager
-def _server(path: Path, kind: str) -> Iterator[str]:
-    with socket.socket(socket.AF_UNIX) as listener, open(path.with_suffix(".log"), "w") as log:
-        listener.bind(str(path))
-        listener.listen(64)
+def _server(kind: str, *paths: Path, environment: dict[str, str] | None = None) -> Iterator[None]:
+    with ExitStack() as here, open(paths[0].with_suffix(".log"), "w") as log:
+        listeners = [here.enter_context(socket.socket(socket.AF_UNIX)) for _ in paths]
+        for listener, path in zip(listeners, paths, strict=True):
+            listener.bind(str(path))
+            listener.listen(64)
+        files = [listener.fileno() for listener in listeners]
         server = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), str(listener.fileno()), kind],
+            [sys.executable, str(Path(__file__)), kind, *map(str, files)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            pass_fds=[listener.fileno()],
+            pass_fds=files,
             start_new_session=True,
+            env=environment,
         )
     try:
-        yield str(path)
+        yield
     finally:
         server.communicate()
-        os.unlink(path)
+        for path in paths:
+            os.unlink(path)
 
 
 @dataclass
@@ -196,23 +229,40 @@ class Child:
     client: socket.socket
 
 
-def serve(listener: socket.socket, kind: str) -> Request | None:
+def serve(kind: str, listener: socket.socket, second: socket.socket | None = None) -> Request | None:
     """Fork for every client, until the standard input is closed.
 
     Args:
-        listener: where clients connect.
         kind: "workers" of one Ray, which is imported with its first worker's environment; "engines" of its replicas,
             likewise; or "programs", each of which imports Ray with its own, and so do its workers.
+        listener: where clients connect.
+        second: where programs connect whose settings of Ray are this process's; Ray is imported for them.
 
     Returns:
         In a forked process what it is to become; None in the server.
     """
+    own = os.getpid()
     if kind != "engines":  # few tests need them
         for name in (*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())):
             importlib.import_module(name)
     if kind == "programs":
         assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
+        assert second is not None
+        if (forked := os.fork()) == 0:
+            listener.close()
+            _import_ray()
+            return _serve("programs with Ray", second)
+        second.close()
         _settle()
+        try:
+            return _serve(kind, listener)
+        finally:
+            if os.getpid() == own:
+                os.waitpid(forked, 0)
+    return _serve(kind, listener)
+
+
+def _serve(kind: str, listener: socket.socket) -> Request | None:
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
@@ -286,6 +336,28 @@ def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> N
     _settle()
 
 
+def _import_ray() -> None:
+    """Import what programs, their workers and Ray's own processes import, and have all of them forked."""
+    before = dict(os.environ)
+    for name in (*OF_CONTROLLERS, *DAEMONS_OF_RAY):
+        importlib.import_module(name)
+    from ray._private import ray_constants, services
+
+    own = Path(services.RAY_PATH) / "_private" / "workers" / ray_constants.SETUP_WORKER_FILENAME
+    ray_constants.SETUP_WORKER_FILENAME = str(CLIENT)
+    daemons, start = os.environ[DAEMONS], services.start_ray_process
+
+    def start_forked(command: list[str], *arguments: Any, **keywords: Any) -> Any:
+        forked = any(Path(word).name in ("monitor.py", "log_monitor.py") for word in command[:3])
+        return start([daemons, *command[1:]] if forked else command, *arguments, **keywords)
+
+    services.start_ray_process = start_forked
+    services._build_python_executable_command_memory_profileable = lambda *_, **__: [daemons]
+    SET_BY_IMPORTS.update({name: value for name, value in os.environ.items() if name not in before})
+    SET_BY_IMPORTS[SETUP_WORKER] = str(own)
+    _settle()
+
+
 def _settle() -> None:
     """Make forks cheap; a thread would be missing in them."""
     assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread"
@@ -315,7 +387,9 @@ def enter(request: Request) -> None:
     os.chdir(request.folder)
     multiprocessing.process.ORIGINAL_DIR = request.folder  # type: ignore[attr-defined]
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update(SET_BY_IMPORTS | request.environment)
+    if "ray" in sys.modules and SET_BY_IMPORTS:  # its core has read the server's
+        sys.modules["ray._raylet"].Config.initialize("")  # type: ignore[attr-defined]
     if ENGINES in os.environ:  # what this process starts next may be an engine
         sys.executable = os.environ[ENGINES]
         multiprocessing.set_executable(sys.executable)
@@ -424,7 +498,7 @@ def leave(error: BaseException | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    asked = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    asked = serve(sys.argv[1], *(socket.socket(fileno=int(file)) for file in sys.argv[2:]))
     if asked is not None:
         try:
             if asked.is_program:

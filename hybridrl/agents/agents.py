@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridrl.agents.entries import entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
+from hybridrl.agents.gateway import Gateway, gateway_of
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
@@ -46,6 +47,7 @@ class Agents:
         parser: of `multi_turn.format`.
         turns: makes the tokens between turns.
         environments: None where no loop acts on them.
+        gateway: None where no loop uses it.
         interactions: simulated users; None where there are none.
     """
 
@@ -58,6 +60,7 @@ class Agents:
     turns: Turns
     environments: Environments | None = None
     interactions: Interactions | None = None
+    gateway: Gateway | None = None
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -72,12 +75,15 @@ class Agents:
             parser=self.parser,
             turns=self.turns,
             environments=self.environments,
+            gateway=self.gateway,
             interactions=self.interactions,
             **entry.arguments,
         )
 
     def close(self) -> None:
-        """End the tools and the environments."""
+        """End the agents, the tools and the environments."""
+        if self.gateway is not None:
+            self.gateway.close()
         if self.environments is not None:
             self.environments.close()
         paths = self.config.actor_rollout_ref.rollout.multi_turn
@@ -131,7 +137,8 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
     parser = TOOL_PARSERS.get(settings.format)()
-    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users)
+    gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in loops.values()), turns)
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway)
 
 
 def _environments(

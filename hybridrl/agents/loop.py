@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from hybridrl.agents.environments.load import Environments
+from hybridrl.agents.gateway import Gateway
 from hybridrl.agents.interactions.load import Interactions
 from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
@@ -19,7 +20,7 @@ from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS, Facts
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.replicas.pool import request_number
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.verdict import NoVerdict, Verdict
 
@@ -143,6 +144,65 @@ class SessionClient:
         self.generated: list[tuple[list[int], Completion]] = []
         self.log = SessionLog()
         self._turns = 0
+        self._failure: Exception | None = None
+        self._seconds = 0.0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The settings of the step."""
+        return self._sampling
+
+    @property
+    def seconds(self) -> float:
+        """Spent on requests of `complete`, summed over them."""
+        return self._seconds
+
+    async def complete(self, request: Request) -> Completion:
+        """What the policy writes for a request of an agent behind the server. May be called in another thread.
+
+        A request that was aborted, because the agent has gone, is no part of the session.
+        """
+        turn = self._turns
+        self._turns += 1
+        sampling = request.sampling
+        self._tell_of_temperature(sampling.do_sample, sampling.temperature, "an agent behind the gateway")
+        room = self._max_tokens - len(request.prompt_ids)
+        if room < 1:
+            error = f"the prompt has {len(request.prompt_ids)} tokens; prompt and response may have {self._max_tokens}"
+            return Completion(request.id, [], [], "error", error=error)
+        seed = self._seed_of(turn) if sampling.seed is None else sampling.seed
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
+        began = self.log.clock()
+        try:
+            completion = await self._client.generate(replace(request, sampling=sampling, priority=TRAINING_PRIORITY))
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            self._seconds += self.log.clock() - began
+        if completion.finish_reason in ("stop", "length"):
+            self._note(list(request.prompt_ids), completion, began)
+        return completion
+
+    def _note(self, prompt: list[int], completion: Completion, began: float) -> None:
+        """Add what was generated to the session's record."""
+        self.generated.append((prompt, completion))
+        self.log.add(
+            "generate",
+            began,
+            prompt_tokens=len(prompt),
+            tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
+
+    def raise_failure(self) -> None:
+        """Pass on that `complete` could not generate any more.
+
+        Raises:
+            GenerationFailedError: see `generate`.
+        """
+        if self._failure is not None:
+            raise GenerationFailedError from self._failure
 
     async def generate(
         self,
@@ -185,14 +245,7 @@ class SessionClient:
             raise GenerationFailedError from error
         if completion.finish_reason == "error":
             raise RolloutError(f"the rollout refused a session's request: {completion.error}")
-        self.generated.append((prompt, completion))
-        self.log.add(
-            "generate",
-            began,
-            prompt_tokens=len(prompt),
-            tokens=len(completion.token_ids),
-            finish_reason=completion.finish_reason,
-        )
+        self._note(prompt, completion, began)
         return TokenOutput(
             list(completion.token_ids), list(completion.log_probs), completion.finish_reason, list(completion.versions)
         )
@@ -206,18 +259,23 @@ class SessionClient:
                 f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; known are {', '.join(_SETTINGS)}"
             )
         usual = self._sampling.temperature
-        if changes.get("do_sample", self._sampling.do_sample) and changes.get("temperature", usual) != usual:
+        samples, temperature = changes.get("do_sample", self._sampling.do_sample), changes.get("temperature", usual)
+        self._tell_of_temperature(samples, temperature, "an agent loop")
+        if "stop" in changes:
+            stop = changes["stop"] or ()
+            changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        return replace(self._sampling, **{"seed": self._seed_of(turn), **changes})
+
+    def _tell_of_temperature(self, samples: bool, temperature: float, who: str) -> None:
+        usual = self._sampling.temperature
+        if samples and temperature != usual:
             notify(
-                f"an agent loop samples with temperature={changes['temperature']}, and training computes "
+                f"{who} samples with temperature={temperature}, and training computes "
                 f"log-probabilities with actor_rollout_ref.rollout.temperature={usual}: on tokens with response_mask "
                 "1 they are those of another distribution. Set both alike, or give such tokens response_mask 0",
                 "warning",
                 once=True,
             )
-        if "stop" in changes:
-            stop = changes["stop"] or ()
-            changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        return replace(self._sampling, **{"seed": self._seed_of(turn), **changes})
 
 
 class AgentLoopBase(ABC):
@@ -243,9 +301,12 @@ class AgentLoopBase(ABC):
         environments: those of the run; None where no loop of the run uses them.
         interactions: simulated users of the run; None where it has none.
         uses_environments: of the class: its sessions act on environments, which the run starts.
+        gateway: runs the user's own agents against the run's server; None where no loop of the run uses it.
+        uses_gateway: of the class: its sessions are agents behind the run's server.
     """
 
     uses_environments: ClassVar[bool] = False
+    uses_gateway: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -269,6 +330,7 @@ class AgentLoopBase(ABC):
         self.loop = asyncio.get_running_loop()
         self.processor, self.data_config = kwargs.get("processor"), kwargs.get("data_config")
         self.environments: Environments | None = kwargs.get("environments")
+        self.gateway: Gateway | None = kwargs.get("gateway")
         self.interactions: Interactions | None = kwargs.get("interactions")
 
     @abstractmethod

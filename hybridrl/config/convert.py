@@ -73,7 +73,9 @@ def build(
                 faults[name] = f"{name}={show(value)}{origins.get(name, '')}: a group of settings, not one value"
             continue
         try:
-            values[field.name] = _checked(_fit(value, types_of[field.name]), field.metadata.get("limits", Limits()))
+            limits = field.metadata.get("limits", Limits())
+            value = next((meant for given, meant in limits.means if value is given), value)
+            values[field.name] = _checked(_fit(value, types_of[field.name]), limits)
         except _Fault as fault:
             empty = "no value; it " if value == "" else ""
             faults[name] = f"{name}={show(value)}{origins.get(name, '')}: {empty}{fault}"

@@ -340,7 +340,7 @@ register_role(
         name="reward_model",
         worker=_class("hybridrl.workers.reward_model", "RewardModelWorker"),
         path="reward.reward_model",
-        needed=lambda config: config.reward.reward_model.enable,
+        needed=lambda config: config.reward.reward_model.enable and not config.reward.reward_model.is_judge,
         placement=("reward_model", "actor_rollout_ref"),
         own_pool=lambda config: config.reward.reward_model.own_pool,
         mesh="reward_model",

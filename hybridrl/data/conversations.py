@@ -12,15 +12,18 @@ from torch.utils.data import Dataset
 
 from hybridrl.data.chat import check_chat_template, render
 from hybridrl.data.files import read_table
-from hybridrl.data.rows import choose_rows, pad_token_id, refuse_media, seed_of
+from hybridrl.data.rows import MEDIA_COLUMNS, choose_rows, pad_token_id, refuse_media, seed_of
 from hybridrl.data.table import Table
 from hybridrl.errors import DataError
-from hybridrl.models.chat import Message
+from hybridrl.models.chat import TEXT, TEXT_AND_IMAGES, Message
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import SupervisedDataConfig
+    from hybridrl.data.images import RowImages
+    from hybridrl.models.vision import ImageProcessor
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 _ASSISTANT = "assistant"
@@ -39,6 +42,7 @@ class ConversationDataset(Dataset):
         config: `SFTDataConfig` or `PairsDataConfig`.
         max_samples: number of rows to use; -1 uses all.
         key: the configuration key that named the files, for messages.
+        processor: prepares images for a vision-language model; None for a model that reads text.
 
     Raises:
         DataError: a file is unreadable, a column is missing, a row is bad or overlong (each is named), or the chat
@@ -55,6 +59,7 @@ class ConversationDataset(Dataset):
         config: SupervisedDataConfig,
         max_samples: int = -1,
         key: str = "data.train_files",
+        processor: ImageProcessor | None = None,
     ) -> None:
         if config.truncation not in self.truncations:
             raise DataError(f"data.truncation={config.truncation!r}: allowed are {', '.join(self.truncations)}.")
@@ -69,7 +74,8 @@ class ConversationDataset(Dataset):
         self.config: Any = config
         self.key = key
         self.table: Table = read_table(data_files, key)
-        refuse_media(self.table, key)
+        self._images = None if processor is None else _row_images(processor, config.image_key)
+        refuse_media(self.table, key, [one for one in MEDIA_COLUMNS if processor is None or one != config.image_key])
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
 
@@ -84,6 +90,40 @@ class ConversationDataset(Dataset):
     def locate(self, item: int) -> str:
         """Return the file and row of an item, for messages."""
         return self.table.locate(int(self._rows[item]))
+
+    # ------------------------------------------------------------------ images
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What messages may hold."""
+        return TEXT if self._images is None else TEXT_AND_IMAGES
+
+    def _placed(self, item: int, messages: list[Message]) -> tuple[list[Message], list[Image]]:
+        """Return messages of an item as the chat template takes them, and their images in order."""
+        if self._images is None:
+            return messages, []
+        return self._images.place(messages, self.table[int(self._rows[item])], self.locate(item))
+
+    def has_images(self, ids: np.ndarray) -> bool:
+        """Whether token ids have placeholders of images, which are never cut."""
+        return self._images is not None and bool((ids == self._images.processor.image_token_id).any())
+
+    def media(self, item: int, sides: Sequence[tuple[np.ndarray, list[Message]]]) -> list[dict[str, Any]]:
+        """What the model reads of the images of conversations of an item: `multi_modal_inputs` and `position_ids`.
+
+        Args:
+            sides: token ids of each conversation, and its messages. All have the same images.
+
+        Returns:
+            For each conversation the entries of `RowImages.item`; empty for a model that reads text.
+        """
+        if self._images is None:
+            return [{} for _ in sides]
+        images = self._placed(item, sides[0][1])[1] if self.has_images(sides[0][0]) else []
+        first = self._images.item(sides[0][0].tolist(), images, self.locate(item))
+        grid = first["multi_modal_inputs"].get("image_grid_thw")
+        positions = [self._images.processor.positions(ids.tolist(), grid) for ids, _ in sides[1:]]
+        return [first, *({**first, "position_ids": one} for one in positions)]
 
     # ------------------------------------------------------------------ what a row's template gets
 
@@ -137,7 +177,8 @@ class ConversationDataset(Dataset):
             For each conversation its token ids [T], and for each token 1 + the position in `turns(i)` of the turn that
             it belongs to, 0 for none.
         """
-        texts, spans = self._render_with_spans(conversations, items, turns)
+        placed = [self._placed(item, messages) for item, messages in zip(items, conversations, strict=True)]
+        texts, spans = self._render_with_spans([shown for shown, _ in placed], items, turns)
         encoded = self.tokenizer(
             texts,
             add_special_tokens=False,
@@ -145,10 +186,27 @@ class ConversationDataset(Dataset):
             return_attention_mask=False,
             return_token_type_ids=False,
         )
+        rows = zip(encoded["input_ids"], encoded["offset_mapping"], spans, placed, items, strict=True)
         return [
-            (np.asarray(ids, dtype=np.int32), turn_of_token(np.asarray(offsets).reshape(-1, 2), found))
-            for ids, offsets, found in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+            self._expanded(
+                np.asarray(ids, dtype=np.int32),
+                turn_of_token(np.asarray(offsets).reshape(-1, 2), found),
+                images,
+                item,
+            )
+            for ids, offsets, found, (_, images), item in rows
         ]
+
+    def _expanded(
+        self, ids: np.ndarray, turn_of: np.ndarray, images: Sequence[Image], item: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """With as many placeholders as images have tokens, which belong to no turn: nothing predicts them."""
+        if self._images is None:
+            return ids, turn_of
+        times = self._images.repeats(ids.tolist(), images, self.locate(item))
+        ids, turn_of = np.repeat(ids, times), np.repeat(turn_of, times)
+        turn_of[ids == self._images.processor.image_token_id] = 0
+        return ids, turn_of
 
     def _render_with_spans(
         self, conversations: Sequence[list[Message]], items: Sequence[int], turns: Callable[[int], Sequence[int]]
@@ -192,6 +250,12 @@ class ConversationDataset(Dataset):
                     "data.apply_chat_template_kwargs (for example enable_thinking), or give an append-only "
                     "model.custom_chat_template."
                 )
+
+
+def _row_images(processor: ImageProcessor, column: str) -> RowImages:
+    from hybridrl.data.images import RowImages
+
+    return RowImages(processor, column)
 
 
 def turn_of_token(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -56,12 +56,13 @@ def create_sft_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     key: str = "data.train_files",
+    processor: ImageProcessor | None = None,
 ) -> Rows:
     """Create the conversations of `files`: an `SFTDataset`, or the class that `data.custom_cls.{path,name}` names.
 
     Arguments and errors are those of `create_rl_dataset`.
     """
-    return _create(files, config, tokenizer, max_samples, key, SFTDataset)
+    return _create(files, config, tokenizer, max_samples, key, SFTDataset, processor)
 
 
 def create_preference_dataset(
@@ -70,12 +71,13 @@ def create_preference_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     key: str = "data.train_files",
+    processor: ImageProcessor | None = None,
 ) -> Rows:
     """Create the pairs of `files`: a `PreferenceDataset`, or the class that `data.custom_cls.{path,name}` names.
 
     Arguments and errors are those of `create_rl_dataset`.
     """
-    return _create(files, config, tokenizer, max_samples, key, PreferenceDataset)
+    return _create(files, config, tokenizer, max_samples, key, PreferenceDataset, processor)
 
 
 def _create(
@@ -106,7 +108,7 @@ def _create(
     elif processor is not None and not takes_all:
         raise DataError(
             f"data.custom_cls: {cls.__name__} has no parameter processor, so it cannot prepare images for a "
-            "vision-language model. Add processor=None to its parameters, and pass it on to RLHFDataset."
+            f"vision-language model. Add processor=None to its parameters, and pass it on to {default.__name__}."
         )
     elif processor is not None:
         arguments["processor"] = processor

@@ -75,11 +75,20 @@ class RowImages:
         """Return the prompt's token ids with as many placeholders as its images have tokens.
 
         Raises:
+            DataError: see `repeats`.
+        """
+        times = self.repeats(ids, images, where)
+        return [one for token, count in zip(ids, times, strict=True) for one in [token] * count]
+
+    def repeats(self, ids: Sequence[int], images: Sequence[Image], where: str) -> list[int]:
+        """Return how often each token occurs: placeholders as often as their images have tokens, others once.
+
+        Raises:
             DataError: the rendered prompt has another number of placeholders than of images, or the image processor
                 refuses an image's size.
         """
         try:
-            return self.processor.expand(ids, [self.processor.placeholders(image) for image in images])
+            return self.processor.repeats(ids, [self.processor.placeholders(image) for image in images])
         except ValueError as error:
             raise DataError(
                 f"{where}: {error}. Check the images' sizes, that the text has no image token of its own, and that the "

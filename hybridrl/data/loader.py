@@ -16,6 +16,7 @@ from hybridrl.data.sampler import EpochSampler
 from hybridrl.errors import DataError
 from hybridrl.notify import notify
 from hybridrl.protocol import object_array
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -349,7 +350,13 @@ class PaddedCollator(ABC):
         """The tensors of conversations."""
         ids, mask = pad([row["input_ids"] for row in rows], self.pad_token_id, left=False)
         loss_mask, _ = pad([row["loss_mask"] for row in rows], 0, left=False)
-        return {"input_ids": ids, "attention_mask": mask, "position_ids": position_ids(mask), "loss_mask": loss_mask}
+        positions = _positions(rows, mask, left=False)
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "loss_mask": loss_mask}
+
+    def media(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+        """The images of conversations, if there are any."""
+        given = any(MULTI_MODAL_INPUTS in row for row in rows)
+        return {MULTI_MODAL_INPUTS: [row.get(MULTI_MODAL_INPUTS, {}) for row in rows]} if given else {}
 
 
 class SFTCollator(PaddedCollator):
@@ -365,7 +372,7 @@ class SFTCollator(PaddedCollator):
         if any("loss_weight" in row for row in rows):
             weights = [row.get("loss_weight", row["loss_mask"]) for row in rows]
             tensors["loss_weight"] = pad(weights, 0, left=False, dtype=np.float32)[0]
-        return tensors, {"index": [row["index"] for row in rows]}
+        return tensors, {"index": [row["index"] for row in rows], **self.media(rows)}
 
 
 class PairCollator(PaddedCollator):
@@ -377,10 +384,11 @@ class PairCollator(PaddedCollator):
         for row in rows:
             if not isinstance(row, dict) or not {"chosen", "rejected", "index"} <= row.keys():
                 self.refuse(row, "PreferenceDataset")
-        tensors = self.padded([row[side] for row in rows for side in ("chosen", "rejected")])
+        sides = [row[side] for row in rows for side in ("chosen", "rejected")]
+        tensors = self.padded(sides)
         if any("margin" in row for row in rows):
             tensors["margins"] = torch.tensor([row.get("margin", 0.0) for row in rows for _ in range(2)])
-        return tensors, {"index": [row["index"] for row in rows for _ in range(2)]}
+        return tensors, {"index": [row["index"] for row in rows for _ in range(2)], **self.media(sides)}
 
 
 class SFTLoader(PaddedLoader):
@@ -423,8 +431,8 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
     return (mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def _positions(rows: Sequence[dict[str, Any]], mask: torch.Tensor) -> torch.Tensor:
-    """The positions of left-padded prompts: `[B, S]`, or `[B, k, S]` of rows that have k of their own per token."""
+def _positions(rows: Sequence[dict[str, Any]], mask: torch.Tensor, left: bool = True) -> torch.Tensor:
+    """The positions of padded rows: `[B, S]`, or `[B, k, S]` of rows that have k of their own per token."""
     own = [row.get("position_ids") for row in rows]
     if all(one is None for one in own):
         return position_ids(mask)
@@ -433,7 +441,8 @@ def _positions(rows: Sequence[dict[str, Any]], mask: torch.Tensor) -> torch.Tens
             "the data set class must return 'position_ids' [k, number of input_ids] for every row, or for none of them."
         )
     width = mask.shape[1]
-    return torch.stack([torch.nn.functional.pad(one, (width - one.shape[-1], 0)) for one in own if one is not None])
+    room = [(width - one.shape[-1], one) for one in own if one is not None]
+    return torch.stack([torch.nn.functional.pad(one, (free, 0) if left else (0, free)) for free, one in room])
 
 
 def _is_stateful(thing: Any) -> bool:

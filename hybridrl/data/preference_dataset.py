@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PairsDataConfig
+    from hybridrl.models.vision import ImageProcessor
 
 _CHUNK = 512
 
@@ -68,8 +69,9 @@ class PreferenceDataset(ConversationDataset):
     `config.margin_key` names a column of numbers: by how much the chosen answer is better.
 
     An item is `{"chosen": {"input_ids", "loss_mask"}, "rejected": {...}, "index": int}`, with `margin` if there are
-    margins. The masks cover the answer with the template's end-of-turn token, but not what the template writes after
-    it.
+    margins. With a `processor`, prompts may have images (`config.image_key`), and both sides also have
+    `multi_modal_inputs` and `position_ids`. The masks cover the answer with the template's end-of-turn token, but not
+    what the template writes after it.
 
     Args:
         data_files, tokenizer, max_samples, key: see `ConversationDataset`, as for the errors.
@@ -90,8 +92,9 @@ class PreferenceDataset(ConversationDataset):
         config: PairsDataConfig,
         max_samples: int = -1,
         key: str = "data.train_files",
+        processor: ImageProcessor | None = None,
     ) -> None:
-        super().__init__(data_files, tokenizer, config, max_samples, key)
+        super().__init__(data_files, tokenizer, config, max_samples, key, processor)
         for name, setting in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
             self.table.require(name, f"data.{setting}")
         columns = (config.prompt_key, config.chosen_key, config.rejected_key)
@@ -107,12 +110,12 @@ class PreferenceDataset(ConversationDataset):
         self._margins = None if config.margin_key is None else self._read_margins(config.margin_key)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        chosen, rejected = self._sides[item]
-        row: dict[str, Any] = {
-            "chosen": chosen.item(),
-            "rejected": rejected.item(),
-            "index": int(self._rows[item]),
-        }
+        sides = self._sides[item]
+        media: list[dict[str, Any]] = [{}, {}]
+        if self._images is not None:
+            media = self.media(item, [(one.ids, own) for one, own in zip(sides, self._pair(item), strict=True)])
+        chosen, rejected = ({**one.item(), **own} for one, own in zip(sides, media, strict=True))
+        row: dict[str, Any] = {"chosen": chosen, "rejected": rejected, "index": int(self._rows[item])}
         return row if self._margins is None else {**row, "margin": self._margins[item]}
 
     # ------------------------------------------------------------------ reading
@@ -199,7 +202,7 @@ class PreferenceDataset(ConversationDataset):
             answer: Conversation = [{"role": "assistant", "content": value}]
             fault = fault_in_messages(answer)
         else:
-            fault = fault_in_messages(value)
+            fault = fault_in_messages(value, self.kinds)
             answer = [] if fault else as_messages(value)
             if not fault and answer[-1]["role"] != "assistant":
                 fault = f"its last message is of the role {answer[-1]['role']!r}, and an answer is of 'assistant'"
@@ -220,7 +223,7 @@ class PreferenceDataset(ConversationDataset):
             f"or write whole conversations into {column!r}.",
         )
         prompt = self._columns[name][index]
-        fault = fault_in_prompt(prompt)
+        fault = fault_in_prompt(prompt, self.kinds)
         if fault is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             fault = "its last message is of the assistant, and the answer would follow it"
         if fault:
@@ -256,11 +259,13 @@ class PreferenceDataset(ConversationDataset):
         longest = max(len(chosen.ids), len(rejected.ids))
         if longest <= limit:
             return chosen, rejected
+        has_images = self.has_images(chosen.ids)
         too_long = f"the longer conversation has {longest} tokens, more than data.max_length={limit}"
-        if side == "error" or self.config.filter_pairs:
-            raise _UnusablePair(
-                "too many tokens", f"{too_long}; raise data.max_length, or set data.truncation to left or right"
+        if side == "error" or self.config.filter_pairs or has_images:
+            instead = (
+                "make images smaller, which are never cut" if has_images else "set data.truncation to left or right"
             )
+            raise _UnusablePair("too many tokens", f"{too_long}; raise data.max_length, or {instead}")
         start = longest - limit if side == "left" else 0
         first, second = (one.cut(start, limit) for one in (chosen, rejected))
         if any(one.first < 1 or one.first >= one.end for one in (first, second)):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import SFTDataConfig
+    from hybridrl.models.vision import ImageProcessor
 
 _CHUNK = 1024
 _WEIGHT, _TRAIN = "weight", "train"  # fields of a message
@@ -34,7 +35,10 @@ class SFTDataset(ConversationDataset):
     loss of its tokens is multiplied by. The template does not see these fields.
 
     An item is `{"input_ids": list[int], "loss_mask": list[int], "index": int}`. Both lists have the same length. If
-    any turn of the data has a weight other than 0 and 1, it also has `loss_weight: list[float]`.
+    any turn of the data has a weight other than 0 and 1, it also has `loss_weight: list[float]`. With a `processor`,
+    rows may have images in the column `config.image_key` (`hybridrl.data.images`), and items also have
+    `multi_modal_inputs` and `position_ids` [4, tokens]. No image's token is trained on, and a conversation with images
+    is never cut.
 
     Args:
         data_files, tokenizer, max_samples, key: see `ConversationDataset`, as for the errors.
@@ -48,14 +52,18 @@ class SFTDataset(ConversationDataset):
         config: SFTDataConfig,
         max_samples: int = -1,
         key: str = "data.train_files",
+        processor: ImageProcessor | None = None,
     ) -> None:
-        super().__init__(data_files, tokenizer, config, max_samples, key)
+        super().__init__(data_files, tokenizer, config, max_samples, key, processor)
         self._cut = 0
         self._ids: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
-        conversations = self._conversations()
-        for start in range(0, len(conversations), _CHUNK):
-            self._tokenize(conversations[start : start + _CHUNK], start)
+        self._columns: dict[str, list[Any]] = self._checked_columns()
+        for start in range(0, len(self), _CHUNK):
+            items = range(start, min(start + _CHUNK, len(self)))
+            self._tokenize([self._conversation(item) for item in items], start)
+        if self._images is None:
+            self._columns = {}  # messages are read again for their images alone
         self._is_weighted = any(((weights != 0) & (weights != 1)).any() for weights in self._weights)
         self._tell_of_cuts()
         self._check_end_of_turn()
@@ -67,9 +75,12 @@ class SFTDataset(ConversationDataset):
             "loss_mask": (weights > 0).astype(np.int64).tolist(),
             "index": int(self._rows[item]),
         }
+        if self._images is not None:
+            row |= self.media(item, [(self._ids[item], self._conversation(item))])[0]
         return {**row, "loss_weight": weights.tolist()} if self._is_weighted else row
 
-    def _conversations(self) -> list[list[Message]]:
+    def _checked_columns(self) -> dict[str, list[Any]]:
+        """The columns that conversations are made of, by the names of their keys."""
         prompt_key, response_key = self.config.prompt_key, self.config.response_key
         if (prompt_key is None) != (response_key is None):
             raise DataError(
@@ -77,51 +88,54 @@ class SFTDataset(ConversationDataset):
                 "response, or neither for rows of messages (data.messages_key)."
             )
         if prompt_key is not None and response_key is not None:
-            return self._from_prompt_and_response(prompt_key, response_key)
+            self.table.require(prompt_key, "data.prompt_key")
+            self.table.require(response_key, "data.response_key")
+            return {"prompt_key": self.table.column(prompt_key), "response_key": self.table.column(response_key)}
         name = self.config.messages_key
         self.table.require(
             name,
             "data.messages_key",
             "Name the column of messages with data.messages_key, or set data.prompt_key and data.response_key.",
         )
-        column = self.table.column(name)
-        conversations = []
-        for index in map(int, self._rows):
-            fault = fault_in_messages(column[index])
-            if fault is None and not any(message["role"] == "assistant" for message in column[index]):
-                fault = "it has no message of role 'assistant', so there is nothing to learn"
-            if fault:
-                raise DataError(
-                    f"{self.table.locate(index)}: column {name!r} cannot be used as a conversation: {fault}."
-                )
-            conversations.append(as_messages(column[index], self.config.system_prompt))
-        return conversations
+        return {"messages_key": self.table.column(name)}
 
-    def _from_prompt_and_response(self, prompt_key: str, response_key: str) -> list[list[Message]]:
-        self.table.require(prompt_key, "data.prompt_key")
-        self.table.require(response_key, "data.response_key")
-        prompts, responses = self.table.column(prompt_key), self.table.column(response_key)
-        conversations = []
-        for index in map(int, self._rows):
-            prompt = self._inside(index, prompts[index], prompt_key, "prompt_dict_keys")
-            response = self._inside(index, responses[index], response_key, "response_dict_keys")
-            fault = fault_in_prompt(prompt)
-            if fault:
-                raise DataError(
-                    f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {fault}."
-                )
-            if not isinstance(response, str) or not response:
-                kind = "empty" if response == "" else "missing" if response is None else type(response).__name__
-                raise DataError(
-                    f"{self.table.locate(index)}: column {response_key!r} must be text that is not empty; it is {kind}."
-                )
-            messages = as_messages(prompt, self.config.system_prompt)
-            answer: Message = {"role": "assistant", "content": response}
-            fault = fault_in_messages([answer])
-            if fault:
-                raise DataError(f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {fault}.")
-            conversations.append([*messages, answer])
-        return conversations
+    def _conversation(self, item: int) -> list[Message]:
+        """The messages of an item.
+
+        Raises:
+            DataError: they cannot be used.
+        """
+        index = int(self._rows[item])
+        if "messages_key" not in self._columns:
+            return self._from_prompt_and_response(index)
+        value = self._columns["messages_key"][index]
+        fault = fault_in_messages(value, self.kinds)
+        if fault is None and not any(message["role"] == "assistant" for message in value):
+            fault = "it has no message of role 'assistant', so there is nothing to learn"
+        if fault:
+            raise DataError(
+                f"{self.table.locate(index)}: column {self.config.messages_key!r} cannot be used as a conversation: "
+                f"{fault}."
+            )
+        return as_messages(value, self.config.system_prompt)
+
+    def _from_prompt_and_response(self, index: int) -> list[Message]:
+        prompt_key, response_key = self.config.prompt_key, self.config.response_key
+        prompt = self._inside(index, self._columns["prompt_key"][index], prompt_key, "prompt_dict_keys")
+        response = self._inside(index, self._columns["response_key"][index], response_key, "response_dict_keys")
+        fault = fault_in_prompt(prompt, self.kinds)
+        if fault:
+            raise DataError(f"{self.table.locate(index)}: column {prompt_key!r} cannot be used as a prompt: {fault}.")
+        if not isinstance(response, str) or not response:
+            kind = "empty" if response == "" else "missing" if response is None else type(response).__name__
+            raise DataError(
+                f"{self.table.locate(index)}: column {response_key!r} must be text that is not empty; it is {kind}."
+            )
+        answer: Message = {"role": "assistant", "content": response}
+        fault = fault_in_messages([answer])
+        if fault:
+            raise DataError(f"{self.table.locate(index)}: column {response_key!r} cannot be learned: {fault}.")
+        return [*as_messages(prompt, self.config.system_prompt), answer]
 
     def _inside(self, index: int, value: Any, column: str, key: str) -> Any:
         """The entry of a column's mappings that `data.<key>` leads to."""
@@ -178,10 +192,13 @@ class SFTDataset(ConversationDataset):
     def _append(self, ids: np.ndarray, weights: np.ndarray, item: int) -> None:
         limit = self.config.max_length
         if len(ids) > limit:
-            if self.config.truncation == "error":
+            if self.config.truncation == "error" or self.has_images(ids):
+                instead = "set data.truncation to left or right"
+                if self.has_images(ids):
+                    instead = "make images smaller with data.mm_processor_kwargs.max_pixels: images are never truncated"
                 raise DataError(
                     f"{self.locate(item)}: the conversation has {len(ids)} tokens, more than data.max_length={limit}. "
-                    "Raise data.max_length, or set data.truncation to left or right."
+                    f"Raise data.max_length, or {instead}."
                 )
             keep = kept_positions(len(ids), limit, self.config.truncation)
             ids, weights = ids[keep], weights[keep]

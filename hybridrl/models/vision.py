@@ -93,8 +93,8 @@ class ImageProcessor:
         found = self._processor(images=list(images), return_tensors="pt")
         return {"pixel_values": found["pixel_values"].float().contiguous(), "image_grid_thw": found["image_grid_thw"]}
 
-    def expand(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Return token ids with each placeholder repeated as often as its image has tokens.
+    def repeats(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Return how often each token of a rendered prompt occurs: placeholders as often as their images have tokens.
 
         Raises:
             ValueError: there is another number of placeholders than of images.
@@ -106,7 +106,16 @@ class ImageProcessor:
                 f"{len(counts)} images"
             )
         left = iter(counts)
-        return [one for token in ids for one in [token] * (next(left) if token == self.image_token_id else 1)]
+        return [next(left) if token == self.image_token_id else 1 for token in ids]
+
+    def expand(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Return token ids with each placeholder repeated as often as its image has tokens.
+
+        Raises:
+            ValueError: there is another number of placeholders than of images.
+        """
+        times = self.repeats(ids, counts)
+        return [one for token, count in zip(ids, times, strict=True) for one in [token] * count]
 
     def positions(self, ids: Sequence[int], grid: torch.Tensor | None) -> torch.Tensor:
         """Return the positions `[4, L]` of a prompt: numbers of its tokens, and those of rotary embeddings.

@@ -49,8 +49,9 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     Raises:
         RewardError: the settings contradict each other.
     """
+    judge = _judge(reward) if isinstance(reward, RewardConfig) and reward.reward_model.is_judge else None
     if isinstance(reward, RewardConfig) and not reward.runs_functions:
-        return NoFunction()
+        return NoFunction() if judge is None else _with_judge({}, {}, judge, reward)
     custom, parts = reward.custom_reward_function, dict(reward.functions)
     count = num_workers or reward.num_workers
     tolerates = _TOLERATED[getattr(reward, "on_error", "stop")]  # evaluation has no such setting: it stops
@@ -60,12 +61,14 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
                 f"{KEY}.name={custom.name} is set but {KEY}.path is not. Set it to the file that holds {custom.name}."
             )
         function = RewardFunction(custom.path, custom.name, _arguments(custom, reward), form)
-        return RewardPool(function, count, reward.timeout_s, tolerates)
+        pool = RewardPool(function, count, reward.timeout_s, tolerates)
+        return pool if judge is None else _with_judge({"function": pool}, {"function": 1.0}, judge, reward)
     if custom.path is not None:
         raise RewardError(
             f"{KEY}.path={custom.path} and reward.functions are both set; make it an entry of the latter."
         )
-    pools, weights = {}, {}
+    pools: dict[str, RewardPool] = {}
+    weights: dict[str, float] = {}
     for name, values in parts.items():
         key = f"reward.functions.{name}"
         part, faults = read_own(RewardPartConfig, values, f"{key}.", reward)
@@ -74,7 +77,28 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
         function = RewardFunction(part.path, part.name, _arguments(part, reward), form, key, name)
         pools[name] = RewardPool(function, count, reward.timeout_s, tolerates)
         weights[name] = part.weight
-    return WeightedPools(pools, weights, tolerates)
+    return WeightedPools(pools, weights, tolerates) if judge is None else _with_judge(pools, weights, judge, reward)
+
+
+def _judge(reward: RewardConfig) -> RewardPool:
+    """The pool, one process, that asks the judge."""
+    judge = reward.reward_model.judge
+    names = ("url", "model", "template", "system_prompt", "max_concurrent", "attempts", "timeout_s", "token_env")
+    settings = {name: getattr(judge, name) for name in names}
+    settings |= {"parse_path": judge.parse.path, "parse_name": judge.parse.name}
+    settings["sampling"] = {"temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.extra_body}
+    function = RewardFunction("pkg://hybridrl.reward.judge", "compute_score", settings, key="reward.reward_model.judge")
+    return service_pool(reward, function, judge.timeout_s)
+
+
+def _with_judge(
+    pools: Mapping[str, RewardPool], weights: Mapping[str, float], judge: RewardPool, reward: ScoringConfig
+) -> WeightedPools:
+    assert isinstance(reward, RewardConfig)
+    if "judge" in pools:
+        raise RewardError("reward.functions.judge and reward.reward_model.judge have one name; rename the function")
+    weight, tolerates = reward.reward_model.weight, _TOLERATED[reward.on_error]
+    return WeightedPools({**pools, "judge": judge}, {**weights, "judge": weight}, tolerates)
 
 
 def service_pool(reward: ScoringConfig, function: RewardFunction, timeout_s: float) -> RewardPool:

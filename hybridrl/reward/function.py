@@ -14,6 +14,8 @@ from hybridrl.utils.user_code import defined_in, load_module
 
 KEY = "reward.custom_reward_function"
 OBJECT_SUFFIX = ".pkl"
+#: what a file may define to refuse `reward_kwargs` before a run, by a `RewardError`; it is called with them
+CHECK = "check_reward_kwargs"
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,10 @@ def load(function: RewardFunction) -> LoadedFunction:
         call = load_object(function.path, f"{function.key}.path")
         name = getattr(call, "__name__", type(call).__name__)
     else:
-        name, call = _choose(load_module(function.path, f"{function.key}.path", RewardError), function)
+        module = load_module(function.path, f"{function.key}.path", RewardError)
+        name, call = _choose(module, function)
+        if callable(check := getattr(module, CHECK, None)):
+            check(**function.kwargs)
     source = f"{function.key}.path={function.path}"
     how = understand(call, name, function.kwargs, function.form, source, f"{function.key}.reward_kwargs")
     if function.part is None:  # a function that is alone has to score every sample
@@ -103,7 +108,7 @@ def load(function: RewardFunction) -> LoadedFunction:
 
 
 def _choose(module: Any, function: RewardFunction) -> tuple[str, Callable[..., Any]]:
-    public = defined_in(module, inspect.isfunction)
+    public = [name for name in defined_in(module, inspect.isfunction) if name != CHECK]
     listed = ", ".join(public) or "none"
     if function.name is not None:
         call = getattr(module, function.name, None)

@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
+from hybridrl.protocol.names import ATTEMPT, SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
@@ -277,13 +277,15 @@ class RewardManager:
         asked = [one for one, reward in zip(outcomes, given_rewards(batch), strict=True) if reward is None]
         self.metrics = _metrics(asked)
         failed = [one.error is not None for one in outcomes]
-        self._report_failures([one.error for one in asked])
+        self._report_failures([one.error for one in asked], batch.meta_info.get(ATTEMPT, 0) == 0)
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
+        extras, told = [dict(one.extra) for one in scored], outcomes
         if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
             tensor += of_turns
-        info = self._columns([dict(one.extra) for one in scored], outcomes)
+            told = _whole_scores(extras, outcomes, given_rewards(batch), of_turns.sum(-1).tolist())
+        info = self._columns(extras, told)
         missing = [one.no_verdict for one in outcomes]
         metrics = self.metrics
         return {
@@ -294,8 +296,12 @@ class RewardManager:
             "missing": missing,
         }
 
-    def _report_failures(self, errors: list[str | None]) -> None:
+    def _report_failures(self, errors: list[str | None], first: bool) -> None:
         """Report samples that the reward function failed for (`reward.on_error`), or end the run.
+
+        Args:
+            errors: of each sample that was scored; None: it did not fail.
+            first: they are asked for the first time. A share of a few samples that are missing says nothing.
 
         Raises:
             RewardError: they are a larger share than `reward.max_error_rate`.
@@ -304,7 +310,7 @@ class RewardManager:
         if not failures:
             return
         what = f"the reward function failed for {len(failures)} of {len(errors)} samples"
-        if reward.on_error is not None and len(failures) > reward.max_error_rate * len(errors):
+        if first and reward.on_error is not None and len(failures) > reward.max_error_rate * len(errors):
             raise RewardError(f"{what}, more than reward.max_error_rate={reward.max_error_rate:g}. {failures[0]}")
         key = "reward.on_error" if reward.on_error is not None else "algorithm.missing.infra"
         chosen = reward.on_error or self.config.algorithm.missing.infra
@@ -469,6 +475,23 @@ def _given(reward: float | NoVerdict | None) -> Outcome:
     if isinstance(reward, NoVerdict):
         return without_score(reward, 0.0)
     return Outcome(0.0 if reward is None else reward, None, 0.0)
+
+
+def _whole_scores(
+    extras: list[dict[str, Any]],
+    outcomes: Sequence[Outcome],
+    given: Sequence[float | NoVerdict | None],
+    of_turns: Sequence[float],
+) -> list[Outcome]:
+    """The outcomes of rows that brought a score along with the rewards of their turns in it, and `acc` likewise."""
+    whole = []
+    for extra, outcome, reward, more in zip(extras, outcomes, given, of_turns, strict=True):
+        if isinstance(reward, float):
+            outcome = replace(outcome, score=outcome.score + more)
+            if "acc" in extra:
+                extra["acc"] += more
+        whole.append(outcome)
+    return whole
 
 
 def check_built_in(samples: list[Sample], key: str) -> None:

@@ -19,7 +19,7 @@ from hybridrl.models.vision import ImageTensors, digest, tokens_per_image
 from hybridrl.single_controller.ray.images import reference_of, tensors_of
 
 _LOCK = threading.Lock()
-_digests: Any = WeakIdKeyDictionary()  # patches -> digest
+_digests: Any = WeakIdKeyDictionary()  # patches -> digest of all images, and of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,23 @@ class PromptImages:
 
     def digest(self) -> str:
         """The fingerprint of all images, as `hybridrl.models.vision.digest` computes it."""
+        return self._fingerprints()[0]
+
+    def digests(self) -> list[str]:
+        """The fingerprint of each image by itself."""
+        return self._fingerprints()[1]
+
+    def _fingerprints(self) -> tuple[str, list[str]]:
+        """Computed once for all requests with these tensors."""
         assert isinstance(self.tensors, dict)
         patches = self.tensors["pixel_values"]
         with _LOCK:
-            known = _digests.get(patches)
+            known: tuple[str, list[str]] | None = _digests.get(patches)
         if known is None:
-            known = digest(self.tensors)
+            known = digest(self.tensors), [digest(one) for one in split_images(self.tensors)]
             with _LOCK:
                 _digests[patches] = known
-        return str(known)
+        return known
 
     def sent(self) -> PromptImages:
         """With a reference in place of large tensors, which are put into the object store once."""

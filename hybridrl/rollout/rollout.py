@@ -6,7 +6,8 @@ Shapes: B rows, P prompt width (left-padded), T response width (right-padded).
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config import RolloutConfig
 from hybridrl.models.info import config_of
@@ -15,11 +16,22 @@ from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS
 from hybridrl.rollout.batch import batch_of, images_of, names_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
-from hybridrl.rollout.request import MEMORY_TAGS
+from hybridrl.rollout.request import MEMORY_TAGS, Completion
 from hybridrl.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from hybridrl.rollout.server import Access, ServerProcess
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
+
+
+@dataclass(frozen=True)
+class RunServer:
+    """The server of a run, and how clients reach it."""
+
+    process: "ServerProcess"
+    access: "Access"
 
 
 class Rollout(ABC):
@@ -29,11 +41,16 @@ class Rollout(ABC):
         version: number of training steps of those weights; -1 before the first update.
         in_place: the training weights themselves generate, so there is nothing to send or release.
         gives_memory_back: `release` frees device memory.
+        server: serves it over HTTP; None where it is not served.
+        on_finished: is called, in any thread, with the trajectories of each sample as soon as it is complete, while
+            `generate` generates others. A rollout that returns all responses at once does not call it.
     """
 
+    on_finished: Callable[[Sequence[Trajectory]], None] | None = None
     version: int = -1
     in_place: bool = False
     gives_memory_back: bool = False
+    server: RunServer | None = None
 
     @abstractmethod
     def generate(self, prompts: DataProto) -> DataProto:
@@ -42,15 +59,17 @@ class Rollout(ABC):
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one
                 per prompt) and, where a prompt has several rows, `sample` (which of them), and other columns of the
-                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `seeded` (every request
-                draws with its own seed, so that other requests do not matter), `routed_experts` (return this field, if
-                the engine has the fact `records_routing`), and any field of `SamplingParams`.
+                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `attempt` (how often these
+                samples were asked for before, 0 where it is missing; another attempt draws other tokens), `seeded`
+                (every request draws with its own seed, so that other requests do not matter), `routed_experts` (return
+                this field, if the engine has the fact `records_routing`), and any field of `SamplingParams`.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
             `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T], `rollout_log_probs` [B, T] and
             `weight_versions` [B, T] (the `version` that each token was generated with); T is `rollout.response_length`.
-            Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides.
+            Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides. The meta
+            `missing_samples` lists a `MissingSample` for each sample without an answer.
         """
 
     @abstractmethod
@@ -125,6 +144,8 @@ class InPlaceRollout(Rollout):
         self._config = config
         self._client: TurnClient | None = None
         self._trains = self._paused = False
+        #: called before the client is closed
+        self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto) -> DataProto:
         known = [name for name in ("uid", "sample", MULTI_MODAL_INPUTS) if name in prompts.non_tensor_batch]
@@ -174,6 +195,8 @@ class InPlaceRollout(Rollout):
             self._client.open()
 
     def close(self) -> None:
+        for call in self.on_close:
+            call()
         if self._client is not None:
             self._client.close()
 
@@ -204,20 +227,20 @@ class ReplicatedRollout(Rollout):
         started = time.perf_counter()
         images = images_of(prompts, self._model, self._config.limit_images)
         requests = requests_of(prompts, self._config, request_number, images)
-        completions = self.pool.generate(requests)
+        names = list(zip(*names_of(prompts), strict=True))
+        seeing, finished = MULTI_MODAL_INPUTS in prompts.non_tensor_batch, self.on_finished
+
+        def trajectory(number: int, completion: Completion) -> Trajectory:
+            extra = {IMAGE_DIGEST: completion.image_digest} if seeing else {}
+            return Trajectory.single_turn(requests[number].prompt_ids, completion, *names[number], extra=extra)
+
+        def done(number: int, completion: Completion) -> None:
+            assert finished is not None
+            finished([trajectory(number, completion)])
+
+        completions = self.pool.generate(requests, None if finished is None else done)
         self._generating_s += time.perf_counter() - started
-        rows = zip(requests, completions, *names_of(prompts), strict=True)
-        seeing = MULTI_MODAL_INPUTS in prompts.non_tensor_batch
-        trajectories = [
-            Trajectory.single_turn(
-                request.prompt_ids,
-                completion,
-                uid,
-                sample,
-                extra={IMAGE_DIGEST: completion.image_digest} if seeing else {},
-            )
-            for request, completion, uid, sample in rows
-        ]
+        trajectories = [trajectory(number, completion) for number, completion in enumerate(completions)]
         positions = prompts.batch["position_ids"]
         return batch_of(
             trajectories,

@@ -1,9 +1,9 @@
 """Starts the rollout of a policy: which engine, where its replicas run, and how they get the policy's weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -17,14 +17,11 @@ from hybridrl.notify import notify
 from hybridrl.rollout import InPlaceRollout, Rollout, RolloutError, resolve_rollout
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPlacement, ReplicaPool
-from hybridrl.rollout.rollout import ReplicatedRollout
+from hybridrl.rollout.rollout import ReplicatedRollout, RunServer
 from hybridrl.rollout.select import is_served
 from hybridrl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from hybridrl.single_controller.ray.host import assigned_gpus
 from hybridrl.utils.cores import available_cores
-
-if TYPE_CHECKING:
-    from hybridrl.rollout.server import Access, ServerProcess
 
 _KEY = "actor_rollout_ref.rollout"
 _FIND_GPU_S = 120.0
@@ -44,6 +41,7 @@ def start_rollout(
     threads: int | None = None,
     log_folder: Path | None = None,
     before_start: Callable[[str], None] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Rollout:
     """Start the rollout for `policy`; it has no weights before `update_weights`.
 
@@ -56,6 +54,7 @@ def start_rollout(
         threads: compute threads of each engine process on a CPU; None divides a node's cores.
         log_folder: where replicas' output goes; None leaves it to Ray.
         before_start: called with the engine's name before its replicas start.
+        template_kwargs: further variables of the chat template, for chats that the server renders.
 
     Raises:
         RolloutError: the engine is not available, or does not start; a setting cannot take effect.
@@ -68,7 +67,7 @@ def start_rollout(
     pool = own_pool or (policy.resource_pool if policy is not None else None)
     name = resolve_rollout(config, pool.use_gpu if isinstance(pool, RayResourcePool) else None)
     if InferenceEngines.facts(name).in_place:
-        return InPlaceRollout(policy, config.rollout)
+        return _in_place(config, policy, log_folder, template_kwargs)
     assert isinstance(pool, RayResourcePool), "a policy that was attached to has no pool: give own_pool"
     shared = own_pool is None
     order = _order(config, policy, pool) if shared and policy is not None else None
@@ -83,42 +82,72 @@ def start_rollout(
     rollout = ReplicatedRollout(replicas)
     try:
         # fails now if the port is taken
-        server = _start_server(config, rollout, log_folder) if is_served(config.rollout) else None
+        seeded = InferenceEngines.get(name).heeds_seeds(config.rollout)
+        served = is_served(config.rollout)
+        server = _start_server(config, rollout, log_folder, seeded, template_kwargs) if served else None
         replicas.start()
         if server is not None:
-            _announce(config, rollout, *server, log_folder)
+            _announce(config, rollout, server, log_folder)
     except BaseException:
         rollout.close()
         raise
     return rollout
 
 
+def _in_place(
+    config: ActorRolloutRefConfig,
+    policy: RayWorkerGroup | None,
+    log_folder: Path | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Rollout:
+    """The training workers as the rollout."""
+    rollout = InPlaceRollout(policy, config.rollout)
+    if is_served(config.rollout):
+        try:
+            _announce(config, rollout, _start_server(config, rollout, log_folder, True, template_kwargs), log_folder)
+        except BaseException:
+            rollout.close()
+            raise
+    return rollout
+
+
 def _start_server(
-    config: ActorRolloutRefConfig, rollout: ReplicatedRollout, log_folder: Path | None
-) -> tuple["ServerProcess", "Access"]:
+    config: ActorRolloutRefConfig,
+    rollout: InPlaceRollout | ReplicatedRollout,
+    log_folder: Path | None,
+    seeded: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> RunServer:
     """A server over all replicas that has its port, and starts while they do."""
     from hybridrl.rollout.server import make_server
 
-    seeded = InferenceEngines.get(rollout.pool.settings.engine_name).heeds_seeds(config.rollout)
     log_file = None if log_folder is None else log_folder / "openai_server.log"
-    server, access = make_server(config.rollout, config.model, rollout.client(), heeds_seeds=seeded, log_file=log_file)
+    server, access = make_server(
+        config.rollout,
+        config.model,
+        rollout.client(),
+        heeds_seeds=seeded,
+        log_file=log_file,
+        template_kwargs=template_kwargs,
+    )
     rollout.on_close.append(server.stop)
     if log_folder is not None:
         log_folder.mkdir(parents=True, exist_ok=True)
     server.start()
-    return server, access
+    rollout.server = RunServer(server, access)
+    return rollout.server
 
 
 def _announce(
     config: ActorRolloutRefConfig,
-    rollout: ReplicatedRollout,
-    server: "ServerProcess",
-    access: "Access",
+    rollout: InPlaceRollout | ReplicatedRollout,
+    found: RunServer,
     log_folder: Path | None,
 ) -> None:
     """Write address and key into the run's folder once clients are served."""
     from hybridrl.rollout.server import write_scrape_config
 
+    server, access = found.process, found.access
     server.wait_ready()
     where = ""
     if log_folder is not None:

@@ -66,6 +66,7 @@ def test_a_run_on_a_gymnasium_environment(ray_session, settings, tmp_path, estim
         ends = [t for t in range(generated.shape[1]) if generated[row, t] and not generated[row, t + 1 : t + 2].any()]
         assert set(placed) <= set(ends) and len(ends) == 3
         assert scores[row].sum().item() == pytest.approx(sum(objects["turn_rewards"][row]))
+    assert objects["score"].tolist() == pytest.approx(scores.sum(-1).tolist()) and "acc" not in objects
     targets = {objects["uid"][row]: set() for row in range(len(fields))}
     for row in range(len(fields)):
         targets[objects["uid"][row]].add(objects["env_extra"][row]["target"])

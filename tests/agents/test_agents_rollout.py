@@ -20,7 +20,9 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
+from hybridrl.reward import create_reward_manager
 from hybridrl.rollout import HFRollout, InPlaceRollout, Rollout
+from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 ECHO = Path(__file__).with_name("echo_tools.py")
@@ -277,7 +279,8 @@ def test_a_session_gives_a_verdict_or_the_reason_why_not(started, model, tmp_pat
     assert batch.non_tensor_batch["acc"].tolist() == [1] and batch.non_tensor_batch["uid"].tolist() == ["0-0"]
     lost = batch.meta_info["missing_samples"]
     assert [one.verdict.reason for one in lost] == ["grading", "dropped", "timeout", "infra"]
-    assert all(1 <= one.tokens <= 4 for one in lost) and not any(one.again for one in lost)
+    assert 2 <= lost[0].tokens <= 8 and {one.tokens for one in lost[1:]} == {None}  # an error cuts a session off
+    assert not any(one.again for one in lost)
     assert lost[0].verdict.detail == "no judge" and "reward_score nan" in lost[3].verdict.detail
 
 
@@ -324,12 +327,12 @@ def test_failed_sessions_run_again_or_are_left_out(started, model, tmp_path, cap
     assert batch.non_tensor_batch["uid"].tolist() == ["0-1", "0-2", "0-3"]
     lost = batch.meta_info["missing_samples"]
     assert [(one.uid, one.sample, one.again) for one in lost] == [("0-0", 0, True), ("0-0", 0, False), ("0-1", 0, True)]
-    assert {one.verdict.reason for one in lost} == {Reason.INFRA} and {one.tokens for one in lost} == {0}
+    assert {one.verdict.reason for one in lost} == {Reason.INFRA} and {one.tokens for one in lost} == {None}
     metrics = rollout.metrics()
     assert (metrics["agent_loop/sessions_retried"], metrics["agent_loop/sessions_failed"]) == (2.0, 1.0)
     assert "the environment is gone" in capsys.readouterr().err
-    with pytest.raises(RolloutError, match="every one of 2"):
-        rollout.generate(prompts_of(rollout, 2, agent_name=["flaky"] * 2, fails=["always", "long"]))
+    nothing = rollout.generate(prompts_of(rollout, 2, agent_name=["flaky"] * 2, fails=["always", "long"]))
+    assert len(nothing) == 0 and len(nothing.meta_info["missing_samples"]) == 4
     assert "prompt has 5000 tokens" in capsys.readouterr().err
     config.actor_rollout_ref.rollout.agent.on_error = "raise"
     with pytest.raises(RolloutError, match="environment is gone"):
@@ -423,3 +426,43 @@ def test_settings_that_nothing_reads_are_told(model, capsys) -> None:
     plain = load_config("ppo_trainer", [f"actor_rollout_ref.model.path={model}"])
     assert create_agents(plain, tokenizer_of(plain.actor_rollout_ref.model), []) is None
     assert "no effect here" not in capsys.readouterr().err
+
+
+@register("waits_for_a_score")
+class WaitsForAScore(AgentLoopBase):
+    """Answers at once, but for sample 1, which first waits until some sample has been scored."""
+
+    async def run(self, sampling_params, **row):
+        prompt = list(row["prompt_ids"])
+        made = await self.server_manager.generate(
+            prompt_ids=prompt, sampling_params={**sampling_params, "max_tokens": 4}
+        )
+        while row["uid"] == "0-1" and not Path(row["scored"]).exists():
+            await asyncio.sleep(0.01)
+        return AgentLoopOutput(prompt, made.token_ids, [1] * len(made.token_ids))
+
+
+def test_a_session_is_scored_while_others_still_run(started, model, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n\ndef compute_score(solution_str, ground_truth):\n"
+        "    Path(__file__).with_name('scored').touch()\n    return float(len(solution_str))\n"
+    )
+    config = config_for(
+        model,
+        next(iter(FAMILIES.values())).template,
+        f"reward.custom_reward_function.path={tmp_path / 'mine.py'}",
+        f"{ROLLOUT}.agent.default_agent_loop=waits_for_a_score",
+    )
+    rollout, _ = started(config)
+    manager = create_reward_manager(config, rollout._agents.tokenizer)
+    asked = prompts_of(rollout, 3, scored=[str(tmp_path / "scored")] * 3)
+    scores = EarlyScores(manager, rollout)
+    try:
+        with scores.listening(asked):
+            batch = rollout.generate(asked)  # would wait for ever if sessions were scored after it
+        batch.non_tensor_batch |= {name: asked.non_tensor_batch[name] for name in ("raw_prompt", "scored")}
+        early, later = scores(batch), manager(batch, return_dict=True)
+        assert early["metrics"]["reward/scored_early"] > 0
+        assert torch.equal(early["reward_tensor"], later["reward_tensor"])
+    finally:
+        manager.close()

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from hybridrl.config import ConfigError, FSDPConfig, OptimConfig, as_dict, load_config, to_yaml
 from hybridrl.config.compose import compose_config
+from hybridrl.engine.optim.optimizer import lr_factor
 
 
 def faults_of(*overrides: str, root: str = "ppo_trainer", **where) -> list[str]:
@@ -197,6 +198,18 @@ def test_values_that_lose_nothing_are_converted():
     assert isinstance(config.algorithm.gamma, float)
     assert config.data.train_files == ["a.parquet"]
     assert config.trainer.experiment_name == "7"
+
+
+def test_values_that_verls_scripts_give_for_never_and_not_set():
+    """False is never, also where 0 is a number of its own; null leaves the warm-up to its ratio."""
+    optim = "actor_rollout_ref.actor.optim"
+    warmup = [f"{optim}.lr_warmup_steps=null", f"{optim}.lr_warmup_steps_ratio=0.25", f"{optim}.total_training_steps=8"]
+    config = load_config("ppo_trainer", [*warmup, "trainer.test_freq=False", "trainer.save_freq=false"])
+    assert (config.trainer.test_freq, config.trainer.save_freq) == (-1, -1)
+    assert load_config("ppo_trainer", ["trainer.test_freq=0"]).trainer.test_freq == 0
+    factor = lr_factor(config.actor_rollout_ref.actor.optim)
+    assert [factor(step) for step in range(4)] == [0, 0.5, 1, 1]
+    assert "trainer.test_freq=true (command line): must be a whole number" in faults_of("trainer.test_freq=True")[0]
 
 
 def test_other_spellings_of_a_value():

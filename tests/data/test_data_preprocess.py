@@ -20,6 +20,7 @@ from hybridrl.data.preprocess.colours import COLOURS, write_colours
 from hybridrl.data.preprocess.geo3k import write_geo3k
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
 from hybridrl.data.preprocess.math import write_math
+from hybridrl.data.preprocess.search_r1 import write_search_r1
 from hybridrl.data.preprocess.sort import write_sort_data
 from hybridrl.data.preprocess.source import write_rows
 from hybridrl.errors import UserError
@@ -157,12 +158,12 @@ def test_calculator_examples_solve_their_prompts_by_calls(operations, tmp_path):
         for row, example in zip(rows, solved, strict=True):
             expression, truth = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
             assert evaluate(expression) == int(truth) and example["messages"][0]["content"] == expression
-            assert default_compute_score(row["data_source"], example["messages"][-1]["content"], truth) == 1.0
             calls = [one for message in example["messages"] for one in message["tool_calls"] or ()]
             answers = [message["content"] for message in example["messages"] if message["role"] == "tool"]
             for call, answer in zip(calls, answers, strict=True):
                 assert str(evaluate(call["function"]["arguments"]["expression"])) == answer
-            assert len(calls) in (0, operations)
+            score = default_compute_score(row["data_source"], example["messages"][-1]["content"], truth)
+            assert (len(calls), score) in ((0, 0.0), (operations, 1.0))  # it gives up, or solves the prompt
             prompts.add(expression)
             called += bool(calls)
     assert len(prompts) == 50 and 10 < called < 40
@@ -178,3 +179,17 @@ def test_calculator_refuses_what_it_cannot_draw(tmp_path):
         write_calculator(tmp_path, operations=1, train_size=8100, test_size=1)
     with pytest.raises(UserError, match="--calls 2 must be between 0 and 1"):
         write_calculator(tmp_path, calls=2)
+
+
+def test_search_questions_of_the_recipe(repository, tmp_path):
+    assert write_search_r1(tmp_path, repository / "recipes" / "search_r1" / "smoke") == {"train": 8, "test": 4}
+    rows = pyarrow.parquet.read_table(tmp_path / "test.parquet").to_pylist()
+    assert rows[0]["data_source"] == "searchR1_invented" and rows[0]["prompt"][0]["content"].endswith("of Pellan?")
+    truth = rows[0]["reward_model"]["ground_truth"]
+    assert default_compute_score(rows[0]["data_source"], "<answer>tumbra</answer>", truth) == 1.0
+    source = tmp_path / "source"
+    source.mkdir()
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text('{"question": "Where?", "golden_answers": []}\n')
+    with pytest.raises(DataError, match=r"train.jsonl, line 1.*golden_answers"):
+        write_search_r1(tmp_path / "out", source)

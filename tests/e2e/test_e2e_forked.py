@@ -32,8 +32,11 @@ if __name__ == "__main__":
         "own": os.environ["OWN"],
         "doubled": doubled,
         "input": sys.stdin.read(),
-        "imported": "torch" in sys.modules and "ray" not in sys.modules,
+        "imported": ["torch" in sys.modules, "ray" in sys.modules],
     }
+    from ray._private.ray_constants import RAY_LOG_TO_DRIVER_EVENT_LEVEL
+
+    seen["setting"] = RAY_LOG_TO_DRIVER_EVENT_LEVEL
     print(json.dumps(seen))
     print("an error", file=sys.stderr)
     sys.exit(7)
@@ -82,11 +85,12 @@ def test_words_environment_folder_streams_and_status(forked: str, tmp_path: Path
     (tmp_path / "program.py").write_text(PROGRAM)
     path = os.pathsep.join([str(tmp_path / "own"), os.environ["PYTHONPATH"]])
     environment = os.environ | {"PYTHONPATH": path, "OWN": "x"}
-    for words in (["program.py"], ["-m", "program"]):
+    setting = {"RAY_LOG_TO_DRIVER_EVENT_LEVEL": "ERROR"}  # read when Ray is imported
+    for words, of_ray in ((["program.py"], {}), (["-m", "program"], {}), (["program.py"], setting)):
         done = subprocess.run(
             [forked, *words, "a b", "c=d"],
             cwd=tmp_path,
-            env=environment,
+            env=environment | of_ray,
             input="given",
             capture_output=True,
             text=True,
@@ -99,7 +103,8 @@ def test_words_environment_folder_streams_and_status(forked: str, tmp_path: Path
             "own": "x",
             "doubled": [6],
             "input": "given",
-            "imported": True,
+            "imported": [True, not of_ray],
+            "setting": "ERROR" if of_ray else "INFO",
         }
         assert "an error" in done.stderr
 

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ PAGES = (
     "docs/first_reward.md",
     "docs/first_data.md",
     "docs/agents.md",
+    "docs/agents_tutorial.md",
     "docs/environments.md",
+    "docs/missing.md",
     "docs/sandbox.md",
     "docs/vision.md",
     "docs/observe.md",
@@ -54,13 +56,24 @@ def snippets(page: str, *checks: str) -> list[Snippet]:
 
 
 def run_snippets(
-    page: str, folder: Path, finish: Callable[..., Any], *checks: str, python: str = sys.executable
+    page: str,
+    folder: Path,
+    finish: Callable[..., Any],
+    *checks: str,
+    python: str = sys.executable,
+    instead: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Run a page's snippets of these kinds in a folder, write its files, and return what each command printed."""
+    """Run a page's snippets of these kinds in a folder, write its files, and return what each command printed.
+
+    Args:
+        instead: text of the page -> what takes its place, to make runs shorter.
+    """
     folders = [str(Path(one).parent) for one in (python, sys.executable)]
     environment = os.environ | {"PATH": os.pathsep.join([*folders, os.environ["PATH"]])}
     outputs = []
     for number, snippet in enumerate(snippets(page, "file", *checks)):
+        for text, other in (instead or {}).items():
+            snippet.text = snippet.text.replace(text, other)
         if snippet.check == "file":
             path = folder / snippet.text.splitlines()[0].removeprefix("# ")
             path.parent.mkdir(exist_ok=True)

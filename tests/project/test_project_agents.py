@@ -1,4 +1,4 @@
-"""The commands of docs/agents.md, docs/environments.md and docs/observe.md, and the snippets of docs/sandbox.md, run."""
+"""The commands of the pages about agents, of docs/missing.md and docs/observe.md, and the snippets of docs/sandbox.md."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ def test_the_runs_of_the_page(tmp_path: Path, finish: Callable[..., Any], forked
 
 
 @pytest.mark.slow
+def test_the_runs_of_the_tutorial(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    """As they stand there, with fewer steps and prompts."""
+    shorter = {
+        "=800": "=2",
+        "_step_800/": "_step_2/",
+        "total_training_steps=20": "total_training_steps=1",
+        "test_freq=10": "test_freq=1",
+        "--out tutorial/data": "--out tutorial/data --train-size 128 --test-size 4",
+    }
+    *_, shown = run_snippets("docs/agents_tutorial.md", tmp_path, finish, "run", python=forked, instead=shorter)
+    assert shown.count("-> score 0.0") == 3
+    rows = [json.loads(line) for line in (tmp_path / "tutorial" / "run" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [row for row in rows if "tool_call_counts/mean" in row]
+    assert step["agent_loop/sessions_failed"] == 0 and step["rollout_corr/kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
 def test_the_run_on_an_environment(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
     run_snippets("docs/environments.md", tmp_path, finish, "run", python=forked)
     rows = [json.loads(line) for line in (tmp_path / "play" / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -37,6 +54,14 @@ def test_the_run_with_traces(tmp_path: Path, finish: Callable[..., Any], forked:
     facts = [json.loads(line)[0] for line in lines]
     assert [(one["step"], one["validate"]) for one in facts] == [(1, False)] * 8
     assert len({(one["uid"], one["sample"]) for one in facts}) == 8
+
+
+@pytest.mark.slow
+def test_the_run_with_a_judge_that_is_gone(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets("docs/missing.md", tmp_path, finish, "run", python=forked)
+    rows = [json.loads(line) for line in (tmp_path / "judge" / "run" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [row for row in rows if "missing/infra" in row]
+    assert step["missing/infra"] == 4 / 18 and step["missing/refilled"] == 2 / 16 and step["missing/left_out"] == 2 / 16
 
 
 def test_the_snippets_of_the_sandbox(tmp_path: Path, finish: Callable[..., Any]) -> None:

@@ -26,8 +26,9 @@ NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
     "dpo rm ppo grpo grpo_lora grpo_megatron grpo_vlm dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax "
     "opo gpg cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
-    "distillation"
+    "distillation retool search_r1"
 )
+SESSIONS = ("retool", "search_r1")  # with tools, which the prompts describe
 #: a metric that the recipe alone, or few with it, reports
 SHOWS = {
     "ppo": "critic/vf_loss",
@@ -43,6 +44,8 @@ SHOWS = {
     "distillation": "distillation/loss",
     "sppo": "actor/sppo_error",
     "rloo": "actor/reward_kl_penalty",
+    "retool": "tool_call_counts/mean",
+    "search_r1": "tool_call_counts/mean",
 }
 
 
@@ -84,6 +87,8 @@ def size(name: str, model: Path, data: Path) -> list[str]:
     if name == "distillation":
         teacher = build_tiny_model(model.parent / "teacher", hidden=32, heads=2, kv_heads=1, seed=1)
         words.append(f"distillation.teacher_models.teacher.model_path={teacher}")
+    if name in SESSIONS:
+        words += ["data.max_prompt_length=1024", "actor_rollout_ref.rollout.n=3"]
     if name == "dapo":
         words.append("reward.reward_kwargs.overlong_buffer_cfg.len=2")
     return words

@@ -555,3 +555,27 @@ def test_verls_extra_information_of_a_session(manager_for, make_batch, user_file
     assert seen() == [[2, {}]]  # verl counts the prompt and the response
     assert seen(__num_turns__=6, reward_scores={"search": [0.5]}) == [[6, {"search": [0.5]}]]
     assert seen(session_id="s", turn_rewards=[1.0, 2.0]) == [[None, {"user_turn_rewards": [1.0, 2.0]}]]
+
+
+def test_rewards_of_turns_are_added_at_their_tokens(manager_for, make_batch) -> None:
+    """To the score of a function, and to one that the session brought along, whose column is then the sum."""
+    batch = make_batch(["#### 12", "#### 21 ", "12"], width=12, **sort_columns("12", "21", "12"))
+    batch.batch["turn_level_rewards"] = torch.zeros(3, 12)
+    batch.batch["turn_level_rewards"][:, 1] = torch.tensor([0.5, 0.25, 0.125])
+    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([None, 2.0, 0.0])
+    plain = batch.batch["turn_level_rewards"] * 0
+    plain[torch.arange(3), batch.batch["response_mask"].sum(-1) - 1] = torch.tensor([1.0, 2.0, 0.0])
+    result = manager_for()(batch, return_dict=True)
+    assert torch.equal(result["reward_tensor"], plain + batch.batch["turn_level_rewards"])
+    assert result["reward_extra_info"] == {"score": [1.0, 2.25, 0.125]}
+
+
+def test_sessions_that_bring_no_score_along_are_refused_where_no_function_runs(manager_for, make_batch, config) -> None:
+    config.reward.reward_manager.name = "session"
+    batch = make_batch(["1", "2"], width=12, **sort_columns("12", "21"))
+    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([0.5, None])
+    manager = manager_for()
+    with pytest.raises(RewardError, match="1 samples brought no reward along"):
+        manager(batch)
+    batch.non_tensor_batch[TRAJECTORY_REWARD] = object_array([0.5, 1.0])
+    assert manager(batch).sum(-1).tolist() == [0.5, 1.0]

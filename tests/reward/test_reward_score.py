@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.reward import RewardError, default_compute_score
-from hybridrl.reward.score import NOT_YET, SCORERS, geo3k, gsm8k, math_dapo, math_reward, math_verify, prime_math
+from hybridrl.reward.score import (
+    SCORERS,
+    check_ground_truth,
+    geo3k,
+    gsm8k,
+    math_dapo,
+    math_reward,
+    math_verify,
+    prime_math,
+)
 from hybridrl.reward.score.answers import last_boxed, same_answer
 
 
@@ -180,7 +191,8 @@ OTHERWISE = {"hybridrl/colours", *(name for name, module in SCORERS.items() if m
 
 @pytest.mark.parametrize("source", [name.replace("*", "2024") for name in SCORERS if name not in OTHERWISE])
 def test_every_known_source_scores(source):
-    right, wrong = "<think>x</think> \\boxed{7}\nAnswer: 7 #### 7", "<think>x</think> \\boxed{8}\nAnswer: 8 #### 8"
+    form = "<think>x</think> <answer>{0}</answer> \\boxed{{{0}}}\nAnswer: {0} #### {0}"
+    right, wrong = form.format(7), form.format(8)
     if source == "hiyouga/geometry3k":
         assert default_compute_score(source, right, "7") > default_compute_score(source, wrong, "7")
         return
@@ -207,10 +219,29 @@ def test_unknown_source_lists_the_known_ones_and_the_way_out(source):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("source", [name.replace("*", "nq") for name in NOT_YET])
-def test_sources_of_later_are_named_as_such(source):
-    with pytest.raises(RewardError, match="known but not yet supported: it needs"):
-        default_compute_score(source, "x", "y")
+@pytest.mark.parametrize(
+    ("solution", "score"),
+    [
+        ("<answer>The  Eiffel tower!</answer>", 1.0),
+        ("<answer>Paris</answer> no: <answer>eiffel tower</answer>", 1.0),
+        ("<answer>eiffel tower</answer> no: <answer>Paris</answer>", 0.1),
+        ("<answer>La Tour\nEiffel</answer>", 1.0),
+        ("the Eiffel tower", 0.0),
+        ("<answer></answer>", 0.1),
+        ("<answer>eiffel", 0.0),
+    ],
+)
+def test_search_r1_compares_the_last_answer_with_each_reference(solution, score):
+    answers = ["Eiffel Tower", "la tour eiffel"]
+    for truth in ({"target": answers}, answers, np.array(answers), json.dumps({"target": answers})):
+        assert default_compute_score("searchR1_nq", solution, truth, format_score=0.1) == score
+    assert default_compute_score("searchR1_nq", "<answer>Lutz</answer>", {"target": "Lutz"}) == 1.0
+
+
+@pytest.mark.parametrize("truth", [None, "", {}, {"target": []}, [""], ["The"], {"target": [3]}, 7])
+def test_search_r1_refuses_a_truth_that_no_answer_equals(truth):
+    with pytest.raises(RewardError, match=r"the ground truth is .*must be text, a list of texts"):
+        check_ground_truth(truth, "searchR1_nq")
 
 
 def test_settings_of_a_sandbox_are_for_scorers_that_run_programs():

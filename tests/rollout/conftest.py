@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from plain_engine import HANGS_VARIABLE
+from plain_engine import HANGS_VARIABLE, WAITS_VARIABLE
 from pool_tools import ENGINE, until_ready
 from server_stage import Stage
 
@@ -45,7 +45,9 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
     """Makes pools of two replicas of the plain engine that get their weights from `model`."""
     made = []
 
-    def make(replicas: int = 2, devices: tuple[int, ...] = (), hangs: str = "/nowhere", **changes) -> ReplicaPool:
+    def make(
+        replicas: int = 2, devices: tuple[int, ...] = (), hangs: str = "/nowhere", waits: str = "/", **changes
+    ) -> ReplicaPool:
         config = load_config(
             "ppo_trainer",
             overrides=[
@@ -57,7 +59,7 @@ def make_pool(slots, micro_model, model, tmp_path_factory):
         ).actor_rollout_ref
         node = ray.get_runtime_context().get_node_id()
         path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
-        path[HANGS_VARIABLE] = hangs
+        path |= {HANGS_VARIABLE: hangs, WAITS_VARIABLE: waits}
         places = [
             ReplicaPlacement(group, bundle, node, ranks=(rank,), environment=path, devices=devices)
             for rank, (group, bundle) in enumerate(slots[:replicas])

@@ -22,6 +22,8 @@ from hybridrl.weight_sync.receive import WeightReceiver
 BROKEN, SLOW, DEADLY, HANGING = 118, 119, 120, 121
 #: names a file; where it holds "NAME INDEX" the engine of that replica removes it and hangs in that method
 HANGS_VARIABLE = "PLAIN_ENGINE_HANGS"
+#: names a file; a prompt that begins with `WAITING` is answered once the file is there
+WAITING, WAITS_VARIABLE = 117, "PLAIN_ENGINE_WAITS"
 _SLOW_TOKEN_S = 0.03
 
 
@@ -64,6 +66,8 @@ class PlainEngine(InferenceEngine):
             os._exit(1)
         if request.prompt_ids[0] == HANGING:
             await asyncio.sleep(3600)
+        while request.prompt_ids[0] == WAITING and not Path(os.environ[WAITS_VARIABLE]).exists():
+            await asyncio.sleep(0.01)
         self.counted["prompt_tokens"] += len(request.prompt_ids)
         tokens = self.running[request.id] = []
         self.most_running = max(self.most_running, len(self.running))

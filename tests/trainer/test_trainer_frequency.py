@@ -19,7 +19,7 @@ class Rows(list):
 
 @pytest.mark.parametrize(
     ("value", "due"),
-    [("after_each_epoch", [4, 8, 12]), ("5", [5, 10, 12]), ("-1", [])],
+    [("after_each_epoch", [4, 8, 12]), ("5", [5, 10, 12]), ("-1", []), ("False", [])],
 )
 def test_frequencies(tmp_path: Path, value: str, due: list[int]) -> None:
     config = load_config(

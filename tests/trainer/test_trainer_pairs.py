@@ -186,7 +186,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(
 
 def test_objectives_learn_to_prefer(random_model: Path, sort_data: Path, tmp_path: Path) -> None:
     """Each loss of pairs raises the share of pairs whose chosen answer it prefers, and the margin between them."""
-    for loss, more in (("ipo", []), ("hinge", []), ("simpo", ["dpo.beta=2"]), ("orpo", [])):
+    for loss, more in (("ipo", []), ("hinge", []), ("simpo", ["dpo.beta=2"]), ("orpo", [f"dpo.beta={BETA}"])):
         records = run(
             *("dpo", random_model, sort_data, tmp_path / loss, f"dpo.loss_type={loss}", *more),
             *("trainer.total_training_steps=4", "trainer.test_freq=-1", "optim.lr=3e-3", "data.train_batch_size=8"),
@@ -195,6 +195,25 @@ def test_objectives_learn_to_prefer(random_model: Path, sort_data: Path, tmp_pat
         margins = curves(records, "train/margin")
         assert margins[-1] > margins[0], loss
         assert curves(records, "train/loss")[-1] < curves(records, "train/loss")[0], loss
+    # The first loss of ORPO, which is the last of them: the whole of the paper's, by a plain model.
+    plain, model = PlainPairs(sort_data, random_model), AutoModelForCausalLM.from_pretrained(random_model)
+    odds, likelihoods, tokens = [], [], []
+    data = configured("dpo", random_model, sort_data, tmp_path / "orpo").data
+    dataset = create_preference_dataset(data.train_files, data, plain.tokenizer, 8)
+    for number in [dataset[row]["index"] for row in range(8)]:
+        logits = []
+        for side in ("chosen", "rejected"):
+            with torch.no_grad():
+                total = plain.log_prob(model, number, side)
+            ids, start = plain.encode(number, side)
+            p = torch.exp(total / (ids.shape[1] - start))
+            logits.append(torch.log(p / (1 - p)))
+            if side == "chosen":
+                likelihoods.append(float(total))
+                tokens.append(ids.shape[1] - start)
+        odds.append(float(-torch.log(torch.sigmoid(logits[0] - logits[1]))))
+    expected = BETA * sum(odds) / 8 - sum(likelihoods) / sum(tokens)
+    assert curves(records, "train/loss")[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_reward_model_is_what_transformers_loads(random_model: Path, sort_data: Path, tmp_path: Path) -> None:

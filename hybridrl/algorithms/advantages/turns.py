@@ -1,7 +1,7 @@
 """Estimators for sessions of several turns, which give each turn an advantage of its own.
 
-Legend: B samples, T response tokens, N turns; turn k of sample i is a run of response tokens without a hole, r_{i,k} the
-sum of the rewards on its tokens; R_i = sum_k r_{i,k}; g the samples of one prompt (same `index`).
+Legend: B samples, T response tokens, N turns; turn k of sample i is a run of response tokens without a hole, r_{i,k}
+the sum of the rewards on its tokens; R_i = sum_k r_{i,k}; g the samples of one prompt (same `index`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def compute_grpo_turns_advantage(
     return advantages, advantages
 
 
-@register_adv_est("gigpo", compares_samples=True)
+@register_adv_est("gigpo", needs=("turn_states",), compares_samples=True)
 @torch.no_grad()
 def compute_gigpo_advantage(
     token_level_rewards: Tensor,

@@ -9,7 +9,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def check_agents(rollout: RolloutConfig) -> Iterator[str]:
-    """Check that tools have a loop that calls them, and that files are there."""
+    """Check that tools and simulated users have a loop that asks them, and that files are there."""
     settings, agent = rollout.multi_turn, rollout.agent
     tools = {name: getattr(settings, name) for name in ("tool_config_path", "function_tool_path")}
     given = [f"multi_turn.{name}={path}" for name, path in tools.items() if path is not None]
@@ -19,6 +19,11 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
         yield (
             f"{_ROLLOUT}.{given[0]} without a loop that calls tools; set {_ROLLOUT}.multi_turn.enable=true (or, to "
             f"describe tools in the prompts and no more, data.{only} instead)"
+        )
+    if settings.interaction_config_path is not None and plain and not settings.enable:
+        yield (
+            f"{_ROLLOUT}.multi_turn.interaction_config_path={settings.interaction_config_path} without a loop that "
+            f"talks to users; set {_ROLLOUT}.multi_turn.enable=true"
         )
     yield from check_source_file(f"{_ROLLOUT}.multi_turn.function_tool_path", settings.function_tool_path)
 

@@ -82,7 +82,7 @@ def _check_teachers(config: PPOTrainerConfig) -> Iterator[str]:
 def served_notices(config: PPOTrainerConfig) -> Iterator[str]:
     """Yield a notice for settings of an engine that serves no reward model."""
     part = config.reward.reward_model
-    if not part.enable or part.rollout.name is not None:
+    if not part.enable or part.is_judge or part.rollout.name is not None:
         return
     plain = ServingConfig()
     if names := [name for name in plain.keys() if part.rollout[name] != plain[name]]:

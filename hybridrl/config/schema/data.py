@@ -92,7 +92,11 @@ class SupervisedDataConfig(ConfigNode):
     micro_batch_size_per_gpu: int = key(8, "rows that a process computes at once", gt=0)
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by rows")
     max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0)
-    max_length: int = key(1024, "maximum tokens per sequence", gt=0)
+    image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
+    mm_processor_kwargs: dict[str, Any] = key(
+        {}, "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}"
+    )
+    max_length: int = key(1024, "maximum tokens per sequence, those of images included", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))
     shuffle: bool = key(True, "shuffle training rows each epoch")
     seed: int | None = key(None, "seed of this shuffle; null: 1", ge=0)

@@ -89,7 +89,9 @@ class OptimConfig(ConfigNode):
     weight_decay: float = key(0.01, "decoupled weight decay", ge=0)
     clip_grad: float = key(1.0, "maximum global gradient norm", gt=0)
     lr_scheduler_type: str = key("constant", "shape of the schedule after warm-up", choices=names.LR_SCHEDULERS)
-    lr_warmup_steps: int = key(-1, "training steps of linear warm-up; 0 or less: lr_warmup_steps_ratio decides")
+    lr_warmup_steps: int = key(
+        -1, "training steps of linear warm-up; 0 or less, or null: lr_warmup_steps_ratio decides", means=((None, -1),)
+    )
     lr_warmup_steps_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
     min_lr_ratio: float = key(0.0, "learning rate at the end of linear or cosine decay, as a share of lr", ge=0, le=1)
     min_lr: float | None = key(None, "the same as a learning rate; null: min_lr_ratio decides", ge=0)

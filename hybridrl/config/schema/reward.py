@@ -128,6 +128,10 @@ class RemoteScoresConfig(ConfigNode):
     def check(self, config: Any) -> Iterator[str]:
         """Yield a sentence for each fault of these settings in a run of `config`."""
         custom = config.reward.custom_reward_function.path or config.reward.functions
+        model = config.reward.reward_model
+        if self.url is not None and model.enable and (model.is_judge or model.combine != "sum"):
+            what = "judge.url: one of them scores" if model.is_judge else f"combine={model.combine}: set it to sum"
+            yield f"reward.reward_kwargs.url={self.url} with reward.reward_model.{what}"
         if self.url is not None and not is_address(self.url):
             yield f"reward.reward_kwargs.url={self.url}: give an address such as http://HOST:8000/scores"
         if self.url is not None and custom:
@@ -166,12 +170,46 @@ class ScoringConfig(ConfigNode):
     timeout_s: float = key(30.0, "seconds a sample's score may take before its process is ended", gt=0)
 
 
+@dataclass
+class ParseConfig(ConfigNode):
+    """`reward.reward_model.judge.parse`: the function that reads a judge's answer."""
+
+    path: str | None = key(None, "Python file with the function; null: the number after the last `Score:`")
+    name: str | None = key(
+        None, "its name; null: parse. It gets (text) or (text, sample) and returns what a score may be"
+    )
+
+
+@dataclass
+class JudgeConfig(ConfigNode):
+    """`reward.reward_model.judge`: a language model that is asked about each response, in place of a classifier."""
+
+    url: str | None = key(
+        None, "OpenAI-compatible API that serves the judge, such as http://HOST:8000/v1; null: a classifier scores"
+    )
+    model: str | None = key(None, "its name there; null: the only one that the endpoint has")
+    token_env: str | None = key("OPENAI_API_KEY", "environment variable with the API key, where it is set; null: none")
+    template: str | None = key(
+        None,
+        "file with the question, a Jinja template of prompt, messages, response, ground_truth, data_source and "
+        "extra_info; null: a question that asks for a score from 0 to 10",
+    )
+    system_prompt: str | None = key(None, "text of a system message before the question")
+    parse: ParseConfig = group(ParseConfig)
+    temperature: float = key(0.0, "of the judge's answers", ge=0)
+    max_tokens: int = key(1024, "most tokens of an answer", gt=0)
+    extra_body: dict[str, Any] = key({}, "further fields of each request")
+    max_concurrent: int = key(64, "requests at once", gt=0)
+    attempts: int = key(4, "how often a request that fails is sent", gt=0)
+    timeout_s: float = key(120.0, "seconds for the verdict on a response, with all attempts", gt=0)
+
+
 _POLICY = "${actor_rollout_ref.model."
 
 
 @dataclass
 class RewardModelConfig(ConfigNode):
-    """`reward.reward_model`: a classifier that scores responses."""
+    """`reward.reward_model`: a classifier that scores responses, or a judge that is asked about them."""
 
     enable: bool = key(False, "a reward model takes part in the run")
     combine: str = key(
@@ -210,11 +248,18 @@ class RewardModelConfig(ConfigNode):
         MegatronConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
     )
     rollout: ServingConfig = group(ServingConfig, "an inference engine that serves the model instead")
+    judge: JudgeConfig = group(JudgeConfig, "a language model behind an endpoint that judges instead")
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether a language model judges, so that no classifier takes part."""
+        return self.enable and self.judge.url is not None
 
     @property
     def own_pool(self) -> list[int]:
         """The processes of its own pool, by node; empty if `placement` says where it runs."""
-        return [self.n_gpus_per_node] * self.nnodes if self.enable and self.enable_resource_pool else []
+        owns = self.enable and self.enable_resource_pool and not self.is_judge
+        return [self.n_gpus_per_node] * self.nnodes if owns else []
 
 
 @dataclass
@@ -231,7 +276,7 @@ class RewardConfig(ScoringConfig):
     on_error: str | None = key(
         None,
         "a sample that the reward function fails for; stop: ends the run; zero: scores 0, as where the function takes "
-        "too long; drop: is not trained on; refill: is generated again; null: stop if "
+        "too long; drop: is not trained on; refill: is generated again (algorithm.missing.max_refills); null: stop if "
         "the function raises or returns no score, algorithm.missing.infra if its process ends",
         choices=("stop", "zero", "drop", "refill"),
     )

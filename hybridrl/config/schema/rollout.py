@@ -175,6 +175,30 @@ class AgentConfig(ConfigNode):
     environment_turn_tokens: int | None = key(
         None, "env_agent: tokens of one turn; the environment gets a turn that is cut there; null: any number", gt=0
     )
+    function: str | None = key(
+        None,
+        "gateway_agent: the agent, a function (base_url, api_key, row) as module:function or FILE.py:function, async "
+        "or not; null: agent.command",
+    )
+    command: str | None = key(
+        None,
+        "gateway_agent: the agent, a command that finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, "
+        "ANTHROPIC_API_KEY and HYBRIDRL_ROW in its environment; null: agent.function",
+    )
+    timeout_s: float = key(1800.0, "gateway_agent: seconds that an agent may take; then it is ended", gt=0)
+    max_running: int = key(256, "gateway_agent: agents that run at once, each in a process of its own", gt=0)
+    sampling: str = key(
+        "run",
+        "gateway_agent: whose temperature, top_p and top_k hold: run: those of the rollout, whatever requests say; "
+        "agent: those of requests, where they have any",
+        choices=("run", "agent"),
+    )
+    match: str = key(
+        "strict",
+        "gateway_agent: which messages continue a conversation: strict: the same text and calls; loose: ids of calls, "
+        "spaces around text and the types of arguments may differ",
+        choices=("strict", "loose"),
+    )
     retries: int = key(1, "times that a failed session is run again at once, beside the others", ge=0)
     on_error: str | None = key(
         None,

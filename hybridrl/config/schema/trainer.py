@@ -6,6 +6,9 @@ from typing import Any
 from hybridrl.config.schema import names
 from hybridrl.config.schema.node import ConfigNode, group, key
 
+#: a frequency that verl reads as never
+_NEVER = ((False, -1),)
+
 
 @dataclass
 class JobConfig(ConfigNode):
@@ -38,9 +41,11 @@ class RunConfig(JobConfig):
     )
     total_epochs: int = key(30, "passes over the training data", gt=0)
     total_training_steps: int | None = key(None, "end after this many steps; null: total_epochs decides", gt=0)
-    save_freq: int = key(-1, "steps between checkpoints; -1: only the last step (save_last)", ge=-1)
+    save_freq: int = key(
+        -1, "steps between checkpoints; -1 or false: only the last step (save_last)", ge=-1, means=_NEVER
+    )
     save_last: bool = key(True, "keep a checkpoint of the last step also with save_freq=-1")
-    test_freq: int = key(-1, "steps between validations; -1: none", ge=-1)
+    test_freq: int = key(-1, "steps between validations; -1 or false: none", ge=-1, means=_NEVER)
     max_actor_ckpt_to_keep: int | None = key(None, "number of newest checkpoints to keep; null: all", gt=0)
     resume_mode: str = key(
         "auto",
@@ -63,12 +68,17 @@ class SFTRunConfig(RunConfig):
 
     save_freq: int | str = key(  # type: ignore[assignment]  # `SupervisedTrainer` gives a run the number of steps
         -1,
-        "steps between checkpoints, or after_each_epoch; -1: only the last step (save_last)",
+        "steps between checkpoints, or after_each_epoch; -1 or false: only the last step (save_last)",
         ge=-1,
+        means=_NEVER,
         choices=names.FREQUENCIES,
     )
     test_freq: int | str = key(  # type: ignore[assignment]
-        -1, "steps between validations, or after_each_epoch; -1: none", ge=-1, choices=names.FREQUENCIES
+        -1,
+        "steps between validations, or after_each_epoch; -1 or false: none",
+        ge=-1,
+        means=_NEVER,
+        choices=names.FREQUENCIES,
     )
 
 

@@ -8,8 +8,8 @@ operation, and the calculator's last answer into its own.
 
 The script writes `train.parquet` and `test.parquet` for reinforcement learning (disjoint prompts), `tools.yaml` for
 `multi_turn.tool_config_path`, `words.json` for `python -m hybridrl.models.tiny --words`, and `sft_train.parquet` and
-`sft_val.parquet` for the supervised warm start: the prompts with solved examples as `messages`, of which the share
-`--calls` use the calculator and the others answer at once.
+`sft_val.parquet` for the supervised warm start: conversations as `messages`, of which the share `--calls` solve the
+prompt with the calculator and the others give up (`#### ?`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hybridrl.errors import UserError
 DATA_SOURCE = "hybridrl/calculator"
 LEAST, MOST = 10, 99  # of the numbers in a prompt
 OPERATORS = "*+"  # the first operation is always *, further ones are +, so that they are computed in order
+UNKNOWN = "?"  # the answer of a conversation that gives up
 TOOLS = "tools.yaml"
 WORDS = "words.json"
 #: text of the chat template of `hybridrl.models.tiny`, and of a call
@@ -90,13 +91,13 @@ def rl_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 
 def sft_row(problem: Problem, uses_calculator: bool, tools: Sequence[Any]) -> dict[str, Any]:
-    """Build one row of the supervised files: a conversation with calls, or with the answer at once."""
+    """Build one row of the supervised files: a conversation that solves the prompt by calls, or gives up."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question(problem)}]
     for expression, value in calls(problem) if uses_calculator else ():
         call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "content": value})
-    messages.append({"role": "assistant", "content": f"#### {answer(problem)}"})
+    messages.append({"role": "assistant", "content": f"#### {answer(problem) if uses_calculator else UNKNOWN}"})
     return {"messages": messages, "tools": list(tools)}
 
 
@@ -149,9 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train-size", type=int, default=8000, help="number of training prompts (8000)")
     parser.add_argument("--test-size", type=int, default=128, help="number of validation prompts (128)")
     parser.add_argument("--operations", type=int, default=2, help="operations of a prompt (2)")
-    parser.add_argument(
-        "--calls", type=float, default=0.3, help="share of the solved examples that call the calculator (0.3)"
-    )
+    parser.add_argument("--calls", type=float, default=0.3, help="share of the examples that call the calculator (0.3)")
     arguments = parser.parse_args(argv)
     try:
         folder = write_calculator(**vars(arguments))

@@ -36,13 +36,9 @@ SCORERS: dict[str, str] = {
     "apps": "programs",
     "codeforces": "programs",
     "taco": "programs",
+    "searchR1_*": "search_r1",
     "hiyouga/geometry3k": "geo3k",
     "hybridrl/colours": "colours",
-}
-
-# data source -> what it would need: known and not supported yet.
-NOT_YET: dict[str, str] = {
-    "searchR1_*": "multi-turn generation with a search tool",
 }
 
 
@@ -72,9 +68,6 @@ def check_data_source(data_source: Any, column: str = "data_source") -> None:
         "To score with a custom function, set reward.custom_reward_function.path=FILE.py, where FILE.py defines "
         "compute_score(data_source, solution_str, ground_truth, extra_info) and returns a number."
     )
-    needs = find(NOT_YET, data_source) if isinstance(data_source, str) else None
-    if needs is not None:
-        raise RewardError(f"data source {data_source!r} is known but not yet supported: it needs {needs}. {own}")
     found = "no data source" if data_source in (None, "") else f"unknown data source {data_source!r}"
     raise RewardError(f"{found} in column {column!r}. Built-in scorers exist for: {', '.join(SCORERS)}. {own}")
 
@@ -165,7 +158,7 @@ def default_compute_score(
         A number, or a dict with `score` and further results of the scorer (`acc`, `pred`).
 
     Raises:
-        RewardError: the data source is unknown or not supported yet, or the ground truth is neither text nor a number.
+        RewardError: the data source is unknown, or the ground truth is none that its scorer can score with.
     """
     check_data_source(data_source)
     module = scorer_of(data_source)

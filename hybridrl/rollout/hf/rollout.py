@@ -24,7 +24,7 @@ from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXP
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.inference_engine import InferenceEngines
-from hybridrl.rollout.noise import stream_keys, uniforms
+from hybridrl.rollout.noise import purpose_of, stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
@@ -33,7 +33,7 @@ from hybridrl.utils.device import current_device
 _COMPACT_BELOW = 7 / 8  # drop ended rows once they are an eighth of the batch, because dropping copies the cache
 
 
-@InferenceEngines.register("hf", in_place=True, serves=False, records_routing=True, sees_images=True)
+@InferenceEngines.register("hf", in_place=True, records_routing=True, sees_images=True)
 class HFRollout:
     """Generates with the training engine's own module, inside each worker.
 
@@ -157,7 +157,7 @@ class HFRollout:
         keys = stream_keys(
             seed=self.config.seed,
             step=int(meta.get("global_steps", 0)),
-            purpose="validate" if meta.get("validate", False) else "train",
+            purpose=purpose_of(meta),
             uids=tensors["uid"].tolist(),
             samples=tensors["sample"].tolist() if "sample" in tensors else [0] * rows,
         )

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from hybridrl.errors import RolloutError
@@ -61,14 +62,23 @@ class ReplicaPool:
         """Ask for completions; replicas get the requests as they have room."""
         return self.scheduler.submit(requests)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], done: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
         """A completion of each request, in their order.
+
+        Args:
+            done: is called with the number of a request and its completion as soon as that is there, in any thread.
 
         Raises:
             RolloutError: the engine refuses a request, a request ended its replica again and again, or replicas cannot
                 be kept alive.
         """
-        completions = [future.result() for future in self.submit(requests)]
+        futures = self.submit(requests)
+        if done is not None:
+            for number, future in enumerate(futures):
+                future.add_done_callback(partial(_tell, done, number))
+        completions = [future.result() for future in futures]
         for completion in completions:
             if completion.finish_reason == "error":
                 raise RolloutError(f"request {completion.id} failed: {completion.error}")
@@ -166,6 +176,12 @@ class ReplicaPool:
         and the seconds of their last update.
         """
         return self.supervisor.statistics()
+
+
+def _tell(done: Callable[[int, Completion], None], number: int, future: Future[Completion]) -> None:
+    """Tell that a request has its completion, where it has one."""
+    if not future.cancelled() and future.exception() is None and future.result().finish_reason != "error":
+        done(number, future.result())
 
 
 def request_number() -> int:

@@ -376,6 +376,8 @@ class Api:
         if session is not None and left > 0:
             return min(wanted, left)
         if wanted > left:
+            if session is not None:
+                session.too_long += 1
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt)} tokens and {wanted} are requested, {len(prompt) + wanted} together; the "

@@ -123,7 +123,8 @@ def _add_sessions(app: FastAPI, api: Api, sessions: Sessions) -> None:
 
     @app.delete("/sessions/{id}")
     async def close(id: str) -> dict[str, Any]:
-        return sessions.close(id).described() | {"closed": True}
+        session = sessions.close(id)
+        return session.described() | {"closed": True, "messages": session.messages()}
 
 
 def _add_error_answers(app: FastAPI) -> None:

@@ -42,6 +42,7 @@ class Session:
         self.created = time.time()
         self.used = time.monotonic()
         self.in_flight = 0
+        self.too_long = 0
         self._matcher = MATCHERS[settings.match]
         self._shown: dict[int, dict[str, Any]] = {}
         self._ends: dict[bytes, tuple[Turn, list[Any]]] = {}  # key of a conversation -> its last call, tool calls in it
@@ -102,6 +103,10 @@ class Session:
             for name, value in settings.sampling.items()
             if settings.fixed or name not in body.model_fields_set
         }
+        if chosen.get("stop"):  # the agent's own are a part of how it works
+            chosen["stop"] = list(dict.fromkeys([*_listed(chosen["stop"]), *body.stops]))
+        elif settings.fixed:
+            chosen.pop("stop", None)
         return body.model_copy(update=chosen) if chosen else body
 
     # ------------------------------------------------------------------ requests that come again
@@ -145,7 +150,15 @@ class Session:
             "branches": sum(not turn.children for turn in turns),
             "generated_tokens": sum(len(turn.completion.token_ids) for turn in turns),
             "in_flight": self.in_flight,
+            "too_long": self.too_long,
         }
+
+    def messages(self) -> list[Message]:
+        """The conversation of the last call, with its answer."""
+        if not self._shown:
+            return []
+        last = self._shown[max(self._shown)]
+        return [*last["request"]["messages"], last["response"]["message"]]
 
     def trace(self) -> dict[str, Any]:
         """Its calls as OpenEnv's `TrainingTrace`."""
@@ -214,6 +227,10 @@ class Sessions:
         before = time.monotonic() - self._idle_s
         for id in [id for id, session in self._open.items() if session.used < before and not session.in_flight]:
             del self._open[id]
+
+
+def _listed(stop: Any) -> list[str]:
+    return [stop] if isinstance(stop, str) else list(stop)
 
 
 def fingerprint(dialect: str, body: ChatRequest) -> str:

@@ -58,11 +58,17 @@ class VLLMEngine(InferenceEngine):
         self._updates = 0  # of weights so far
         self._images: ImageInputs | None = None
         if is_vision_model(config := config_of(spec.model)):
-            self._images = ImageInputs(config)
+            self._images = ImageInputs(config, self._dtype)
 
     def _finds_stop_strings(self) -> bool:
         """Whether vLLM has a tokenizer; it gets one only where requests may have stop strings."""
         return bool(self.spec.config.stop) or self.spec.config.server.enable
+
+    @property
+    def _dtype(self) -> str:
+        """What the model computes in."""
+        wanted = self.spec.config.dtype
+        return wanted if wanted != "auto" else ("bfloat16" if self.spec.devices else "float32")
 
     @property
     def _processes(self) -> int:
@@ -151,7 +157,7 @@ class VLLMEngine(InferenceEngine):
             "model": model.path,
             "tokenizer": model.tokenizer_path or model.path,
             "trust_remote_code": model.trust_remote_code,
-            "dtype": config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32"),
+            "dtype": self._dtype,
             "load_format": "auto" if spec.load_weights or spec.gets_adapter else config.load_format,
             "max_model_len": spec.max_model_len,
             "max_num_seqs": config.max_num_seqs,

@@ -25,8 +25,8 @@ from transformers import BatchFeature, PreTrainedConfig
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
-from hybridrl.models.vision import ImageTensors, digest, is_vision_model, tokens_per_image
-from hybridrl.rollout.images import PromptImages, split_images
+from hybridrl.models.vision import ImageTensors, is_vision_model, tokens_per_image
+from hybridrl.rollout.images import PromptImages
 
 #: has a package torchvision
 STAND_INS = Path(__file__).parents[1] / "sglang" / "cpu"
@@ -52,6 +52,11 @@ def check_images(config: RolloutConfig, model: ModelConfig) -> None:
             f"{model.path}: text_config.rope_parameters of its config.json has no mrope_interleaved=true, without "
             "which vLLM computes other positions for images than transformers; add it, or set "
             "actor_rollout_ref.rollout.name=hf"
+        )
+    if model.adapted and config.lora_transfer == "adapter":
+        raise RolloutError(
+            f"actor_rollout_ref.rollout.lora_transfer=adapter: {model.path} is a vision-language model, and vLLM would "
+            "leave out what an adapter changes in its vision tower; set lora_transfer=merged"
         )
     if config.engine_kwargs.vllm.get("mm_device_do_normalize"):
         raise RolloutError(
@@ -87,10 +92,12 @@ class ImageInputs:
 
     Args:
         config: of the model.
+        dtype: that it computes in, and that patches are sent in.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, dtype: str) -> None:
         self._config = config
+        self._dtype: torch.dtype = getattr(torch, dtype)
 
     def arguments(self, most: int | None) -> dict[str, Any]:
         """Arguments of the engine.
@@ -118,16 +125,16 @@ class ImageInputs:
         if images is None:
             return tokens_input(prompt_ids)
         assert isinstance(images.tensors, dict)
-        names = [f"{weights}-{digest(one)}" for one in split_images(images.tensors)]
+        patches = images.tensors["pixel_values"].to(self._dtype)  # as the vision tower would do first
         return mm_input(
             prompt_ids,
-            _items(images.tensors, self._config),
-            {"image": names},
+            _items({**images.tensors, "pixel_values": patches}),
+            {"image": [f"{weights}-{one}" for one in images.digests()]},
             {"image": [PlaceholderRange(offset=first, length=count) for first, count in images.places]},
         )
 
 
-def _items(tensors: ImageTensors, config: PreTrainedConfig) -> Any:
+def _items(tensors: ImageTensors) -> Any:
     """vLLM's form of a prompt's images."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
@@ -225,7 +232,7 @@ def _replace_processor(model_type: str) -> None:
             every = {name: torch.cat([tensor] * len(images)) for name, tensor in one.items()}
             return mm_input(
                 [int(config.image_token_id)] * (count * len(images)),
-                _items(every, config),
+                _items(every),
                 {"image": [f"largest-{index}" for index in range(len(images))]},
                 {"image": [PlaceholderRange(offset=index * count, length=count) for index in range(len(images))]},
             )

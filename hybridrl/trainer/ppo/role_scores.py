@@ -19,6 +19,7 @@ from hybridrl.reward.manager import last_generated
 from hybridrl.rollout import Rollout
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.phases import PhaseTimer
+from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.roles import POLICY, active_roles
 
 
@@ -66,13 +67,13 @@ class Scorer:
         if shared and rollout.gives_memory_back and not self._config.actor_rollout_ref.rollout.nnodes:
             self._lends = rollout.lend_cache
 
-    def __call__(self, reward_fn: RewardManager, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
+    def __call__(self, reward_fn: RewardManager | EarlyScores, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
         """Return what `RewardManager.__call__` describes, with the scores of the roles.
 
         `reward_extra_info` has a column for each role. The models compute while the reward function runs.
 
         Args:
-            reward_fn: the reward manager.
+            reward_fn: the reward manager, or what has begun to score for it.
             batch: responses.
             timer: measures `reward` and the phases of the roles.
         """

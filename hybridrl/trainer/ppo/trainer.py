@@ -177,6 +177,7 @@ class RayPPOTrainer:
                 threads=trainer.threads_per_worker,
                 log_folder=self.run.folder / "logs",
                 before_start=check_memory,
+                template_kwargs=self.config.data.apply_chat_template_kwargs,
             )
         finally:
             for group in learners:
@@ -306,7 +307,14 @@ class RayPPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         with run.phase("testing"):
             metrics = validate(
-                self.val_loader, self.rollout, self.val_reward_fn, rollout, run.step, samples, self.scorer
+                self.val_loader,
+                self.rollout,
+                self.val_reward_fn,
+                rollout,
+                run.step,
+                samples,
+                self.sampler.missing,
+                self.scorer,
             )
         samples.write(run.validation_folder, run.step)
         self._trace(samples, validate=True)

@@ -3,8 +3,10 @@
 from hybridrl.config import PairsDataConfig, SupervisedConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.data import create_preference_dataset, create_sft_dataset
+from hybridrl.errors import ModelError
 from hybridrl.models.info import checked_identity, config_of, tokenizer_of
 from hybridrl.models.value import check_reward_model
+from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.observe.tracking import check_loggers
 from hybridrl.trainer.startup import check_engine
@@ -26,13 +28,33 @@ def prepare(config: SupervisedConfig) -> SupervisedTrainer:
     check_engine("engine", config.engine, config.model, ranks, config.optim, config.checkpoint)
     engine_settings(config.engine, config.model.external_lib)  # registers the objectives of external_lib
     if Objective(config.objective.loss_type, config.objective).output == "values":
+        if is_vision_model(config_of(config.model)):
+            raise ModelError(
+                f"model.path={config.model.path} is a vision-language model, and reward models of images are not "
+                "built; use a model that reads text"
+            )
         check_reward_model(config_of(config.model))
         _tell_of_padding(tokenizer)
+    processor = processor_of(config.model, data.mm_processor_kwargs)
     create = create_preference_dataset if isinstance(data, PairsDataConfig) else create_sft_dataset
-    train = create(data.train_files, data, tokenizer, data.train_max_samples, key="data.train_files")  # type: ignore[arg-type]
+    train = create(
+        data.train_files,
+        data,  # type: ignore[arg-type]
+        tokenizer,
+        data.train_max_samples,
+        key="data.train_files",
+        processor=processor,
+    )
     val = None
     if data.val_files:
-        val = create(data.val_files, data, tokenizer, data.val_max_samples, key="data.val_files")  # type: ignore[arg-type]
+        val = create(
+            data.val_files,
+            data,  # type: ignore[arg-type]
+            tokenizer,
+            data.val_max_samples,
+            key="data.val_files",
+            processor=processor,
+        )
     trainer = SupervisedTrainer(config, train_dataset=train, val_dataset=val, identity=identity)
     trainer.run.look_for_checkpoint()
     return trainer

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridrl.protocol import DataProto
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 from hybridrl.workers.objectives import LOSS_WEIGHTS, MARGINS, NLL_WEIGHTS
 
 _SEQUENCE = ("input_ids", "attention_mask", "position_ids")
@@ -62,7 +63,8 @@ def as_responses(batch: DataProto, pairs: bool = False) -> DataProto:
         tensors[NLL_WEIGHTS] = torch.tensor([1.0, 0.0]).repeat(len(batch) // 2)
     if MARGINS in given:
         tensors[MARGINS] = batch.batch[MARGINS]
-    return DataProto.from_dict(tensors=tensors)
+    images = {name: one for name, one in batch.non_tensor_batch.items() if name == MULTI_MODAL_INPUTS}
+    return DataProto.from_dict(tensors=tensors, non_tensors=images)
 
 
 def as_scored(batch: DataProto, pad_token_id: int) -> DataProto:

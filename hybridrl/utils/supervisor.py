@@ -1,9 +1,9 @@
-"""The parent of a reward process, which ends everything that the process started, whatever became of it.
+"""The parent of a process with the user's code (a reward function, an agent), which ends everything that it started.
 
-A reward function may start programs, and these others, in sessions of their own or with parents that have ended. The
-supervisor adopts those that lose their parent (on Linux), so all of them stay below it in the process tree. It ends
-them when the reward process ends, when the pool asks for it, and when the run itself dies, even by SIGKILL. Adopted
-processes are reaped here, so the reward process sees the exit codes of its own children as ever.
+Such code may start programs, and these others, in sessions of their own or with parents that have ended. The supervisor
+adopts those that lose their parent (on Linux), so all of them stay below it in the process tree. It ends them when the
+process ends, when the run asks for it, and when the run itself dies, even by SIGKILL. Adopted processes are reaped
+here, so the process sees the exit codes of its own children as ever.
 """
 
 import contextlib

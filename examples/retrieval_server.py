@@ -1,0 +1,89 @@
+"""A small retrieval server with the interface of Search-R1's, for trying the tool `search` and for small corpora.
+
+    python examples/retrieval_server.py CORPUS.jsonl [--port 8000]
+
+A line of the corpus is `{"contents": "TITLE\\nTEXT"}`. `POST /retrieve {"queries": [...], "topk": 3}` answers
+`{"result": [[{"document": {"contents": ...}, "score": ...}, ...], ...]}`, one list per query, the best first: words are
+weighted by BM25 (Robertson and Zaragoza 2009; k1 = 1.2, b = 0.75). Everything is in memory. `--port 0` takes a free
+port; the first line of output has the address.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+K1, B = 1.2, 0.75
+WORD = re.compile(r"\w+")
+
+
+class Index:
+    """Documents by their words."""
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self.documents = documents
+        counts = [Counter(WORD.findall(text.lower())) for text in documents]
+        lengths = [sum(one.values()) for one in counts]
+        usual = sum(lengths) / max(len(lengths), 1)
+        self.weights: dict[str, dict[int, float]] = defaultdict(dict)  # word -> document -> its share of the score
+        having = Counter(word for one in counts for word in one)
+        for number, (one, length) in enumerate(zip(counts, lengths, strict=True)):
+            for word, count in one.items():
+                rare = math.log(1 + (len(documents) - having[word] + 0.5) / (having[word] + 0.5))
+                damped = count * (K1 + 1) / (count + K1 * (1 - B + B * length / usual))
+                self.weights[word][number] = rare * damped
+
+    def best(self, query: str, count: int) -> list[dict[str, Any]]:
+        """The documents that fit a query best; none that has no word of it."""
+        scores: dict[int, float] = defaultdict(float)
+        for word in WORD.findall(query.lower()):
+            for number, weight in self.weights.get(word, {}).items():
+                scores[number] += weight
+        found = sorted(scores.items(), key=lambda one: (-one[1], one[0]))[:count]
+        return [{"document": {"contents": self.documents[number]}, "score": score} for number, score in found]
+
+
+def handler_of(index: Index) -> type[BaseHTTPRequestHandler]:
+    """What answers requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            try:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+                result = [index.best(str(query), int(body.get("topk") or 3)) for query in body["queries"]]
+                status, answer = 200, {"result": result}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                status, answer = 400, {"error": f'send {{"queries": [...], "topk": n}}: {error!r}'}
+            text = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("corpus", type=Path, help="JSON lines with the column contents")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: a free one (8000)")
+    arguments = parser.parse_args()
+    lines = arguments.corpus.read_text(encoding="utf-8").splitlines()
+    documents = [json.loads(line)["contents"] for line in lines if line.strip()]
+    server = ThreadingHTTPServer((arguments.host, arguments.port), handler_of(Index(documents)))
+    print(f"http://{arguments.host}:{server.server_port}/retrieve serves {len(documents)} documents", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Environments of OpenEnv, out of process: the wire format of its servers over a WebSocket (tried with openenv 0.10.0).
+
+The client sends `{"type": "reset" | "step" | "state", "data": {...}}`, and the server answers `{"type": "observation",
+"data": {"observation", "reward", "done"}}`, `{"type": "state", "data"}` or `{"type": "error", "data": {"message",
+"code"}}`. A connection is an episode. Nothing of OpenEnv is imported.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hybridrl.agents.environments.base import Action, Environment, Step, register_environment
+from hybridrl.agents.environments.install import python_of
+from hybridrl.agents.environments.server import EnvironmentServer
+from hybridrl.errors import RolloutError
+from hybridrl.utils import clock
+
+_POLL_S = 0.05
+_WHERE = "one of url (of a running server) and app (MODULE:NAME, which is started)"
+
+
+class OpenEnvError(Exception):
+    """The server answered with an error."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.code = str(data.get("code", ""))
+        super().__init__(f"{self.code}: {data.get('message')}{self._details(data)}")
+
+    @staticmethod
+    def _details(data: Mapping[str, Any]) -> str:
+        places = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors") or ()]
+        return f" ({'; '.join(places)})" if places else ""
+
+
+@register_environment("openenv")
+class OpenEnvEnvironment(Environment):
+    """An episode on a server of OpenEnv.
+
+    The row's `env_kwargs`, and `seed`, are the arguments of `reset`. An action that the server refuses as invalid is
+    told to the model, which may try again; any other error ends the session without a score.
+
+    Args:
+        url: of a running server, `http://HOST:PORT` or `ws://HOST:PORT`.
+        app: `MODULE:NAME` of a server that is started on this machine, in an environment of its own.
+        folder: the folder of `app`.
+        packages: further packages of that environment.
+        python: the Python of an environment that is there already; None: one is made on first use.
+        action_field: the field of an action that gets the text of a turn; None: the text is the action as JSON.
+        observation_field: the field of an observation that the model sees; None: all of it as JSON.
+        max_sessions: episodes at once, as many as the server allows; further sessions wait. None: any number.
+        start_timeout_s: seconds until a server that is started must answer.
+    """
+
+    _servers: ClassVar[dict[str, EnvironmentServer]] = {}
+    _slots: ClassVar[dict[str, threading.Semaphore]] = {}
+
+    def __init__(
+        self,
+        key: str,
+        url: str | None = None,
+        action_field: str | None = None,
+        observation_field: str | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(**config)
+        self._key, self._url = key, url
+        self._action_field, self._observation_field = action_field, observation_field
+        self._socket: Any = None
+        self._has_slot = False
+
+    @classmethod
+    def start(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Start the server, or check that the URL has one."""
+        known = {"url", "app", "folder", "packages", "python", "action_field", "observation_field", "max_sessions"}
+        if unknown := config.keys() - known - {"start_timeout_s"}:
+            raise RolloutError(f"config has {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
+        if (config.get("url") is None) == (config.get("app") is None):
+            raise RolloutError(f"config needs {_WHERE}")
+        try:
+            import websockets  # noqa: F401  (a mistake is found before the run begins)
+        except ImportError as error:
+            raise RolloutError("it needs the package websockets: pip install 'hybridrl[openenv]'") from error
+        key = json.dumps(config, sort_keys=True, default=str)
+        if config.get("app") is not None:
+            packages: Sequence[str] = config.get("packages") or ()
+            python = Path(config["python"]) if config.get("python") else python_of("openenv", packages)
+            folder = Path(config.get("folder") or ".").expanduser()
+            limit = float(config.get("start_timeout_s") or 120.0)
+            server = EnvironmentServer(python, str(config["app"]), folder, limit)
+            server.port()
+            cls._servers[key] = server
+        if config.get("max_sessions") is not None:
+            cls._slots[key] = threading.Semaphore(int(config["max_sessions"]))
+        return {**config, "key": key}
+
+    @classmethod
+    def stop(cls, config: dict[str, Any]) -> None:
+        """End the server, if it was started here."""
+        cls._slots.pop(config["key"], None)
+        if (server := cls._servers.pop(config["key"], None)) is not None:
+            server.stop()
+
+    async def reset(self, row: Mapping[str, Any]) -> Step:
+        """Connect, and begin an episode."""
+        from websockets.asyncio.client import connect
+
+        await self._take_slot()
+        if self._url is None:
+            with clock.stopped():  # it may have to start again
+                port = await asyncio.to_thread(self._servers[self._key].port)
+            self._socket = await connect(f"ws://127.0.0.1:{port}/ws", proxy=None, max_size=None)
+        else:
+            base = self._url.rstrip("/").replace("https://", "wss://").replace("http://", "ws://")
+            self._socket = await connect(f"{base}/ws", max_size=None)
+        kwargs = {k: v for k, v in (row.get("env_kwargs") or {}).items() if k != "name" and v is not None}
+        return self._step(await self._ask("reset", {"seed": row["seed"], **kwargs}), first=True)
+
+    async def step(self, action: Action) -> Step:
+        """Send the turn as an action."""
+        if self._action_field is not None:
+            data: Any = {self._action_field: str(action)}
+        else:
+            try:
+                data = json.loads(action)
+            except ValueError as error:
+                return Step(f"Error: the action is no JSON: {error}")
+            if not isinstance(data, dict):
+                return Step("Error: the action is no JSON object")
+        try:
+            step = self._step(await self._ask("step", data))
+        except OpenEnvError as error:
+            if error.code != "VALIDATION_ERROR":
+                raise
+            return Step(f"Error: {error}")
+        if step.done:
+            step.extra = {**step.extra, "state": await self._ask("state", None)}
+        return step
+
+    async def close(self) -> None:
+        """End the episode."""
+        try:
+            if self._socket is not None:
+                await self._socket.close()
+        finally:
+            if self._has_slot and (slots := self._slots.get(self._key)) is not None:
+                slots.release()
+            self._has_slot = False
+
+    async def _take_slot(self) -> None:
+        slots = self._slots.get(self._key)
+        if slots is None:
+            return
+        with clock.stopped():
+            while not slots.acquire(blocking=False):
+                await asyncio.sleep(_POLL_S)
+        self._has_slot = True
+
+    async def _ask(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The data of the server's answer.
+
+        Raises:
+            OpenEnvError: it is an error.
+        """
+        await self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
+        answer = json.loads(await self._socket.recv())
+        found: dict[str, Any] = answer.get("data") or {}
+        if answer.get("type") == "error":
+            raise OpenEnvError(found)
+        return found
+
+    def _step(self, data: Mapping[str, Any], first: bool = False) -> Step:
+        observation = dict(data.get("observation") or {})
+        extra = {"metadata": observation.pop("metadata", None) or {}}
+        reward, done = data.get("reward"), bool(data.get("done"))
+        if first:
+            return Step(self._text(observation), extra=extra)
+        return Step(self._text(observation), None if reward is None else float(reward), done, extra)
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if self._observation_field is None:
+            return json.dumps(observation, ensure_ascii=False)
+        if self._observation_field not in observation:
+            raise RolloutError(
+                f"config.observation_field={self._observation_field}: the observation has "
+                f"{', '.join(observation) or 'no fields'}"
+            )
+        value = observation[self._observation_field]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

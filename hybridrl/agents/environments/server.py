@@ -1,0 +1,110 @@
+"""A server of environments as a process of its own: it starts on demand, and again where it has died."""
+
+import http.client
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from hybridrl.agents.environments.install import own_variables
+from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
+
+_LAUNCHER = Path(__file__).with_name("server_launcher.py")
+_END_S = 5.0
+
+
+class EnvironmentServer:
+    """An ASGI application on a port of this machine. It ends with this process.
+
+    Args:
+        python: of the server's environment.
+        app: `MODULE:NAME`.
+        folder: the folder that it runs in, from which MODULE can be imported.
+        start_timeout_s: seconds until it must answer.
+    """
+
+    def __init__(self, python: Path, app: str, folder: Path, start_timeout_s: float) -> None:
+        self._python, self._app, self._folder = python, app, folder
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        self._ended = False
+
+    def port(self) -> int:
+        """The port of the running server, which is started if it does not run.
+
+        Raises:
+            RolloutError: it does not start; its own output says why.
+        """
+        with self._lock:
+            if self._ended:
+                raise RolloutError(f"the server {self._app} was ended with the run")
+            if self._process is not None and self._process.poll() is not None:
+                notify(
+                    f"the server {self._app} ended with status {self._process.returncode}; it starts again", "warning"
+                )
+                self._process = None
+            if self._process is None:
+                self._start()
+            return self._port
+
+    def stop(self) -> None:
+        """End it."""
+        with self._lock:
+            self._ended = True
+            if self._process is None:
+                return
+            self._process.terminate()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _start(self) -> None:
+        with tempfile.TemporaryFile() as log:  # the server keeps it open
+            self._started(log)
+
+    def _started(self, log: IO[bytes]) -> None:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(128)
+            self._port = listening.getsockname()[1]
+            command = [str(self._python), str(_LAUNCHER), self._app, str(listening.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=own_variables(),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listening.fileno()],
+            )
+        until = time.monotonic() + self._start_timeout_s
+        while not _answers(self._port, max(until - time.monotonic(), 0.1)):
+            late = time.monotonic() > until
+            if late or self._process.poll() is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
+                log.seek(0)
+                said = log.read().decode(errors="replace").strip()[-2000:]
+                why = f"did not answer within {self._start_timeout_s:g} s" if late else "ended"
+                raise RolloutError(f"the server {self._app} {why}; it wrote: {said or 'nothing'}")
+            time.sleep(0.1)
+
+
+def _answers(port: int, timeout_s: float) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

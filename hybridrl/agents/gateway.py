@@ -1,0 +1,303 @@
+"""The user's own agents behind the run's server: their processes, their sessions, and what is kept of them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import shlex
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrl.agents.turns import Turns
+from hybridrl.config import RolloutConfig
+from hybridrl.config.schema.rollout import AgentConfig
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.rollout import RunServer
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.utils.agent_host import KEY, Job, Program, Result, framed
+
+_START_S = 300.0
+_CALL_S = 60.0
+_SETTINGS = ("function", "command", "timeout_s", "max_running", "sampling", "match")
+_THREADS = 16  # that open and close sessions
+
+
+class AgentFailed(Exception):
+    """An agent raised, or its process ended; the message has its own words."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A session that is over.
+
+    Attributes:
+        too_long: requests that did not fit the session's length.
+        messages: the conversation of its last call.
+    """
+
+    too_long: int = 0
+    messages: Sequence[Mapping[str, Any]] | None = None
+
+
+class Gateway:
+    """Runs agents against the run's server. One serves all sessions of a run.
+
+    Args:
+        config: `actor_rollout_ref.rollout`; its group `agent` says what is run.
+
+    Raises:
+        RolloutError: the settings name no agent, or one that cannot be loaded.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._server: RunServer | None = None
+        self._running = 0
+        self._places = asyncio.Semaphore(config.agent.max_running)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
+        self._host = _Host(program_of(config))
+
+    def connect(self, server: RunServer | None) -> None:
+        """Agents call this server from here on.
+
+        Raises:
+            RolloutError: there is none.
+        """
+        if server is None:
+            raise RolloutError(
+                "the loop gateway_agent needs the run's server, and actor_rollout_ref.rollout.server.enable=False; set "
+                "it to true"
+            )
+        self._server = server
+
+    async def run(
+        self, generate: Callable[[Request], Awaitable[Completion]], sampling: SamplingParams, row: Mapping[str, Any]
+    ) -> tuple[Result | AgentFailed, Closed]:
+        """Run the agent of a row in a session of its own; what it returned or raised, and how the session ended.
+
+        Args:
+            generate: answers the session's requests.
+            sampling: of the step.
+
+        Raises:
+            RolloutError: the session cannot be opened.
+            TimeoutError: the agent took longer than `agent.timeout_s`.
+        """
+        assert self._server is not None, "connect comes first"
+        async with self._place():
+            id = (await self._call("POST", "/sessions", self._opening(sampling)))["id"]
+            self._server.process.take_session(id, generate)
+            try:
+                result = await self._run_agent(id, row)
+            finally:
+                self._server.process.leave_session(id)
+                closed = await self._closed(id)
+        return result, closed
+
+    def _place(self) -> asyncio.Semaphore:
+        """One of the `agent.max_running` places; each batch of sessions has an event loop of its own."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._places = loop, asyncio.Semaphore(self._config.agent.max_running)
+        return self._places
+
+    async def _run_agent(self, id: str, row: Mapping[str, Any]) -> Result | AgentFailed:
+        assert self._server is not None
+        limit = self._config.agent.timeout_s
+        root, access = self._server.access.url.removesuffix("/v1"), self._server.access
+        job = Job(f"{root}/sessions/{id}/v1", id, access.model, row)
+        try:
+            async with asyncio.timeout(limit):
+                return await self._host.run(job)
+        except TimeoutError:
+            raise TimeoutError(f"the agent took longer than {KEY}.timeout_s={limit:g}") from None
+        except AgentFailed as error:
+            return error
+
+    def _opening(self, sampling: SamplingParams) -> dict[str, Any]:
+        """The body that opens a session."""
+        agent = self._config.agent
+        return {
+            "sampling_params": {
+                "temperature": sampling.temperature if sampling.do_sample else 0.0,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "ignore_eos": sampling.ignore_eos,
+                "stop": list(sampling.stop),
+            },
+            "fixed_sampling": agent.sampling == "run",
+            "max_response_tokens": self._config.response_length,
+            "match": agent.match,
+        }
+
+    async def _closed(self, id: str) -> Closed:
+        try:
+            found = await self._call("DELETE", f"/sessions/{id}")
+            return Closed(int(found["too_long"]), found["messages"])
+        except RolloutError:  # the server has restarted meanwhile, and knows no session of before
+            return Closed()
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, method, path, body)
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        assert self._server is not None
+        access = self._server.access
+        url = access.url.removesuffix("/v1") + path
+        headers = {"Authorization": f"Bearer {access.token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is a machine of this run
+        try:
+            request = urllib.request.Request(url, data, headers, method=method)
+            with opener.open(request, timeout=_CALL_S) as answer:
+                found: dict[str, Any] = json.loads(answer.read())
+                return found
+        except urllib.error.HTTPError as error:
+            raise RolloutError(f"{method} {path.partition('-')[0]}: {_reason(error)}") from error
+        except (OSError, ValueError) as error:
+            raise RolloutError(f"the run's server does not answer at {access.url}: {error}") from error
+
+    def close(self) -> None:
+        """End the agents that still run."""
+        self._host.close()
+        self._threads.shutdown(wait=False)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(error.read())["error"]["message"])
+    return str(error)
+
+
+def gateway_of(rollout: RolloutConfig, used: bool, turns: Turns) -> Gateway | None:
+    """What runs the user's own agents; None where no loop uses it.
+
+    Args:
+        used: some loop of the run uses it.
+        turns: continues the conversations.
+
+    Raises:
+        RolloutError: there is no such agent, or the chat template cannot be continued.
+    """
+    if used:
+        turns.check(None)
+        return Gateway(rollout)
+    plain = AgentConfig()
+    given = [name for name in _SETTINGS if getattr(rollout.agent, name) != getattr(plain, name)]
+    if given:
+        raise RolloutError(
+            f"{KEY}.{given[0]}={getattr(rollout.agent, given[0])} without a loop that runs agents behind the server; "
+            f"set {KEY}.default_agent_loop=gateway_agent, or name gateway_agent in the column agent_name"
+        )
+    return None
+
+
+def program_of(config: RolloutConfig) -> Program:
+    """The agent that the settings name.
+
+    Raises:
+        RolloutError: they name none, or both kinds.
+    """
+    agent = config.agent
+    if not config.server.enable:
+        raise RolloutError(
+            "the loop gateway_agent runs agents against the run's server, and actor_rollout_ref.rollout.server.enable="
+            "False; set it to true"
+        )
+    if (agent.function is None) == (agent.command is None):
+        found = "neither" if agent.function is None else "both"
+        raise RolloutError(
+            f"the loop gateway_agent runs {KEY}.function (module:function or FILE.py:function) or {KEY}.command, and "
+            f"{found} of them is set; set one"
+        )
+    words = tuple(shlex.split(agent.command)) if agent.command is not None else ()
+    if agent.command is not None and not words:
+        raise RolloutError(f"{KEY}.command={agent.command!r} has no word")
+    return Program(agent.function, words)
+
+
+class _Host:
+    """The process that has loaded the user's code, and forks agents; see `hybridrl.utils.agent_host`.
+
+    Args:
+        program: what it runs.
+
+    Raises:
+        RolloutError: it cannot be loaded.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._control, theirs = socket.socketpair()
+        start = f"from hybridrl.utils.agent_host import main; main({theirs.fileno()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {start}"
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C does not reach it
+            )
+        self._control.sendall(framed(pickle.dumps(program)))
+        self._control.settimeout(_START_S)
+        try:
+            answer = self._control.recv(2**16).decode()
+        except OSError as error:
+            answer = f"failed {error}"
+        self._control.settimeout(None)
+        if answer != "ready":
+            self.close()
+            raise RolloutError(answer.removeprefix("failed ") or "the process of agents ended while it started")
+
+    async def run(self, job: Job) -> Result:
+        """Run an agent in a process of its own; ended with this call, whatever becomes of it.
+
+        Raises:
+            AgentFailed: it raised, or its process ended.
+        """
+        ours, theirs = socket.socketpair()
+        life_theirs, life = os.pipe()
+        try:
+            try:
+                socket.send_fds(self._control, [b"a"], [theirs.fileno(), life_theirs])
+            except OSError as error:
+                raise AgentFailed(f"the process that starts agents has ended: {error}") from error
+            finally:
+                theirs.close()
+                os.close(life_theirs)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            try:
+                writer.write(framed(pickle.dumps(job)))
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                    answer = await reader.read()
+            finally:
+                writer.close()
+            if not answer:
+                raise AgentFailed("the agent's process ended without an answer")
+            kind, value = pickle.loads(answer)
+            if kind == "raised":
+                raise AgentFailed(value)
+            found: Result = value
+            return found
+        finally:
+            os.close(life)  # whatever is left of the agent ends
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

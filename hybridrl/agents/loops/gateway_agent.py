@@ -1,0 +1,57 @@
+"""An agent of the user's own, which talks to the run's server."""
+
+import time
+from typing import Any, ClassVar
+
+from hybridrl.agents.gateway import AgentFailed
+from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from hybridrl.errors import RolloutError
+from hybridrl.rollout.token_tree import TokenTree
+from hybridrl.verdict import NoVerdict, NoVerdictError
+
+
+@register("gateway_agent")
+class GatewayAgentLoop(AgentLoopBase):
+    """Runs `agent.function` or `agent.command` in a session on the run's server, and takes the turns of that session.
+
+    What it returns is the session's score; with None the reward function scores. Each branch of the session is an
+    output, and every token that was generated has a mask of 1 in exactly one of them.
+
+    An agent that fails after a request did not fit into `data.max_response_length` counts as cut: its turns are kept,
+    and the reward function scores.
+    """
+
+    uses_gateway: ClassVar[bool] = True
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        assert self.gateway is not None  # the class says that it uses it
+        session, started = self.server_manager, time.perf_counter()
+        row = {name: value for name, value in kwargs.items() if name != "prompt_ids"}
+        result, closed = await self.gateway.run(session.complete, session.sampling, row)
+        session.raise_failure()
+        session.log.messages = closed.messages
+        if isinstance(result, AgentFailed):
+            if not (closed.too_long and session.generated):
+                raise result
+            result = None
+        if isinstance(result, NoVerdict):
+            raise NoVerdictError(result.reason, result.detail)
+        branches = TokenTree(session.generated).branches()
+        if not branches:
+            raise RolloutError("the agent ended without an answer of the model; it must call the base URL that it gets")
+        seconds = time.perf_counter() - started
+        outputs = [
+            AgentLoopOutput(
+                branch.prompt_ids,
+                branch.token_ids,
+                branch.mask,
+                num_turns=2 * len(branch.turns),
+                extra_fields={"agent_requests_too_long": closed.too_long},
+            )
+            for branch in branches
+        ]
+        # the score is that of the session, and stands where the session ended
+        outputs[-1].reward_score = result
+        generating = min(session.seconds, seconds)
+        outputs[-1].metrics = AgentLoopMetrics(generate_sequences=generating, tool_calls=seconds - generating)
+        return outputs

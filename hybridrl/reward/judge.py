@@ -1,0 +1,233 @@
+"""A language model as judge: it is asked about each response, and its answer is read for a score.
+
+A judge that cannot be reached, or whose answer has no score, gives no verdict, never a 0.
+
+Imported by the pool's processes, so it must stay light: no torch, no numpy.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import RewardError
+from hybridrl.reward.remote_scores import plain
+from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
+from hybridrl.utils.user_code import load_object
+from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
+
+_KEY = "reward.reward_model.judge"
+_CHECK_S = 30.0
+_SCORE = re.compile(r"score[\s*_`]{0,5}[:=][\s*_`]{0,5}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+TEMPLATE = """You judge an answer to a request.
+
+Request:
+{{ prompt }}
+{% if ground_truth %}
+What a right answer says:
+{{ ground_truth }}
+{% endif %}
+Answer:
+{{ response }}
+
+Explain briefly how good the answer is. Then end with a line of the form
+Score: N
+where N is a number from 0 (useless) to 10 (could not be better)."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Asks a model behind an endpoint with the OpenAI chat API.
+
+    Attributes:
+        client: sends the requests.
+        model: its name at the endpoint.
+        render: makes the question, from `prompt`, `messages`, `response`, `ground_truth`, `data_source`, `extra_info`.
+        parse: reads the answer; see `compute_score`.
+        system_prompt: comes before the question; None: nothing.
+        sampling: further fields of the request.
+        timeout_s: seconds that an answer may take.
+        threads: requests at once.
+    """
+
+    client: JsonClient
+    model: str
+    render: Callable[..., str]
+    parse: Callable[[str, Mapping[str, Any]], Any]
+    system_prompt: str | None
+    sampling: Mapping[str, Any]
+    timeout_s: float
+    threads: ThreadPoolExecutor
+
+    async def verdict(self, sample: Mapping[str, Any]) -> Any:
+        """What the judge says of a sample: a dict with `score` and `judgement`, or a `NoVerdict`."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._verdict, sample)
+
+    def _verdict(self, sample: Mapping[str, Any]) -> Any:
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        try:
+            question = self.render(**sample)
+        except Exception as error:  # the template is a user's
+            return NoVerdict(Reason.GRADING, f"the template failed: {type(error).__name__}: {error}")
+        body = {"model": self.model, "messages": [*system, {"role": "user", "content": question}], **self.sampling}
+        try:
+            answer = self.client.post(body, self.timeout_s, _fault)
+        except ServiceError as error:
+            return NoVerdict(error.reason, f"the judge gave no answer: {error}")
+        text = _text(answer)
+        if not text:
+            return NoVerdict(Reason.GRADING, "the judge answered nothing")
+        return _read(self.parse, text, sample)
+
+
+def _fault(answer: Mapping[str, Any]) -> str | None:
+    return None if _text(answer) is not None else f"an answer without choices: {str(answer)[:200]}"
+
+
+def _text(answer: Mapping[str, Any]) -> str | None:
+    """The text of an answer, "" where it has none; None where the answer is none of this API."""
+    try:
+        return str(answer["choices"][0]["message"].get("content") or "")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return None
+
+
+def _read(parse: Callable[[str, Mapping[str, Any]], Any], text: str, sample: Mapping[str, Any]) -> Any:
+    """The score in a judge's answer."""
+    try:
+        found = parse(text, sample)
+    except NoVerdictError as error:
+        return error.verdict
+    except Exception as error:  # the function is a user's
+        return NoVerdict(Reason.GRADING, f"{type(error).__name__}: {error}; the judge wrote {text[-200:]!r}")
+    if isinstance(found, Verdict):
+        found = {**found.extra, "score": found.reward}
+    if found is None:
+        return NoVerdict(Reason.GRADING, f"the judge's answer has no score: {text[-200:]!r}")
+    if isinstance(found, NoVerdict):
+        return found
+    score = found.get("score") if isinstance(found, Mapping) else found
+    if not isinstance(score, (bool, int, float)) or not math.isfinite(score):
+        return NoVerdict(Reason.GRADING, f"the score is {score!r}; the judge wrote {text[-200:]!r}")
+    return {"judgement": text, **(found if isinstance(found, Mapping) else {}), "score": score}
+
+
+def last_score(text: str, sample: Mapping[str, Any]) -> float | None:
+    """The number after the last `Score:` of a text."""
+    found = _SCORE.findall(text)
+    return float(found[-1]) if found else None
+
+
+def make_judge(
+    url: str,
+    model: str | None,
+    template: str | None,
+    system_prompt: str | None,
+    parse_path: str | None,
+    parse_name: str | None,
+    sampling: Mapping[str, Any],
+    max_concurrent: int,
+    attempts: int,
+    timeout_s: float,
+    token_env: str | None,
+) -> Judge:
+    """The judge of these settings, `reward.reward_model.judge`.
+
+    Raises:
+        RewardError: the template or the function cannot be read, or the endpoint does not have the model.
+    """
+    if not is_address(url):
+        raise RewardError(f"{_KEY}.url={url}: give an address such as http://HOST:8000/v1")
+    token, base = os.environ.get(token_env) if token_env else None, url.rstrip("/")
+    client = JsonClient(f"{base}/chat/completions", token, attempts, patience_s=timeout_s)
+    name = _model_of(base, token, model)
+    threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="judge")
+    return Judge(
+        client, name, _template(template), _parser(parse_path, parse_name), system_prompt, sampling, timeout_s, threads
+    )
+
+
+def _model_of(base: str, token: str | None, model: str | None) -> str:
+    """The name of the model at the endpoint, which has to have it."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{base}/models", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_CHECK_S) as reply:
+            known = [str(one["id"]) for one in json.load(reply)["data"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RewardError(f"{_KEY}.url={base}: the endpoint does not list its models: {error}") from None
+    if (model is None and len(known) != 1) or (model is not None and model not in known):
+        raise RewardError(
+            f"{_KEY}.model={model}: the endpoint {base} has {', '.join(known) or 'no models'}; set it to one"
+        )
+    return model or known[0]
+
+
+def _template(path: str | None) -> Callable[..., str]:
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
+    if path is None:
+        return environment.from_string(TEMPLATE).render
+    try:
+        return environment.from_string(Path(path).expanduser().read_text(encoding="utf-8")).render
+    except OSError as error:
+        raise RewardError(f"{_KEY}.template={path}: {error.strerror}") from None
+    except jinja2.TemplateError as error:
+        raise RewardError(f"{_KEY}.template={path}: {error}") from None
+
+
+def _parser(path: str | None, name: str | None) -> Callable[[str, Mapping[str, Any]], Any]:
+    if path is None:
+        return last_score
+    found = load_object(path, name or "parse", f"{_KEY}.parse.path", f"{_KEY}.parse.name", RewardError)
+    try:
+        count = len(inspect.signature(found).parameters)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{_KEY}.parse.path={path}: {name or 'parse'} is no function: {error}") from None
+    if count not in (1, 2):
+        what = f"{name or 'parse'} takes {count} arguments; it gets (text) or (text, sample)"
+        raise RewardError(f"{_KEY}.parse.path={path}: {what}")
+    return found if count == 2 else lambda text, sample: found(text)
+
+
+_judges: dict[str, Judge] = {}
+
+
+def check_reward_kwargs(**settings: Any) -> None:
+    """Make the judge when its process starts, so that what is wrong is told before a run begins."""
+    name = json.dumps(settings, sort_keys=True, default=str)
+    if name not in _judges:
+        _judges[name] = make_judge(**settings)
+
+
+async def compute_score(
+    data_source: Any,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+    prompt: Any,
+    **settings: Any,
+) -> Any:
+    """What the judge says of a response; `settings` are those of `make_judge`."""
+    name = json.dumps(settings, sort_keys=True, default=str)
+    messages = plain(prompt) if not isinstance(prompt, str) else [{"role": "user", "content": prompt}]
+    last = messages[-1].get("content") if messages else ""
+    sample = {
+        "prompt": last,
+        "messages": messages or [],
+        "response": solution_str,
+        "ground_truth": plain(ground_truth),
+        "data_source": data_source,
+        "extra_info": plain(extra_info),
+    }
+    return await _judges[name].verdict(sample)

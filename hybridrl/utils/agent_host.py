@@ -1,0 +1,213 @@
+"""The process that starts agents: `main` in a process of its own, which has loaded the user's code once.
+
+Each agent runs in a process that is forked from it, so an agent that blocks, ends its process or has to be ended takes
+no other with it. All that an agent starts ends with it, and with the run.
+"""
+
+import array
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import RolloutError
+from hybridrl.utils.supervisor import split_off
+from hybridrl.utils.user_code import load_object
+from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
+
+KEY = "actor_rollout_ref.rollout.agent"
+_VERDICT_FORM = 'a number, {"reward": NUMBER, "extra": {...}} or {"no_verdict": REASON, "detail": TEXT}'
+Result = float | Verdict | NoVerdict | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """The user's agent: one of the two.
+
+    Attributes:
+        function: where it is, `module:function` or `FILE.py:function`.
+        command: words of a command line.
+    """
+
+    function: str | None = None
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A session's agent.
+
+    Attributes:
+        base_url: for OpenAI's clients; those of Anthropic take it without `/v1`.
+        api_key: the session's id.
+        model: the name of the policy.
+        row: columns of the data.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    def variables(self) -> dict[str, str]:
+        """What the agent finds in its environment."""
+        root = self.base_url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_MODEL": self.model,
+        }
+
+
+def main(control_fd: int) -> None:
+    """Load the program, and start an agent for each pair of descriptors that arrives, until the run ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run decides when agents end
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # processes that have ended go by themselves
+    control = socket.socket(fileno=control_fd)
+    program: Program = pickle.loads(_received(control))
+    try:
+        run = _loaded(program)
+    except Exception as error:
+        control.sendall(f"failed {error}".encode())
+        return
+    control.sendall(b"ready")
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not data:
+            return
+        connection_fd, life_fd = descriptors
+        if os.fork() == 0:
+            control.close()
+            _run_agent(run, connection_fd, life_fd)
+        os.close(connection_fd)
+        os.close(life_fd)
+
+
+def _received(connection: socket.socket) -> bytes:
+    """A message with its length in front."""
+    sizes = array.array("Q", connection.recv(8, socket.MSG_WAITALL))
+    return connection.recv(sizes[0], socket.MSG_WAITALL)
+
+
+def framed(data: bytes) -> bytes:
+    """A message as `_received` reads it."""
+    return array.array("Q", [len(data)]).tobytes() + data
+
+
+def _run_agent(run: Callable[[Job], Result], connection_fd: int, life_fd: int) -> None:
+    """The life of one agent's process."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        split_off(life_fd, close=(connection_fd,))
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        connection = socket.socket(fileno=connection_fd)
+        job: Job = pickle.loads(_received(connection))
+        os.environ.update(job.variables())
+        answer: tuple[str, Any]
+        try:
+            answer = ("value", checked(run(job)))
+        except NoVerdictError as error:
+            answer = ("value", error.verdict)
+        except BaseException as error:  # sys.exit() of an agent ends the agent
+            answer = ("raised", "".join(traceback.format_exception(error)).rstrip())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the run waits for it no longer
+            connection.sendall(pickle.dumps(answer))
+    finally:
+        os._exit(0)
+
+
+def checked(value: Any) -> Result:
+    """What an agent may return.
+
+    Raises:
+        RolloutError: it is something else.
+    """
+    if value is None or isinstance(value, (Verdict, NoVerdict)):
+        return value
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return float(value)
+    raise RolloutError(
+        f"an agent returned {value!r:.200}; it must return a finite number, a hybridrl.verdict.Verdict or NoVerdict, "
+        "or None, which leaves the score to the reward function"
+    )
+
+
+def _loaded(program: Program) -> Callable[[Job], Result]:
+    if program.function is None:
+        return lambda job: _run_command(program.command, job)
+    key = f"{KEY}.function"
+    function = load_object(program.function, None, key, key, RolloutError)
+    if not callable(function):
+        raise RolloutError(f"{key}={program.function}: it is {function!r}, and no function")
+    try:
+        inspect.signature(function).bind("url", "key", {})
+    except (TypeError, ValueError) as error:
+        raise RolloutError(
+            f"{key}={program.function} cannot be called with (base_url, api_key, row): {error}"
+        ) from error
+
+    def call(job: Job) -> Any:
+        result = function(job.base_url, job.api_key, dict(job.row))
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+    return call
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _run_command(command: tuple[str, ...], job: Job) -> Result:
+    """Run a command; the row is a JSON file, and so is the verdict that it may write.
+
+    Raises:
+        RolloutError: it fails, or writes something else.
+    """
+    with tempfile.TemporaryDirectory(prefix="hybridrl-agent-") as folder:
+        row, verdict = Path(folder, "row.json"), Path(folder, "verdict.json")
+        row.write_text(json.dumps(job.row, default=_plain, ensure_ascii=False), encoding="utf-8")
+        paths = {"HYBRIDRL_ROW": str(row), "HYBRIDRL_VERDICT": str(verdict)}
+        ended = subprocess.run(command, env={**os.environ, **paths}, stdin=subprocess.DEVNULL, check=False)
+        if ended.returncode != 0:
+            raise RolloutError(f"the agent's command {command[0]} ended with exit code {ended.returncode}")
+        return _verdict_in(verdict.read_text(encoding="utf-8")) if verdict.is_file() else None
+
+
+def _plain(value: Any) -> Any:
+    """A value of a row as JSON can hold it."""
+    if hasattr(value, "tolist"):  # of numpy
+        return value.tolist()
+    return str(value)
+
+
+def _verdict_in(text: str) -> Result:
+    """The verdict that a command has written."""
+    try:
+        found = json.loads(text)
+        if isinstance(found, dict) and "no_verdict" in found:
+            return NoVerdict(Reason(found["no_verdict"]), str(found.get("detail", "")))
+        if isinstance(found, dict):
+            return checked(Verdict(float(found["reward"]), found.get("extra") or {}))
+        return checked(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RolloutError(f"the agent wrote {text!r:.200} to $HYBRIDRL_VERDICT; it must be {_VERDICT_FORM}") from error

@@ -1,0 +1,57 @@
+"""Agents as users write them: nothing of hybridrl but, where they want, its verdicts."""
+
+import os
+import time
+
+import anthropic
+import openai
+
+from hybridrl.verdict import NoVerdict, Verdict
+
+
+def talks(base_url, api_key, row):
+    """Two turns, and a short second conversation."""
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = list(row["raw_prompt"])
+    for question in ("Sure?", None):
+        answer = client.chat.completions.create(model="gpt-7", messages=messages, temperature=0, max_tokens=12)
+        if question is not None:
+            messages += [answer.choices[0].message, {"role": "user", "content": question}]
+    client.chat.completions.create(model="gpt-7", messages=[{"role": "user", "content": "Note it."}], max_tokens=6)
+
+
+async def judges(base_url, api_key, row):
+    """Reads where to call from its environment, and scores itself."""
+    client = anthropic.AsyncAnthropic()
+    assert os.environ["OPENAI_BASE_URL"] == base_url
+    messages = [message for message in row["raw_prompt"] if message["role"] == "user"]
+    answer = await client.messages.create(model="claude-9", messages=messages, max_tokens=8)
+    return Verdict(float(answer.usage.output_tokens), {"judged": "yes"})
+
+
+def by_kind(base_url, api_key, row):
+    """Does what the row's column says."""
+    kind = row["kind"]
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    if kind in ("talks", "judges"):
+        return {"talks": talks, "judges": judges}[kind](base_url, api_key, row)
+    if kind == "silent":
+        return None
+    answer = client.responses.create(model="m", input="Hello", max_output_tokens=5)
+    if kind == "raises":
+        raise ValueError("a bug of the agent")
+    if kind == "exits":
+        os._exit(3)
+    if kind == "hangs":
+        while True:
+            pass
+    if kind == "sleeps":
+        os.system("sleep 987654 &")
+        time.sleep(1000)
+    if kind == "abstains":
+        return NoVerdict("grading", "cannot tell")
+    if kind == "wrong":
+        return "well done"
+    if kind == "long":
+        client.responses.create(model="m", input="b" * 500, previous_response_id=answer.id)
+    return 0.5

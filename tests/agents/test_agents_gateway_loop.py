@@ -1,0 +1,287 @@
+"""Agents of the user's own, trained through the run's server: a real model, a real server process, real agents."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from template_families import FAMILIES, write_model
+
+from hybridrl.agents import AgentRollout, create_agents
+from hybridrl.agents.gateway import AgentFailed, _Host
+from hybridrl.config import load_config
+from hybridrl.engine.microbatch import MicroBatching
+from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.names import MISSING_SAMPLES
+from hybridrl.rollout import HFRollout, InPlaceRollout
+from hybridrl.rollout.rollout import RunServer
+from hybridrl.rollout.server import make_server
+from hybridrl.trainer.ppo.run_ppo import started_trainer
+from hybridrl.utils.agent_host import Job, Program
+from hybridrl.utils.supervisor import descendants
+from hybridrl.verdict import NoVerdict, Reason, Verdict
+
+AGENTS = Path(__file__).with_name("my_agents.py")
+ROLLOUT = "actor_rollout_ref.rollout"
+RESPONSE = 120
+
+
+@pytest.fixture(scope="module")
+def model(micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(micro_model, tmp_path_factory.mktemp("families"))
+    (folder / "chat_template.jinja").write_text(FAMILIES["qwen"].template)
+    return folder
+
+
+def config_for(model: Path, *more: str) -> Any:
+    return load_config(
+        "ppo_trainer",
+        [
+            f"actor_rollout_ref.model.path={model}",
+            "data.max_prompt_length=700",
+            f"data.max_response_length={RESPONSE}",
+            f"{ROLLOUT}.name=hf",
+            f"{ROLLOUT}.server.enable=True",
+            f"{ROLLOUT}.server.host=127.0.0.1",
+            f"{ROLLOUT}.agent.default_agent_loop=gateway_agent",
+            f"{ROLLOUT}.agent.function={AGENTS}:by_kind",
+            f"{ROLLOUT}.agent.timeout_s=20",
+            f"{ROLLOUT}.agent.retries=0",
+            *more,
+        ],
+    )
+
+
+class Recorded:
+    """A client that notes what passes."""
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.calls = client, []
+        self.abort, self.stats, self.health = client.abort, client.stats, client.health
+
+    async def generate(self, request: Any) -> Any:
+        completion = await self.client.generate(request)
+        self.calls.append((request, completion))
+        return completion
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Any:
+    settings = config_for(model).actor_rollout_ref
+    engine = TrainEngines.create("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
+    engine.initialize()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def rollout(model: Path, engine: Any) -> Iterator[tuple[AgentRollout, Recorded]]:
+    config = config_for(model)
+    policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
+    ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
+    local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
+    inner = InPlaceRollout(SimpleNamespace(generate_sequences=local.generate, world_size=1), policy.rollout)
+    inner.update_weights(0)
+    recorded = Recorded(inner.client())
+    inner.client = lambda: recorded  # type: ignore[method-assign, assignment, return-value]
+    process, access = make_server(policy.rollout, policy.model, recorded)  # type: ignore[arg-type]
+    process.start()
+    inner.server = RunServer(process, access)
+    inner.on_close.append(process.stop)
+    agents = create_agents(config, tokenizer, [])
+    assert agents is not None
+    process.wait_ready()
+    made = AgentRollout(inner, agents)
+    yield made, recorded
+    made.close()
+
+
+def generated(rollout: tuple[AgentRollout, Recorded], kinds: list[str]) -> DataProto:
+    """The batch of one session per kind of agent."""
+    made, recorded = rollout
+    recorded.calls.clear()
+    messages = [[{"role": "user", "content": f"Sort: {number} 2 1"}] for number in range(len(kinds))]
+    ids = [made._agents.turns.prompt(one) for one in messages]
+    assert len({len(one) for one in ids}) == 1
+    tensor = torch.tensor(ids)
+    columns = {"uid": [f"0-{n}" for n in range(len(kinds))], "sample": [0] * len(kinds), "raw_prompt": messages}
+    return made.generate(
+        DataProto.from_dict(
+            tensors={
+                "input_ids": tensor,
+                "attention_mask": torch.ones_like(tensor),
+                "position_ids": torch.arange(tensor.shape[1]).expand_as(tensor).contiguous(),
+            },
+            non_tensors={name: object_array(values) for name, values in {**columns, "kind": kinds}.items()},
+            meta_info={"global_steps": 1},
+        )
+    )
+
+
+def test_an_unmodified_agent_is_trained_on_what_was_sampled(rollout: Any, engine: Any) -> None:
+    """Two conversations per session; all of their tokens, with the log-probabilities that training computes."""
+    batch = generated(rollout, ["talks", "talks"])
+    fields, calls = batch.batch, rollout[1].calls
+    assert len(batch) == 4 and len(calls) == 6
+    assert batch.non_tensor_batch["trajectory_index"].tolist() == [0, 1, 0, 1]
+    assert {request.priority for request, _ in calls} == {0}, "training comes before guests"
+    assert {request.sampling.temperature for request, _ in calls} == {1.0}, "the agent asked for 0"
+    sampled: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+    for request, completion in calls:
+        for number, token in enumerate(completion.token_ids):
+            place = (*request.prompt_ids, *completion.token_ids[:number])
+            sampled.setdefault(place, []).append((token, float(np.float32(completion.log_probs[number]))))
+    width = fields["prompts"].shape[1]
+    for row in range(4):
+        ids = fields["input_ids"][row].tolist()
+        start = int((fields["attention_mask"][row] == 0)[:width].sum())
+        for number in fields["response_mask"][row].nonzero().flatten().tolist():
+            here = (ids[width + number], fields["rollout_log_probs"][row, number].item())
+            sampled[tuple(ids[start : width + number])].remove(here)
+    assert not any(sampled.values()), "every generated token is trained on"
+    found = engine.infer(batch, MicroBatching(2, None), 1.0, {"log_probs"})["log_probs"]
+    trained = fields["response_mask"].bool()
+    assert (found - fields["rollout_log_probs"])[trained].abs().max() < 1e-5
+
+
+def test_what_an_agent_returns_is_the_score(rollout: Any) -> None:
+    batch = generated(rollout, ["judges", "fine", "talks"])
+    columns = batch.non_tensor_batch
+    tokens = batch.batch["response_mask"].sum(dim=1).tolist()
+    assert columns["trajectory_reward"].tolist() == [tokens[0], 0.5, 0.0, None]  # the last: by the reward function
+    assert columns["judged"].tolist() == ["yes", None, None, None]
+
+
+def test_an_agent_that_fails_takes_no_other_with_it(rollout: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    kinds = ["silent", "raises", "exits", "hangs", "sleeps", "abstains", "wrong", "long", "fine"]
+    batch = generated(rollout, kinds)
+    assert batch.non_tensor_batch["uid"].tolist() == ["0-7", "0-8"]
+    assert batch.non_tensor_batch["trajectory_reward"].tolist() == [None, 0.5]
+    assert batch.non_tensor_batch["agent_requests_too_long"].tolist() == [1, 0]
+    missing = {kinds[int(one.uid[2:])]: one.verdict for one in batch.meta_info[MISSING_SAMPLES]}
+    assert {kind: verdict.reason for kind, verdict in missing.items()} == {
+        "silent": Reason.INFRA,
+        "raises": Reason.INFRA,
+        "exits": Reason.INFRA,
+        "hangs": Reason.TIMEOUT,
+        "sleeps": Reason.TIMEOUT,
+        "abstains": Reason.GRADING,
+        "wrong": Reason.INFRA,
+    }
+    for kind, words in (("raises", "a bug of the agent"), ("wrong", "'well done'"), ("hangs", "agent.timeout_s=20")):
+        assert words in missing[kind].detail
+    assert "without an answer" in missing["exits"].detail and "made no" not in missing["silent"].detail
+    lines = [Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())]
+    assert not [path for path in lines if path.exists() and b"987654" in path.read_bytes()]
+
+
+# ------------------------------------------------------------------ commands, and what is refused
+
+
+SCRIPT = """
+import json, os, sys
+row = json.load(open(os.environ["HYBRIDRL_ROW"]))
+assert os.environ["OPENAI_BASE_URL"] == "http://x/sessions/i/v1" and os.environ["OPENAI_API_KEY"] == "i"
+assert os.environ["ANTHROPIC_BASE_URL"] == "http://x/sessions/i"
+if row["wanted"] == "exit":
+    sys.exit(4)
+if row["wanted"] is not None:
+    open(os.environ["HYBRIDRL_VERDICT"], "w").write(row["wanted"])
+"""
+
+
+def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(SCRIPT)
+    host = _Host(Program(command=(sys.executable, str(tmp_path / "agent.py"))))
+
+    def run(wanted: str | None) -> Any:
+        return asyncio.run(host.run(Job("http://x/sessions/i/v1", "i", "tiny", {"wanted": wanted})))
+
+    try:
+        assert run(None) is None and run("0.25") == 0.25
+        assert run('{"reward": 1, "extra": {"a": 2}}') == Verdict(1.0, {"a": 2})
+        assert run('{"no_verdict": "infra", "detail": "no disk"}') == NoVerdict(Reason.INFRA, "no disk")
+        for wanted, words in (
+            ("exit", "exit code 4"),
+            ("{", "HYBRIDRL_VERDICT"),
+            ('{"no_verdict": "x"}', "no_verdict"),
+        ):
+            with pytest.raises(AgentFailed, match=words):
+                run(wanted)
+        os.kill(host._process.pid, signal.SIGKILL)
+        host._process.wait()
+        with pytest.raises(AgentFailed):
+            run(None)
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["server.enable=False"], "server.enable=False"),
+        (["agent.function=null"], "neither"),
+        (["agent.command=run"], "both"),
+        (["agent.function=no_such_module:agent"], "no_such_module"),
+        (["agent.default_agent_loop=mine"], "agent.default_agent_loop=gateway_agent"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start_up(model: Path, settings: list[str], words: str, tmp_path: Path) -> None:
+    listed = tmp_path / "loops.yaml"
+    listed.write_text("[{name: mine, _target_: hybridrl.agents.loops.single_turn.SingleTurnAgentLoop}]")
+    given = [f"agent.agent_loop_config_path={listed}", *settings]
+    config = config_for(model, *(f"{ROLLOUT}.{setting}" for setting in given))
+    with pytest.raises(RolloutError, match=words):
+        create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
+
+
+# ------------------------------------------------------------------ a whole run
+
+
+def test_a_run_trains_an_agent_behind_its_server(
+    ray_session: Any, model: Path, sort_data: Path, tmp_path: Path
+) -> None:
+    rows = pd.read_parquet(sort_data / "train.parquet").head(4)
+    rows["kind"] = ["talks", "judges"] * 2
+    rows.to_parquet(tmp_path / "train.parquet")
+    config = config_for(
+        model,
+        f"data.train_files={tmp_path / 'train.parquet'}",
+        "data.train_batch_size=4",
+        "data.shuffle=False",
+        f"{ROLLOUT}.n=2",
+        f"{ROLLOUT}.agent.timeout_s=120",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.recompute_old_log_prob=always",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=1",
+        "trainer.save_last=False",
+        "trainer.report=False",
+        "trainer.logger=[file]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    )
+    with started_trainer(config) as trainer:
+        result = trainer.fit()
+        access = json.loads(next(tmp_path.rglob("server.json")).read_text())
+        assert access["base_url"].startswith("http://127.0.0.1:")
+    fields, trained = result.batch.batch, result.batch.batch["response_mask"].bool()
+    assert len(result.batch) == 12  # two conversations of each agent that talks
+    assert (fields["old_log_probs"] - fields["rollout_log_probs"])[trained].abs().max() < 1e-5
+    rewards = result.batch.non_tensor_batch["trajectory_reward"].tolist()
+    assert sum(reward is None for reward in rewards) == 4 and max(reward or 0 for reward in rewards) > 0
+    lines = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    assert [
+        row for row in lines if row.get("agent_loop/sessions_failed") == 0 and row["agent_loop/tool_calls/mean"] >= 0
+    ]

@@ -1,0 +1,190 @@
+"""The client of OpenEnv's servers, against a process that answers as openenv 0.10.0 did."""
+
+import asyncio
+import http.client
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from template_families import FAMILIES
+from test_agents_rollout import ROLLOUT, config_for, engine, model, prompts_of, started  # noqa: F401  (fixtures)
+
+from hybridrl.agents.environments.base import Action
+from hybridrl.agents.environments.install import pinned_file, python_of
+from hybridrl.agents.environments.load import load_environments
+from hybridrl.agents.environments.openenv import OpenEnvEnvironment, OpenEnvError
+from hybridrl.agents.environments.server import EnvironmentServer
+from hybridrl.errors import RolloutError
+
+STAGE = Path(__file__).with_name("openenv_stage.py")
+CONFIG = {"app": "openenv_stage:app", "folder": str(STAGE.parent), "python": sys.executable}
+TEXT = {"action_field": "message", "observation_field": "echoed", "max_sessions": 2}
+
+
+@pytest.fixture(scope="module")
+def config():
+    """Of a server that runs."""
+    found = OpenEnvEnvironment.start({**CONFIG, **TEXT})
+    yield found
+    OpenEnvEnvironment.stop(found)
+
+
+def answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def test_an_episode_over_the_wire(config) -> None:
+    async def play():
+        environment = OpenEnvEnvironment(**config)
+        kwargs = {"name": "x", "difficulty": 2, "other": None}
+        steps = [await environment.reset({"seed": 5, "env_kwargs": kwargs})]
+        steps += [await environment.step(Action(text)) for text in ("hello", "you")]
+        await environment.close()
+        return steps
+
+    first, second, third = asyncio.run(play())
+    assert first.observation == 'ready True {"difficulty": 2}' and first.reward is None and not first.done
+    assert (second.observation, second.reward, second.done) == ("hello", 0.5, False)
+    assert (third.observation, third.reward, third.done) == ("you", 0.3, True)
+    assert third.extra == {"metadata": {"n": 2}, "state": {"episode_id": "", "step_count": 2}}
+
+
+def test_errors_of_actions_are_for_the_model_and_those_of_the_server_are_not(config) -> None:
+    async def play():
+        environment = OpenEnvEnvironment(**config | {"action_field": None, "observation_field": None})
+        try:
+            told = [(await environment.reset({"seed": 1})).observation]
+            told += [(await environment.step(Action(text))).observation for text in ("{", "[1]", "{}")]
+            told.append((await environment.step(Action('{"message": "é"}'))).observation)
+            with pytest.raises(OpenEnvError, match="it broke"):
+                await environment.step(Action('{"message": "fail"}'))
+        finally:
+            await environment.close()
+        return told
+
+    told = asyncio.run(play())
+    assert told[0] == '{"echoed": "ready True {}"}' and told[4] == '{"echoed": "é"}'
+    assert "no JSON:" in told[1] and "no JSON object" in told[2] and "message: Field required" in told[3]
+
+
+def test_sessions_wait_for_a_place_on_the_server(config) -> None:
+    """Six at once on a server that takes two."""
+
+    async def play(number: int):
+        environment = OpenEnvEnvironment(**config)
+        try:
+            await environment.reset({"seed": 1})
+            await asyncio.sleep(0.05)
+            return (await environment.step(Action(str(number)))).observation
+        finally:
+            await environment.close()
+
+    async def together():
+        return await asyncio.gather(*(play(number) for number in range(6)))
+
+    assert asyncio.run(together()) == [str(number) for number in range(6)]
+
+
+def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, model, tmp_path, capsys) -> None:  # noqa: F811
+    file = tmp_path / "environments.yaml"
+    settings = "".join(f"    {name}: {value}\n" for name, value in {**CONFIG, **TEXT}.items())
+    file.write_text(f"environments:\n- name: echo\n  class_name: openenv\n  config:\n{settings}")
+    rollout, _ = started(
+        config_for(
+            model,
+            FAMILIES["qwen"].template,
+            f"{ROLLOUT}.agent.default_agent_loop=env_agent",
+            f"{ROLLOUT}.multi_turn.function_tool_path=null",
+            f"{ROLLOUT}.agent.environment_config_path={file}",
+            f"{ROLLOUT}.agent.environment_turn_tokens=8",
+            f"{ROLLOUT}.agent.retries=0",
+        )
+    )
+    (server,) = OpenEnvEnvironment._servers.values()
+    first = rollout.generate(prompts_of(rollout, 3))
+    assert all(first.non_tensor_batch["env_done"]) and first.batch["turn_level_rewards"].sum() > 0
+    before = server.port()
+    server._process.kill()
+    server._process.wait()
+    assert not answers(before)
+    second = rollout.generate(prompts_of(rollout, 3))
+    assert all(second.non_tensor_batch["env_done"]) and "it starts again" in capsys.readouterr().err
+
+    async def die():
+        environment = OpenEnvEnvironment(**rollout._agents.environments.entries["echo"].config)
+        await environment.reset({"seed": 1})
+        try:
+            await environment.step(Action("die"))
+        finally:
+            await environment.close()
+
+    with pytest.raises(Exception, match="close"):
+        asyncio.run(die())
+    port = server.port()
+    assert answers(port)
+    rollout.close()
+    assert not answers(port)
+
+
+def serve_and_wait(told) -> None:
+    told.send(EnvironmentServer(Path(sys.executable), "openenv_stage:app", STAGE.parent, 100).port())
+    time.sleep(1000)
+
+
+def test_a_server_ends_with_the_trainer_however_that_ends() -> None:
+    forks = multiprocessing.get_context("fork")
+    ours, theirs = forks.Pipe()
+    trainer = forks.Process(target=serve_and_wait, args=(theirs,), daemon=True)
+    trainer.start()
+    port = ours.recv()
+    assert answers(port)
+    trainer.kill()
+    trainer.join()
+    until = time.monotonic() + 60
+    while answers(port):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_what_cannot_work_is_refused(tmp_path, monkeypatch) -> None:
+    for config, reason in (
+        ({}, "one of url"),
+        ({"url": "http://x", "app": "y:app"}, "one of url"),
+        ({"url": "http://x", "colour": 1}, "config has colour"),
+        ({**CONFIG, "app": "no_such_module:app"}, "no_such_module"),
+    ):
+        with pytest.raises(RolloutError, match=reason):
+            OpenEnvEnvironment.start(config)
+    file = tmp_path / "environments.yaml"
+    file.write_text("environments:\n- class_name: openenv\n")
+    with pytest.raises(RolloutError, match="openenv: config needs one of url"):
+        load_environments(str(file), None, [])
+    with pytest.raises(RolloutError, match="known are openenv"):
+        pinned_file("nothing")
+
+
+def test_the_environment_of_a_server_is_made_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HYBRIDRL_ENVIRONMENTS", str(tmp_path / "made"))
+    pinned = tmp_path / "pinned.txt"
+    pinned.write_text("# nothing\n")
+    python = python_of("openenv", pinned=pinned)
+    where = subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True)
+    assert Path(where.stdout.strip()) == python.parents[1]
+    stamp = (python.parents[1] / "complete").stat().st_mtime_ns
+    assert python_of("openenv", pinned=pinned) == python
+    assert (python.parents[1] / "complete").stat().st_mtime_ns == stamp
+    pinned.write_text("no-such-package-at-all==0.0.0 --no-index\n")
+    with pytest.raises(RolloutError, match=r"pip .*install .* failed"):
+        python_of("openenv", pinned=pinned)
+    names = {line.partition("==")[0] for line in pinned_file("openenv").read_text().splitlines()}
+    assert {"openenv", "uvicorn", "websockets"} <= names and "torch" not in names

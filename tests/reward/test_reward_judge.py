@@ -1,0 +1,178 @@
+"""A language model as judge, behind a real endpoint: what it is asked, how it is read, and what is no verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from hybridrl.config import load_config
+from hybridrl.reward import RewardError, create_reward_manager
+from hybridrl.reward.factory import check_reward
+from hybridrl.reward.judge import last_score
+from hybridrl.trainer.ppo.roles import active_roles
+from hybridrl.verdict import Reason
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Answers as the test says, with the OpenAI chat API."""
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": name} for name in self.server.models]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((body, self.headers.get("Authorization")))
+        text = self.server.answer(body["messages"][-1]["content"])
+        if text is None:
+            self._send(500, {"error": "no"})
+        else:
+            self._send(200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]})
+
+    def _send(self, status: int, body: dict) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def endpoint(answer=lambda question: "Good.\nScore: 7", models=("judge",)):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        server.answer, server.models, server.asked, server.lock = answer, models, [], threading.Lock()
+        server.url = f"http://127.0.0.1:{server.server_port}/v1"
+        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture
+def judged_by(tokenizer):
+    """A manager whose judge is behind an endpoint."""
+    made = []
+
+    def make(url: str, *more: str):
+        model, where = "reward.reward_model", "reward.reward_model.judge"
+        words = [f"{model}.enable=True", f"{where}.url={url}", f"{where}.attempts=1", "reward.num_workers=1", *more]
+        config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=/nowhere", *words])
+        made.append(create_reward_manager(config, tokenizer))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def rows(*truths):
+    return {
+        "reward_model": [{"style": "rule", "ground_truth": truth} for truth in truths],
+        "raw_prompt": [[{"role": "user", "content": f"What is {truth}?"}] for truth in truths],
+    }
+
+
+def test_a_judge_alone_is_asked_about_each_response(judged_by, make_batch, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "open sesame")
+    with endpoint(lambda question: f"It says so.\n**Score:** {len(question.split('Answer:')[1].split()[0])}") as server:
+        manager = judged_by(
+            server.url, "reward.reward_model.weight=0.5", "reward.reward_model.judge.system_prompt=Be fair."
+        )
+        check_reward(manager.config)
+        found = manager(make_batch(["abc", "a"], **rows("7", "8")), return_dict=True)
+    assert found["reward_tensor"].sum(dim=-1).tolist() == [1.5, 0.5]
+    assert found["reward_extra_info"]["judge"] == [3.0, 1.0]
+    assert found["reward_extra_info"]["judge/judgement"][0].startswith("It says so.")
+    body, token = server.asked[0]
+    assert token == "Bearer open sesame" and body["model"] == "judge" and body["temperature"] == 0.0
+    assert body["messages"][0] == {"role": "system", "content": "Be fair."} and body["max_tokens"] == 1024
+    assert all(word in body["messages"][1]["content"] for word in ("What is", "right answer says", "Score: N"))
+    assert "reward_model" not in [spec.name for spec in active_roles(manager.config)]
+
+
+def test_a_judge_adds_to_a_function(judged_by, make_batch, user_file):
+    path = user_file("def compute_score(solution_str, ground_truth): return float(len(solution_str))")
+    with endpoint() as server:
+        manager = judged_by(server.url, f"reward.custom_reward_function.path={path}", "reward.reward_model.weight=0.1")
+        found = manager(make_batch(["abc"], **rows("7")), return_dict=True)
+    assert found["reward_tensor"].sum().item() == pytest.approx(3.7)
+    assert (found["reward_extra_info"]["function"], found["reward_extra_info"]["judge"]) == ([3.0], [7.0])
+
+
+PARSE = """
+def grade(text, sample):
+    if "refuse" in text:
+        raise ValueError("no grade")
+    return {"score": {"A": 1.0, "F": 0.0}.get(text[-1]), "truth": sample["ground_truth"]}
+"""
+
+
+def test_template_and_parser_of_ones_own(judged_by, make_batch, user_file, tmp_path):
+    (tmp_path / "question.txt").write_text("{{ messages[0].content }} -> {{ response }} ({{ ground_truth }})")
+    words = [
+        f"reward.reward_model.judge.template={tmp_path / 'question.txt'}",
+        f"reward.reward_model.judge.parse.path={user_file(PARSE)}",
+        "reward.reward_model.judge.parse.name=grade",
+        "reward.reward_model.judge.extra_body={seed: 3}",
+    ]
+    answers = {"x": "So: A", "y": "So: F", "z": "I refuse", "w": "So: ?"}
+    with endpoint(lambda question: answers[question.split("-> ")[1][0]]) as server:
+        found = judged_by(server.url, *words)(make_batch(list("xyzw"), **rows("7", "8", "9", "10")), return_dict=True)
+    assert found["reward_tensor"].sum(dim=-1).tolist()[:2] == [1.0, 0.0]
+    assert [one and one.reason for one in found["missing"]] == [None, None, Reason.GRADING, Reason.GRADING]
+    assert "no grade" in found["missing"][2].detail and found["reward_extra_info"]["judge/truth"][:2] == ["7", "8"]
+    assert {body["messages"][0]["content"] for body, _ in server.asked} >= {"What is 7? -> x (7)"}
+    assert all(body["seed"] == 3 for body, _ in server.asked)
+
+
+def test_no_answer_and_one_without_a_score_are_no_verdict_and_never_0(judged_by, make_batch):
+    answers = {"a": "I cannot say", "b": "", "c": None, "d": "Score: 0"}
+    with endpoint(lambda question: answers[question.split("Answer:\n")[1][0]]) as server:
+        found = judged_by(server.url)(make_batch(list("abcd"), **rows("1", "2", "3", "4")), return_dict=True)
+    reasons = [one and one.reason for one in found["missing"]]
+    assert reasons == [Reason.GRADING, Reason.GRADING, Reason.INFRA, None]
+    tensor = found["reward_tensor"].sum(dim=-1)
+    assert tensor.isnan().tolist() == [True, True, True, False] and tensor[3] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("words", "models", "error"),
+    [
+        (["model=other"], ["judge"], "has judge"),
+        ([], ["one", "two"], "has one, two"),
+        (["template=/nowhere.txt"], ["judge"], "template=/nowhere.txt"),
+        (["parse.path=/nowhere.py"], ["judge"], "/nowhere.py"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_run(judged_by, words, models, error):
+    with endpoint(models=models) as server:
+        manager = judged_by(server.url, *(f"reward.reward_model.judge.{word}" for word in words))
+        with pytest.raises(RewardError, match=error):
+            check_reward(manager.config)
+
+
+def test_an_endpoint_that_is_not_there_is_refused_before_a_run(judged_by):
+    with endpoint() as server:
+        manager = judged_by(server.url)
+    with pytest.raises(RewardError, match="does not list its models"):
+        check_reward(manager.config)
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 7", 7.0),
+        ("score = -1.5", -1.5),
+        ("**Score:** 8/10", 8.0),
+        ("Score: 1\nFinal score: 2", 2.0),
+        ("7", None),
+    ],
+)
+def test_the_last_score_of_a_text(text, score):
+    assert last_score(text, {}) == score

@@ -1,0 +1,111 @@
+"""Scores that were begun while others were generated are those of the whole batch, and never of other tokens."""
+
+import pytest
+import torch
+from sampler_tools import WIDTH, OwnRollout, prompts_of
+
+from hybridrl.config import PPOTrainerConfig
+from hybridrl.errors import RewardError
+from hybridrl.models.tiny import build_tokenizer
+from hybridrl.reward import RewardManager, create_reward_manager
+from hybridrl.rollout.batch import names_of, prompt_ids_of
+from hybridrl.rollout.trajectory import Trajectory
+from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.sampler import respond
+
+FUNCTION = """
+def compute_score(solution_str, ground_truth, extra_info):
+    if extra_info["row"] == FAILS:
+        raise ValueError("no score")
+    return {"score": len(solution_str) + 100.0 * extra_info["row"], "text": solution_str}
+"""
+WORKS = FUNCTION.replace("FAILS", "None")
+
+
+class Telling(OwnRollout):
+    """Tells of each sample in the reverse order, but for those that are skipped, and then changes its answer."""
+
+    def __init__(self, skipped=(), change=lambda answer, prompts: answer) -> None:
+        super().__init__(change)
+        self.skipped = skipped
+
+    def generate(self, prompts):
+        names = list(zip(prompt_ids_of(prompts), *names_of(prompts), strict=True))
+        for row, (ids, uid, sample) in reversed(list(enumerate(names))):
+            tokens = [row + 10] * (row % WIDTH + 1)
+            one = Trajectory(uid, sample, ids, tokens, [1] * len(tokens), [0.0] * len(tokens), [(0, len(tokens))])
+            if self.on_finished is not None and row not in self.skipped:
+                self.on_finished([one])
+        return super().generate(prompts)
+
+
+@pytest.fixture
+def manager_for(tmp_path):
+    made = []
+
+    def make(source=WORKS, kind=None):
+        config = PPOTrainerConfig()
+        config.reward.num_workers = 1
+        path = tmp_path / f"mine{len(made)}.py"
+        path.write_text(source)
+        config.reward.custom_reward_function.path = str(path)
+        manager = create_reward_manager(config, build_tokenizer())
+        if kind is not None:
+            manager = kind(config, manager.tokenizer, manager.pool)
+        made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def scored(manager, rollout):
+    """A batch, and what is made of it with scores that were begun early."""
+    scores, asked = EarlyScores(manager, rollout), prompts_of(["a", "b"], samples=3)
+    with scores.listening(asked):
+        batch = respond(rollout, asked, 1.0)
+    return batch, scores(batch)
+
+
+@pytest.mark.parametrize("skipped", [(), (0, 4), range(6)], ids=["all", "some", "none"])
+def test_they_are_those_of_the_whole_batch(manager_for, skipped) -> None:
+    manager = manager_for()
+    batch, early = scored(manager, Telling(skipped))
+    later = manager(batch, return_dict=True)
+    assert torch.equal(early["reward_tensor"], later["reward_tensor"]) and early["reward_tensor"].sum() > 0
+    assert early["reward_extra_info"] == later["reward_extra_info"]
+    assert early["metrics"]["reward/scored_early"] <= 1 - len(skipped) / 6
+
+
+def test_rows_with_other_tokens_or_in_another_order_are_scored_as_they_are(manager_for) -> None:
+    def change(answer, prompts):
+        answer = answer.select_idxs([5, 0, 1, 2, 3, 4])
+        answer.batch["responses"][2] = 40
+        return answer
+
+    manager = manager_for()
+    batch, early = scored(manager, Telling(change=change))
+    assert torch.equal(early["reward_tensor"], manager(batch, return_dict=True)["reward_tensor"])
+
+
+def test_a_function_that_fails_says_so_where_the_batch_is_scored(manager_for) -> None:
+    manager = manager_for(FUNCTION.replace("FAILS", "4"))
+    with pytest.raises(RewardError, match=r"uid 'b'(.|\n)*no score"):
+        scored(manager, Telling())
+
+
+class Whole(RewardManager):
+    def score_batch(self, samples, name):
+        return super().score_batch(samples, name)
+
+
+@pytest.mark.parametrize("kind", [None, Whole])
+def test_what_scores_whole_batches_does_so(manager_for, kind) -> None:
+    source = WORKS
+    if kind is None:
+        source = "def compute_reward(responses, ground_truths): return [float(len(one)) for one in responses]"
+    manager = manager_for(source, kind)
+    batch, found = scored(manager, Telling())
+    assert "reward/scored_early" not in found["metrics"]
+    assert torch.equal(found["reward_tensor"], manager(batch, return_dict=True)["reward_tensor"])
