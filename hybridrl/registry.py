@@ -45,13 +45,31 @@ class EstimatorFacts(Facts):
         compares_samples: it compares the samples of one prompt with each other.
         alone: with one sample per prompt, which has no others to compare with, the advantage is the score itself.
             False: it needs two samples of each prompt.
+        smallest_group: samples of a prompt that it needs. None: 2 if it compares samples, else 1. Where samples are
+            missing, a prompt with fewer left is not trained on; `rollout.n` must not be smaller, unless it is 1 and
+            `alone` is true.
+        unbiased: for groups of any size from the smallest, the sum of its advantages times the gradients of the
+            log-probabilities, divided by the size, is the gradient of the expected reward on average. Samples that are
+            missing at random then cost nothing but variance. False: with fewer samples its formula holds for those
+            that are left.
         reads_components: it reads the components of the reward (`algorithm.gdpo_reward_keys`) and not their sum.
     """
 
     needs: tuple[str, ...] = ()
     compares_samples: bool = False
     alone: bool = False
+    smallest_group: int | None = None
+    unbiased: bool = False
     reads_components: bool = False
+
+    def __post_init__(self) -> None:
+        if self.smallest_group is not None and self.smallest_group < 1:
+            raise AlgorithmError(f"smallest_group={self.smallest_group}: an estimator needs at least 1 sample")
+
+    @property
+    def fewest_samples(self) -> int:
+        """Samples of a prompt that it needs."""
+        return self.smallest_group or (2 if self.compares_samples else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from hybridrl.protocol.missing import MissingSample
 from hybridrl.protocol.names import MISSING_SAMPLES, SESSION_LOG
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.rollout.noise import stream_keys
+from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.rollout import Rollout
 from hybridrl.rollout.sampling import SamplingParams
@@ -33,8 +33,8 @@ T = TypeVar("T")
 class AgentRollout(Rollout):
     """Runs a session per row. Weights, memory and pauses are those of the rollout that generates.
 
-    A session that fails is run again (`agent.retries`), and then ends the run or is left out (`agent.on_error`); no
-    other session notices.
+    A session that fails is run again (`agent.retries`), and then ends the run (`agent.on_error=raise`) or is listed as
+    missing; no other session notices.
 
     Args:
         inner: generates.
@@ -63,16 +63,14 @@ class AgentRollout(Rollout):
         The meta `missing_samples` has a `MissingSample` for each session that gave no verdict.
 
         Raises:
-            RolloutError: generation failed; a session failed and `agent.on_error` is `raise`; or all of them failed.
+            RolloutError: generation failed, or a session failed and `agent.on_error` is `raise`.
         """
         self.inner.resume()
         trajectories, missing = _run(self._sessions(prompts))
-        if not trajectories:
-            raise RolloutError(f"every one of {len(prompts)} agent sessions failed; the warnings say why")
         batch = batch_of(
             trajectories,
             self._agents.tokenizer.pad_token_id,
-            prompt_width=max(prompts.batch["input_ids"].shape[1], *(len(one.prompt_ids) for one in trajectories)),
+            prompt_width=max([prompts.batch["input_ids"].shape[1], *(len(one.prompt_ids) for one in trajectories)]),
             response_width=self._config.response_length,
         )
         if missing:
@@ -134,21 +132,22 @@ class AgentRollout(Rollout):
                 found = self._trajectories(outputs, session, uid, sample)
                 if not isinstance(found, NoVerdict):
                     return found, missing
-                verdict = found
+                verdict, failure = found, None
+                tokens: int | None = _trained_tokens(outputs)
             except GenerationFailedError as error:
                 assert error.__cause__ is not None
                 raise error.__cause__ from None
             except Exception as error:
                 verdict, failure = no_verdict_of(error), error
+                tokens = None  # it was cut off
             again = len(missing) < settings.retries and verdict.reason is not Reason.DROPPED
-            tokens = sum(len(completion.token_ids) for _, completion in session.generated)
             missing.append(MissingSample(uid, sample, verdict, tokens, again))
             if verdict.reason is not Reason.DROPPED:
                 self._counts.failed(again)
         what = f"agent session of uid {uid!r}, sample {sample} has no verdict: {verdict}"
         if settings.on_error == "raise" and verdict.reason is not Reason.DROPPED:
             raise RolloutError(f"{what}. rollout.agent.on_error=drop leaves such samples out") from failure
-        notify(f"{what}; the sample is left out", "warning")
+        notify(what, "warning")
         return [], missing
 
     def _trajectories(
@@ -183,7 +182,7 @@ class AgentRollout(Rollout):
         """The seed of each turn, where seeds decide what is drawn: then a resumed run draws the same again."""
         if not do_sample or not (self.in_place or self._config.full_determinism or meta.get("seeded", False)):
             return lambda _: None
-        step, purpose = int(meta.get("global_steps", 0)), "validate" if meta.get("validate", False) else "train"
+        step, purpose = int(meta.get("global_steps", 0)), purpose_of(meta)
 
         def seed_of(turn: int) -> int:
             name = f"{uid} turn {turn} attempt {attempt}"
@@ -263,6 +262,11 @@ class _Counts:
             found[f"agent_loop/tool_faults/{kind}"] = float(np.mean([kind in one for one in faults]))
         self._outputs, self._retried, self._failed = [], 0, 0
         return found
+
+
+def _trained_tokens(outputs: Any) -> int:
+    several = outputs if isinstance(outputs, Sequence) else [outputs]
+    return sum(sum(map(int, output.response_mask)) for output in several)
 
 
 def _seconds(metrics: AgentLoopMetrics | Mapping[str, float], name: str) -> float:

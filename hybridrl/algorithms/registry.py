@@ -63,6 +63,8 @@ def register_adv_est(
     needs: Iterable[str] = (),
     compares_samples: bool = False,
     alone: bool = False,
+    smallest_group: int | None = None,
+    unbiased: bool = False,
     reads_components: bool = False,
     settings: type | None = None,
 ) -> Callable[[AdvantageFn], AdvantageFn]:
@@ -70,8 +72,9 @@ def register_adv_est(
 
     Args:
         name_or_enum: value of `algorithm.adv_estimator`.
-        needs, compares_samples, alone, reads_components: see `hybridrl.registry.EstimatorFacts`. A parameter without a
-            default is a required input, whether it is listed or not.
+        needs, compares_samples, alone, smallest_group, unbiased, reads_components: see
+            `hybridrl.registry.EstimatorFacts`. A parameter without a default is a required input, whether it is listed
+            or not.
         settings: dataclass of its own settings, which become keys of `algorithm`. The estimator reads them from its
             parameter `settings`.
     """
@@ -81,6 +84,8 @@ def register_adv_est(
             needs=tuple(needs),
             compares_samples=compares_samples,
             alone=alone,
+            smallest_group=smallest_group,
+            unbiased=unbiased,
             reads_components=reads_components,
             settings=settings,
         )

@@ -12,7 +12,7 @@ class MissingSample:
     Attributes:
         uid, sample: which one; see the columns of these names.
         verdict: the reason.
-        tokens: how many were generated; None: it is not known.
+        tokens: how many were generated; None: the attempt ended before its end, so that its length is not known.
         again: it was generated again at once, by the rollout itself, so that the sample may not be missing.
     """
 

@@ -8,6 +8,8 @@ TURN_LEVEL_REWARDS = "turn_level_rewards"
 TURN_STATES = "turn_states"
 #: tensor [B, S, L, K]: the experts of each token; in the meta of prompts, whether the rollout is to return it
 ROUTED_EXPERTS = "routed_experts"
+#: in the meta of prompts and of their answer: how often these samples were asked for before; missing for 0
+ATTEMPT = "attempt"
 #: in the meta of a generated batch: a `MissingSample` for each attempt at a sample that gave none
 MISSING_SAMPLES = "missing_samples"
 #: non-tensor: what the model reads of the images of a row, `{"pixel_values", "image_grid_thw"}`; `{}` without any

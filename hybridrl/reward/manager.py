@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
+from hybridrl.protocol.names import ATTEMPT, SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
@@ -277,7 +277,7 @@ class RewardManager:
         asked = [one for one, reward in zip(outcomes, given_rewards(batch), strict=True) if reward is None]
         self.metrics = _metrics(asked)
         failed = [one.error is not None for one in outcomes]
-        self._report_failures([one.error for one in asked])
+        self._report_failures([one.error for one in asked], batch.meta_info.get(ATTEMPT, 0) == 0)
         tensor = torch.zeros(tensors_of(batch)["responses"].shape, dtype=torch.float32)
         scores = torch.tensor([one.score for one in scored], dtype=torch.float32)
         tensor[torch.arange(len(scored)), last_generated(batch)] = scores
@@ -296,8 +296,12 @@ class RewardManager:
             "missing": missing,
         }
 
-    def _report_failures(self, errors: list[str | None]) -> None:
+    def _report_failures(self, errors: list[str | None], first: bool) -> None:
         """Report samples that the reward function failed for (`reward.on_error`), or end the run.
+
+        Args:
+            errors: of each sample that was scored; None: it did not fail.
+            first: they are asked for the first time. A share of a few samples that are missing says nothing.
 
         Raises:
             RewardError: they are a larger share than `reward.max_error_rate`.
@@ -306,7 +310,7 @@ class RewardManager:
         if not failures:
             return
         what = f"the reward function failed for {len(failures)} of {len(errors)} samples"
-        if reward.on_error is not None and len(failures) > reward.max_error_rate * len(errors):
+        if first and reward.on_error is not None and len(failures) > reward.max_error_rate * len(errors):
             raise RewardError(f"{what}, more than reward.max_error_rate={reward.max_error_rate:g}. {failures[0]}")
         key = "reward.on_error" if reward.on_error is not None else "algorithm.missing.infra"
         chosen = reward.on_error or self.config.algorithm.missing.infra

@@ -23,7 +23,7 @@ from hybridrl.protocol.names import (
     TURN_STATES,
 )
 from hybridrl.rollout.images import PromptImages
-from hybridrl.rollout.noise import stream_keys
+from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
@@ -97,13 +97,13 @@ def requests_of(
     rows = len(prompts)
     uids, samples = names_of(prompts)
     step = int(meta.get("global_steps", 0))
-    purpose = "validate" if meta.get("validate", False) else "train"
+    purpose = purpose_of(meta)
     seeds: list[int | None] = [None] * rows
     if (config.full_determinism or meta.get("seeded", False)) and params.do_sample:
         seeds = [int(key) % 2**63 for key in stream_keys(config.seed, step, purpose, uids, samples)]
     return [
         Request(
-            id=f"{purpose}-{step}-{next_id()}",
+            id=f"{purpose.replace(' ', '-')}-{step}-{next_id()}",
             prompt_ids=prompt_ids,
             sampling=params if seed is None else replace(params, seed=seed),
             session=uid,
@@ -123,7 +123,7 @@ def batch_of(
     """One row per trajectory, in their order; a sample may have any number of rows.
 
     Args:
-        trajectories: at least one.
+        trajectories: where there are none, both widths must be given.
         pad_token_id: fills prompts on the left and responses on the right.
         prompt_width: P; None takes the longest prompt.
         response_width: T; None takes the longest response.
@@ -195,6 +195,8 @@ def _turns(trajectories: Sequence[Trajectory], width: int) -> dict[str, torch.Te
 
 
 def _width(field: str, setting: str, width: int | None, trajectories: Sequence[Trajectory]) -> int:
+    if not trajectories and width is not None:
+        return width
     longest = max(trajectories, key=lambda one: len(getattr(one, field)))
     found = len(getattr(longest, field))
     if width is not None and found > width:

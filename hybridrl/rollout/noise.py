@@ -5,14 +5,23 @@ split over ranks, ordered or padded therefore changes nothing, and a resumed run
 have drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
+
+from hybridrl.protocol.names import ATTEMPT
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def purpose_of(meta: Mapping[str, Any]) -> str:
+    """What a batch is generated for, as `stream_keys` takes it: a further attempt at a sample draws other noise."""
+    attempt = int(meta.get(ATTEMPT, 0))
+    return ("validate" if meta.get("validate", False) else "train") + (f" attempt {attempt}" if attempt else "")
 
 
 def stream_keys(seed: int, step: int, purpose: str, uids: Sequence[str], samples: Sequence[int]) -> np.ndarray:

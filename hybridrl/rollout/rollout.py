@@ -59,15 +59,17 @@ class Rollout(ABC):
         Args:
             prompts: tensors `input_ids`, `attention_mask`, `position_ids` [B, P], left-padded; non-tensors `uid` (one
                 per prompt) and, where a prompt has several rows, `sample` (which of them), and other columns of the
-                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `seeded` (every request
-                draws with its own seed, so that other requests do not matter), `routed_experts` (return this field, if
-                the engine has the fact `records_routing`), and any field of `SamplingParams`.
+                prompts (`raw_prompt`, `extra_info`, ...); meta `global_steps`, `validate`, `attempt` (how often these
+                samples were asked for before, 0 where it is missing; another attempt draws other tokens), `seeded`
+                (every request draws with its own seed, so that other requests do not matter), `routed_experts` (return
+                this field, if the engine has the fact `records_routing`), and any field of `SamplingParams`.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
             `attention_mask`, `position_ids` [B, P + T], `response_mask` [B, T], `rollout_log_probs` [B, T] and
             `weight_versions` [B, T] (the `version` that each token was generated with); T is `rollout.response_length`.
-            Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides.
+            Its non-tensors are those of `batch_of`: `uid`, `sample`, and what a trajectory has besides. The meta
+            `missing_samples` lists a `MissingSample` for each sample without an answer.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The evaluation program: scores the responses in a file as training does, and summarises them by data source."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from hybridrl.config.data_names import local_files
 from hybridrl.data import DataError
 from hybridrl.data.files import read_table
 from hybridrl.data.table import REWARD_MODEL, Table
+from hybridrl.notify import notify
 from hybridrl.observe.validation_metrics import validation_metrics
 from hybridrl.reward import RewardError
 from hybridrl.reward.columns import ExtraColumns, extra_of
@@ -53,11 +54,12 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
     Returns:
         The metrics: `val-core/*` and `val-aux/*` as validation logs them (`hybridrl.observe.validation_metrics`),
         and for each data source `test_score/<data_source>`, the mean over rows of the mean over a row's responses.
+        Responses without a verdict are in no mean; the file and a warning say how many there are, and why.
 
     Raises:
         ConfigError: `validate` finds faults in the configuration.
         DataError: rows cannot be scored; the error names them.
-        RewardError: the reward function cannot be loaded or fails.
+        RewardError: the reward function cannot be loaded or fails, or gives no verdict of any response.
     """
     validate(config)
     data = config.data
@@ -66,6 +68,7 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         answers = read_answers(config, table, built_in=pool.built_in)
         check_columns(pool, table.columns, any(sample.ground_truth is not None for sample in answers.samples))
         outcomes = list(_scored(pool, answers))
+    missing = Counter(one.no_verdict.reason.value for one in outcomes if one.no_verdict is not None)
     metrics = summarise(answers, outcomes)
     path = Path(data.output_path).expanduser() if data.output_path else default_output(local_files(data.path[0])[0])
     report = {
@@ -74,6 +77,7 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         "rows": len(set(answers.rows)),
         "responses": len(answers.samples),
         "timeouts": sum(outcome.timed_out for outcome in outcomes),
+        "missing": dict(missing),
         "metrics": metrics,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,6 +184,15 @@ def _scored(pool: Pool, answers: Answers) -> Iterator[Outcome]:
 
 def summarise(answers: Answers, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Compute the metrics of all responses; see `run_evaluation`."""
+    judged = [number for number, outcome in enumerate(outcomes) if outcome.no_verdict is None]
+    lost = [outcome.no_verdict for outcome in outcomes if outcome.no_verdict is not None]
+    if lost:
+        what = f"{len(lost)} of {len(outcomes)} responses have no verdict"
+        if not judged:
+            raise RewardError(f"{what}. The first: {lost[0]}")
+        notify(f"{what} and are in no mean. The first: {lost[0]}", "warning")
+    answers = Answers([answers.samples[number] for number in judged], [answers.rows[number] for number in judged])
+    outcomes = [outcomes[number] for number in judged]
     sources = [_source(sample) for sample in answers.samples]
     extra = ExtraColumns()([extra_of(outcome) for outcome in outcomes], outcomes)
     scores = [outcome.score for outcome in outcomes]
@@ -202,7 +215,8 @@ def _print(metrics: Mapping[str, float], answers: Answers) -> None:
     """Print one line per data source: its score and its core metrics."""
     rows: dict[str, set[int]] = defaultdict(set)
     for sample, row in zip(answers.samples, answers.rows, strict=True):
-        rows[_source(sample)].add(row)
+        if f"test_score/{_source(sample)}" in metrics:  # else no response of it has a verdict
+            rows[_source(sample)].add(row)
     core: dict[str, dict[str, float]] = {source: {} for source in rows}
     for source in rows:
         prefix = f"val-core/{source}/"

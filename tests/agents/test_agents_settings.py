@@ -5,17 +5,11 @@ from __future__ import annotations
 import importlib
 
 import pytest
-import torch
 
 from hybridrl.agents import AgentLoopBase, BaseTool
 from hybridrl.config import load_config
 from hybridrl.config.checks.agents import check_agents, check_no_agents
 from hybridrl.errors import ConfigError
-from hybridrl.protocol import DataProto, object_array
-from hybridrl.protocol.missing import MissingSample
-from hybridrl.protocol.names import MISSING_SAMPLES
-from hybridrl.trainer.ppo.sampler import without_dropped
-from hybridrl.verdict import NoVerdict
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -58,16 +52,6 @@ def test_what_is_not_built_stays_refused(word) -> None:
 def test_data_follow_the_tools_of_the_rollout() -> None:
     config = load_config("ppo_trainer", [f"{ROLLOUT}.multi_turn.tool_config_path=x.yaml"])
     assert config.data.tool_config_path == "x.yaml" and config.data.function_tool_path is None
-
-
-def test_a_group_without_enough_samples_is_left_out() -> None:
-    names = {"uid": ["a", "b", "b", "b", "c"], "sample": [0, 0, 0, 2, 1]}
-    columns = {name: object_array(column) for name, column in names.items()}
-    batch = DataProto.from_dict(tensors={"x": torch.zeros(5, 1)}, non_tensors=columns)
-    batch.meta_info[MISSING_SAMPLES] = [MissingSample(uid, 1, NoVerdict("infra")) for uid in "ab"]
-    kept = without_dropped(batch, 3)
-    assert kept.non_tensor_batch["uid"].tolist() == ["b", "b", "b", "c"]  # two samples of b, one of them in two rows
-    assert MISSING_SAMPLES not in kept.meta_info
 
 
 def test_verls_modules_are_there() -> None:

@@ -1,4 +1,4 @@
-"""The commands of the pages about agents, their tutorial and environments, and the snippets of docs/sandbox.md."""
+"""The commands of the pages about agents and of docs/missing.md, and the snippets of docs/sandbox.md."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def test_the_run_on_an_environment(tmp_path: Path, finish: Callable[..., Any], f
     (step,) = [row for row in rows if "num_turns/mean" in row]
     assert step["num_turns/max"] > 3 and step["agent_loop/sessions_failed"] == 0
     assert step["rollout_corr/kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_run_with_a_judge_that_is_gone(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets("docs/missing.md", tmp_path, finish, "run", python=forked)
+    rows = [json.loads(line) for line in (tmp_path / "judge" / "run" / "metrics.jsonl").read_text().splitlines()]
+    (step,) = [row for row in rows if "missing/infra" in row]
+    assert step["missing/infra"] == 4 / 18 and step["missing/refilled"] == 2 / 16 and step["missing/left_out"] == 2 / 16
 
 
 def test_the_snippets_of_the_sandbox(tmp_path: Path, finish: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_trainer_sampler import WIDTH, OwnRollout, prompts_of
+from sampler_tools import WIDTH, OwnRollout, prompts_of
 
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RewardError

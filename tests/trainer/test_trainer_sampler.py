@@ -1,82 +1,13 @@
 """The sampler with rollouts and rewards of the test's own: what it hands out, asks for and refuses."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
+from sampler_tools import OwnRollout, prompts_of, reward, same, sampler_of
 
-from hybridrl.config import load_config
-from hybridrl.data import PromptLoader
 from hybridrl.errors import RewardError, RolloutError
-from hybridrl.protocol import DataProto, object_array
-from hybridrl.rollout import Rollout
-from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
-from hybridrl.rollout.trajectory import Trajectory
-from hybridrl.trainer.ppo.prompt_pool import PromptPool
-from hybridrl.trainer.ppo.sampler import Sampler, respond, without_failed
-
-PAD = 0
-WIDTH = 4
-
-
-def prompts_of(uids: list[str], samples: int = 1) -> DataProto:
-    rows = len(uids) * samples
-    ids = torch.arange(1, rows + 1)[:, None].expand(-1, 2).clone()
-    return DataProto.from_dict(
-        tensors={
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(2).expand(rows, 2).clone(),
-        },
-        non_tensors={
-            "uid": np.repeat(np.array(uids, dtype=object), samples),
-            "sample": np.tile(np.arange(samples), len(uids)).astype(object),
-            "raw_prompt": object_array([[{"role": "user", "content": str(row)}] for row in range(rows)]),
-            "extra_info": np.array([{"row": row} for row in range(rows)], dtype=object),
-        },
-    )
-
-
-class OwnRollout(Rollout):
-    """Answers with what `change` makes of the plain answer, and remembers what it was asked.
-
-    Args:
-        change: gets the plain answer (row by row, with `uid` and `sample`) and the prompts.
-    """
-
-    def __init__(self, change: Callable[[DataProto, DataProto], DataProto]) -> None:
-        self.change = change
-        self.asked: list[DataProto] = []
-
-    def generate(self, prompts: DataProto) -> DataProto:
-        self.asked.append(prompts)
-        trajectories = []
-        for row, (ids, uid, sample) in enumerate(zip(prompt_ids_of(prompts), *names_of(prompts), strict=True)):
-            tokens = [row + 10] * (row % WIDTH + 1)
-            zeros = [0.0] * len(tokens)
-            trajectories.append(Trajectory(uid, sample, ids, tokens, [1] * len(tokens), zeros, [(0, len(tokens))]))
-        return self.change(batch_of(trajectories, PAD, response_width=WIDTH), prompts)
-
-    def client(self) -> Any:
-        raise NotImplementedError("no test asks for single requests")
-
-    def update_weights(self, version: int) -> dict[str, float]:
-        return {}
-
-    def pause(self) -> None: ...
-
-    def unpause(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def health(self) -> list[str]:
-        return []
-
-
-def same(answer: DataProto, prompts: DataProto) -> DataProto:
-    return answer
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.sampler import respond
 
 
 def test_what_a_rollout_returns_is_kept_and_what_prompts_carry_reaches_it() -> None:
@@ -134,38 +65,6 @@ def test_a_rollout_that_loses_or_invents_rows_is_refused(rows, uids, named) -> N
         respond(OwnRollout(change), prompts_of(["a", "b", "c"]), 1.0)
 
 
-class Rows:
-    """A data set of prompts `[index + 1] * 2`."""
-
-    pad_token_id = PAD
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict:
-        return {"input_ids": [index + 1] * 2, "index": index, "extra_info": {"index": index}}
-
-
-def reward(batch: DataProto, return_dict: bool = False):
-    """The prompt's id plus a hundredth of the sample's number, on the last token; one timeout per call."""
-    scores = torch.zeros(batch.batch["responses"].shape)
-    samples = [int(sample) for sample in batch.non_tensor_batch["sample"]]
-    scores[:, 0] = batch.batch["prompts"][:, -1] + torch.tensor(samples) / 100
-    if not return_dict:
-        return scores
-    return {"reward_tensor": scores, "reward_extra_info": {"acc": samples}, "metrics": {"reward/timeouts": 1.0}}
-
-
-def sampler_of(rollout: Rollout, *words: str) -> Sampler:
-    config = load_config(
-        "ppo_trainer",
-        ["algorithm.adv_estimator=grpo", "data.train_batch_size=3", "actor_rollout_ref.rollout.n=2", *words],
-    )
-    loader = PromptLoader(Rows(), config.data.gen_batch_size or 3)
-    pool = PromptPool(config.algorithm.filter_groups, 3, 2, len(Rows()), PAD)
-    return Sampler(config, rollout, reward, loader, pool)  # type: ignore[arg-type]
-
-
 def test_batches_come_one_after_the_other_with_their_metrics() -> None:
     rollout = OwnRollout(same)
     sampler = sampler_of(rollout, "data.gen_batch_size=2")
@@ -220,19 +119,6 @@ def test_the_first_batch_brings_a_probe_where_sampling_is_truncated() -> None:
     assert first.probe is not None and second.probe is None
     assert first.probe.batch["prompts"].tolist() == first.batch.batch["prompts"].tolist()
     assert rollout.asked[1].meta_info["top_k"] == -1
-
-
-def test_samples_that_failed_are_left_out_and_prompts_with_nothing_to_compare() -> None:
-    """Prompt a keeps two of three samples; b keeps one, which is left out, too; of c nothing failed."""
-    uids, samples = list("aaaabbbc"), [0, 0, 1, 2, 0, 1, 2, 0]
-    failed = [False, True, False, False, True, False, True, False]
-    batch = DataProto.from_dict(
-        tensors={"row": torch.arange(8)},
-        non_tensors={"uid": np.array(uids, dtype=object), "sample": np.array(samples, dtype=object)},
-    )
-    # The first sample of a has two rows, one of which failed.
-    assert without_failed(batch, failed).batch["row"].tolist() == [2, 3, 7]
-    assert len(without_failed(batch, [True] * 8)) == 0
 
 
 def test_prompts_that_lost_samples_are_replaced_from_the_data() -> None:

@@ -165,7 +165,7 @@ def compute_gdpo_outcome_advantage(
     return total
 
 
-@outcome_estimator("rloo", compares_samples=True, alone=True)
+@outcome_estimator("rloo", compares_samples=True, alone=True, unbiased=True)
 def compute_rloo_outcome_advantage(
     scores: Tensor,
     groups: Groups,
@@ -182,7 +182,7 @@ def compute_rloo_outcome_advantage(
     return _centred(scores, groups) * torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
 
 
-@outcome_estimator("rloo_vectorized", compares_samples=True)
+@outcome_estimator("rloo_vectorized", compares_samples=True, unbiased=True)
 def compute_rloo_vectorized_outcome_advantage(
     scores: Tensor,
     groups: Groups,

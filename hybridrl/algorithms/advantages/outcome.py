@@ -24,6 +24,8 @@ def outcome_estimator(
     needs: Iterable[str] = (),
     compares_samples: bool = False,
     alone: bool = False,
+    smallest_group: int | None = None,
+    unbiased: bool = False,
     reads_components: bool = False,
     settings: type | None = None,
     whitened: bool = False,
@@ -41,7 +43,8 @@ def outcome_estimator(
     mask.
 
     Args:
-        name, needs, compares_samples, alone, reads_components, settings: see `register_adv_est`.
+        name, needs, compares_samples, alone, smallest_group, unbiased, reads_components, settings: see
+            `register_adv_est`.
         whitened: whether advantages are whitened over all response tokens of the batch.
     """
 
@@ -81,6 +84,8 @@ def outcome_estimator(
             needs=needs,
             compares_samples=compares_samples,
             alone=alone,
+            smallest_group=smallest_group,
+            unbiased=unbiased,
             reads_components=reads_components,
             settings=settings,
         )(estimate)

@@ -73,7 +73,7 @@ def compute_flash_reinforce_outcome_advantage(
     )
 
 
-@register_adv_est("remax", needs=("reward_baselines",))
+@register_adv_est("remax", needs=("reward_baselines",), unbiased=True)
 @torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor,

@@ -99,7 +99,7 @@ def compute_grpo_turns_advantage(
     return advantages, advantages
 
 
-@register_adv_est("gigpo", compares_samples=True)
+@register_adv_est("gigpo", needs=("turn_states",), compares_samples=True)
 @torch.no_grad()
 def compute_gigpo_advantage(
     token_level_rewards: Tensor,

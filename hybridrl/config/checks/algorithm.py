@@ -51,10 +51,12 @@ def check_estimator(config: PPOTrainerConfig) -> Iterator[str]:
             where = f"{_ACTOR}.policy_loss"
             yield f"{where}.loss_mode={policy_loss.loss_mode} without {where}.{required}; set it"
     samples = config.actor_rollout_ref.rollout.n
-    if facts.compares_samples and samples == 1 and not facts.alone:
+    if samples < facts.fewest_samples and not (facts.alone and samples == 1):
+        needed = facts.fewest_samples
         yield (
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other and has no advantage for "
-            f"a single one, and {_ROLLOUT}.n=1; set it to 2 or more, 8 is usual"
+            f"{'a single one' if needed == 2 else f'less than {needed}'}, and {_ROLLOUT}.n={samples}; set it to "
+            f"{needed} or more, 8 is usual"
         )
     if "values" in facts.needs and not config.use_critic:
         yield f"algorithm.adv_estimator={name} needs values, and critic.enable=False; leave it null, or use grpo"

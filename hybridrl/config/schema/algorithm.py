@@ -68,6 +68,16 @@ class MissingConfig(ConfigNode):
     timeout: str = key("refill", "something took longer than its limit; as infra", choices=names.ON_MISSING)
     grading: str = key("refill", "the scorer could not judge the sample; as infra", choices=names.ON_MISSING)
     dropped: str = key("drop", "a loop, environment or filter left the sample out; as infra", choices=names.ON_MISSING)
+    max_refills: int = key(3, "times that one sample is generated again; then it leaves its group", ge=0)
+    max_share: float = key(
+        0.5,
+        "the run ends if a larger share of a generation batch has no reward at first (batches of less than 16 samples "
+        "count together); samples that are left out on purpose (dropped) do not count",
+        ge=0,
+        le=1,
+    )
+    window: int = key(50, "steps over which is tested whether missing samples differ in length or reward", gt=0)
+    significance: float = key(1e-3, "probability of a false warning of that test per window; 0: no test", ge=0, lt=1)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXP
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
 from hybridrl.rollout.inference_engine import InferenceEngines
-from hybridrl.rollout.noise import stream_keys, uniforms
+from hybridrl.rollout.noise import purpose_of, stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
 from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
@@ -157,7 +157,7 @@ class HFRollout:
         keys = stream_keys(
             seed=self.config.seed,
             step=int(meta.get("global_steps", 0)),
-            purpose="validate" if meta.get("validate", False) else "train",
+            purpose=purpose_of(meta),
             uids=tensors["uid"].tolist(),
             samples=tensors["sample"].tolist() if "sample" in tensors else [0] * rows,
         )

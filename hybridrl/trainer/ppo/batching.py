@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from hybridrl.protocol import DataProto
+from hybridrl.algorithms.sessions import ORDER_KEY, SESSION_KEY
+from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.fields import Widths, narrow, padded, widen
 from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 from hybridrl.workers.losses import SEQUENCE_TOKENS
@@ -45,7 +46,8 @@ def trim(batch: DataProto) -> DataProto:
 def join_generated(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
     """Concatenate generated batches of different widths. A non-tensor column that a part lacks is None in its rows.
 
-    Prompts are padded on the left, responses on the right.
+    Prompts are padded on the left, responses on the right. Where some parts have sessions of several rows, each sample
+    of the others is a session of one row.
     """
     if len(parts) == 1:
         return parts[0]
@@ -63,6 +65,10 @@ def join_generated(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
             }
         empty = np.full(len(part), None, dtype=object)
         objects = {name: part.non_tensor_batch.get(name, empty) for name in columns}
+        if SESSION_KEY in columns and SESSION_KEY not in part.non_tensor_batch:
+            numbers = part.non_tensor_batch.get("sample", np.arange(len(part))).tolist()
+            objects[SESSION_KEY] = object_array([f"sample {number}" for number in numbers])
+            objects[ORDER_KEY] = object_array([0] * len(part))
         wide.append(DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=part.meta_info))
     return DataProto.concat(wide)
 

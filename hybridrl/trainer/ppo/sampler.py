@@ -6,6 +6,7 @@ Shapes: B rows, T response width.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hybridrl.data import StatefulLoader
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.missing import MissingSample
-from hybridrl.protocol.names import MISSING_SAMPLES, ROUTED_EXPERTS
+from hybridrl.protocol.names import ATTEMPT, MISSING_SAMPLES, ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
@@ -27,6 +28,7 @@ from hybridrl.trainer.ppo.batching import repeat_for_sampling, trim
 from hybridrl.trainer.ppo.correction import UNTRUNCATED, is_untruncated, probe_prompts
 from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.memory import memory_advice
+from hybridrl.trainer.ppo.missing import DROP, REFILL, Lost, MissingSamples, MissingStatistics
 from hybridrl.trainer.ppo.needs import Needs
 from hybridrl.trainer.ppo.prompt_pool import PromptPool
 from hybridrl.trainer.ppo.role_scores import Scorer
@@ -92,8 +94,12 @@ class Sampler:
         self.step = 0
         self.reward_columns: tuple[str, ...] = ()
         self.unscored: DataProto | None = None
+        self.missing = MissingSamples(config, pool.pad_token_id)
+        settings = config.algorithm.missing
+        self.missing_statistics = MissingStatistics(settings.window, settings.significance)
+        self._result: Mapping[str, Any] = {}
+        self._fruitless = 0
         self._early: EarlyScores | None = None
-        self._failed: list[bool] = []
         self._prompts = _endless(loader)
 
     def next(self) -> Sampled:
@@ -104,26 +110,57 @@ class Sampler:
         while self.pool.wanted:
             with timer.phase("data"):
                 prompts = next(self._prompts)
-            batch = self.generate(prompts, timer)
-            if not len(batch):
-                continue
-            metrics = _merged(metrics, self.score(batch, timer))
-            if self.needs.reward_baselines:
-                metrics = _merged(metrics, self.add_baselines(batch, prompts, timer))
-            if any(self._failed):
-                batch = without_failed(batch, self._failed)
-            if len(batch):
+            asked = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
+            judged = self.missing.judge(asked, partial(self._attempt, timer=timer, metrics=metrics))
+            self.missing_statistics.add(judged)
+            batch = self.missing.without_small_groups(judged)
+            if batch is not None and self.needs.reward_baselines:
+                batch = self.add_baselines(batch, prompts, timer, metrics)
+            if batch is not None:
                 self.pool.add(batch)
+            self._check_progress(len(prompts), batch)
         batch, of_pool = self.pool.take()
+        metrics |= self.missing_statistics.end_step()
         parts = part_means({name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns})
         probe = self.probe(batch) if self.step == 1 else None
         return Sampled(batch, metrics | parts | of_pool, dict(timer.seconds), self.reward_columns, probe)
 
-    def generate(self, prompts: DataProto, timer: PhaseTimer) -> DataProto:
-        """Generate `rollout.n` samples of each prompt, with the sampler's log-probabilities."""
+    def _attempt(
+        self, asked: DataProto, number: int, *, timer: PhaseTimer, metrics: dict[str, float]
+    ) -> tuple[DataProto, list[Lost], list[MissingSample]]:
+        """Have samples generated and scored; see `MissingSamples.judge`."""
+        batch = self.generate(asked, timer, number)
+        lost, repeated = self.missing.of_rollout(batch)
+        if len(batch):
+            columns = self.reward_columns if number else ()
+            found = self.score(batch, timer)
+            lost += self.missing.of_rewards(batch, self._result)
+            self.reward_columns = tuple(dict.fromkeys([*columns, *self.reward_columns]))
+            if number:  # a few samples: their means say nothing
+                found = {name: found[name] for name in _COUNTS if name in found}
+            metrics.update(_merged(metrics, found))
+        batch.meta_info.pop(ATTEMPT, None)
+        return batch, lost, repeated
+
+    def _check_progress(self, prompts: int, batch: DataProto | None) -> None:
+        """End a run that would draw prompts for ever, because all samples are left out."""
+        self._fruitless = 0 if batch is not None else self._fruitless + prompts
+        if self._fruitless >= max(self.pool.prompts_in_data, 1):
+            raise RolloutError(
+                f"none of the last {self._fruitless} prompts, a whole pass over the data, has samples with a reward "
+                "(enough of them for algorithm.adv_estimator): all were left out. The warnings and missing/* say why"
+            )
+
+    def generate(self, asked: DataProto, timer: PhaseTimer, attempt: int = 0) -> DataProto:
+        """Generate a response to each row, with the sampler's log-probabilities.
+
+        Args:
+            asked: a row per sample.
+            timer: measures `gen`.
+            attempt: how often these samples were asked for before; it changes the seeds.
+        """
         with timer.phase("gen"):
-            asked = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
-            return without_dropped(self.respond(asked, **self._recorded), self.config.actor_rollout_ref.rollout.n)
+            return self.respond(asked, **self._recorded, **_attempt_meta(attempt))
 
     def score(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
         """Add `token_level_scores` [B, T], each response's reward on its last token, and the function's columns.
@@ -132,7 +169,7 @@ class Sampler:
             The metrics of the reward manager.
         """
         result = self._ask(batch, timer)
-        self._failed = self._without_verdict(result)
+        self._result = result
         batch.batch["token_level_scores"] = result["reward_tensor"]
         for name, values in result["reward_extra_info"].items():
             batch.non_tensor_batch[name] = object_array(values)
@@ -140,57 +177,66 @@ class Sampler:
         metrics: dict[str, float] = result["metrics"]
         return metrics
 
-    def add_baselines(self, batch: DataProto, prompts: DataProto, timer: PhaseTimer) -> dict[str, float]:
+    def add_baselines(
+        self, batch: DataProto, prompts: DataProto, timer: PhaseTimer, metrics: dict[str, float]
+    ) -> DataProto | None:
         """Add `reward_baselines` [B]: the score of the greedy response to the row's prompt (ReMax).
 
-        With `reward.on_error=drop`, a prompt whose greedy response could not be scored counts as failed.
+        A greedy response without a verdict is asked for again, as other samples are. A prompt that has none in the end
+        is left out, because its advantages would be whole scores.
+
+        Args:
+            metrics: the mean, and the manager's counts of time-outs and errors, are added to it.
 
         Returns:
-            The mean, and the manager's counts of time-outs and errors.
+            The batch; None where nothing of it is left.
         """
-        with timer.phase("gen_max"):
-            greedy = self.respond(repeat_for_sampling(prompts, 1), do_sample=False)
-        if lost := missing_of(greedy):
-            raise RolloutError(
-                f"{len(lost)} prompts have no greedy response, because their agent "
-                f"sessions failed, and algorithm.adv_estimator={self.config.algorithm.adv_estimator} compares with it; "
-                "raise actor_rollout_ref.rollout.agent.retries, or take an estimator that compares samples"
-            )
-        result = self._ask(greedy, timer)
-        scores = result["reward_tensor"].sum(dim=-1)
-        uids = greedy.non_tensor_batch["uid"]
-        without = {uid for uid, failed in zip(uids, self._without_verdict(result), strict=True) if failed}
-        if without:
-            rows = zip(self._failed, batch.non_tensor_batch["uid"], strict=True)
-            self._failed = [failed or uid in without for failed, uid in rows]
-        sums = Groups(uids, scores.device).sum(scores)
-        group_of = {uid: number for number, uid in enumerate(dict.fromkeys(uids.tolist()))}
-        baselines = [group_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
-        batch.batch["reward_baselines"] = sums[torch.tensor(baselines)]
-        counts = {name: result["metrics"].get(name, 0.0) for name in _COUNTS}
-        return {"critic/reward_baselines/mean": sums.mean().item()} | counts
 
-    def _without_verdict(self, result: Mapping[str, Any]) -> list[bool]:
-        """Tell which rows have no verdict."""
-        missing = [one is not None for one in result["missing"]]
-        if self.config.reward.on_error == "zero":
-            return missing
-        return [one or bool(failed) for one, failed in zip(missing, result.get("failed") or missing, strict=True)]
+        def attempt(asked: DataProto, number: int) -> tuple[DataProto, list[Lost], list[MissingSample]]:
+            with timer.phase("gen_max"):
+                greedy = self.respond(asked, do_sample=False, **_attempt_meta(number))
+            lost, repeated = self.missing.of_rollout(greedy)
+            if len(greedy):
+                result = self._ask(greedy, timer)
+                greedy.batch["token_level_scores"] = result["reward_tensor"]
+                lost += self.missing.of_rewards(greedy, result)
+                counts = {name: result["metrics"].get(name, 0.0) for name in _COUNTS}
+                metrics.update(_merged(metrics, counts))
+            greedy.meta_info.pop(ATTEMPT, None)
+            return greedy, lost, repeated
+
+        uids = set(batch.non_tensor_batch["uid"].tolist())
+        rows = [row for row, uid in enumerate(prompts.non_tensor_batch["uid"].tolist()) if uid in uids]
+        judged = self.missing.judge(repeat_for_sampling(prompts.select_idxs(rows), 1), attempt)
+        self.missing_statistics.add(judged)
+        if judged.batch is None:
+            return None
+        uids_of = judged.batch.non_tensor_batch["uid"]
+        sums = Groups(uids_of, torch.device("cpu")).sum(judged.batch.batch["token_level_scores"].sum(dim=-1))
+        baseline_of = dict(zip(dict.fromkeys(uids_of.tolist()), sums.tolist(), strict=True))
+        kept = [row for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()) if uid in baseline_of]
+        batch = batch if len(kept) == len(batch) else batch.select_idxs(kept)
+        found = [baseline_of[uid] for uid in batch.non_tensor_batch["uid"].tolist()]
+        batch.batch["reward_baselines"] = torch.tensor(found, dtype=sums.dtype)
+        metrics["critic/reward_baselines/mean"] = sums.mean().item()
+        return batch
 
     def _ask(self, batch: DataProto, timer: PhaseTimer) -> dict[str, Any]:
         """Return what the reward manager and the roles that score make of a batch.
 
         Raises:
-            RewardError: it does not return which rows failed, and `reward.on_error=drop` needs that.
+            RewardError: it does not return which rows failed, and `reward.on_error` needs that.
         """
         self.unscored = batch
         early, self._early = self._early, None
         result = self.scorer(early or self.reward_fn, batch, timer)
         self.unscored = None
-        if self.config.reward.on_error == "drop" and len(result.get("failed", ())) != len(batch):
+        chosen = self.config.reward.on_error
+        if chosen in (DROP, REFILL) and len(result.get("failed", ())) != len(batch):
             raise RewardError(
-                f"reward.on_error=drop: the reward manager {type(self.reward_fn).__name__} does not return which rows "
-                "failed ('failed', one bool per row); return what RewardManager.__call__ returns, or set on_error=zero"
+                f"reward.on_error={chosen}: the reward manager {type(self.reward_fn).__name__} does not return which "
+                "rows failed ('failed', one bool per row); return what RewardManager.__call__ returns, or set "
+                "on_error=zero"
             )
         return result
 
@@ -225,7 +271,12 @@ class Sampler:
 
     def position(self) -> dict[str, Any]:
         """Return where the next batch begins, for `rewind`."""
-        return {"loader": self.loader.state_dict(), "pool": self.pool.position(), "step": self.step}
+        return {
+            "loader": self.loader.state_dict(),
+            "pool": self.pool.position(),
+            "step": self.step,
+            "missing": self.missing_statistics.state(),
+        }
 
     def rewind(self, position: Mapping[str, Any]) -> None:
         """Forget what was drawn and generated since `position`, so that `save` saves the state of that moment."""
@@ -233,17 +284,24 @@ class Sampler:
         self._prompts = _endless(self.loader)
         self.pool.rewind(position["pool"])
         self.step = position["step"]
+        self.missing_statistics.load(position["missing"])
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the prompts that wait for the next step, and return the rest of the state."""
         self.pool.save(folder)
-        return {"train_loader": self.loader.state_dict(), "reward_columns": list(self.reward_columns)}
+        return {
+            "train_loader": self.loader.state_dict(),
+            "reward_columns": list(self.reward_columns),
+            "missing": self.missing_statistics.state(),
+        }
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Continue from what `save` wrote and returned."""
         self.loader.load_state_dict(state["train_loader"])
         self.reward_columns = tuple(state["reward_columns"])
         self.pool.load(folder)
+        if "missing" in state:  # checkpoints of earlier versions have none
+            self.missing_statistics.load(state["missing"])
 
 
 def _merged(metrics: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
@@ -252,50 +310,8 @@ def _merged(metrics: Mapping[str, float], more: Mapping[str, float]) -> dict[str
     return {**metrics, **more, **counts}
 
 
-def without_failed(batch: DataProto, failed: Sequence[bool]) -> DataProto:
-    """Return a batch without the samples that could not be scored (`reward.on_error=drop`).
-
-    All rows of such a sample are left out, and a prompt with a single sample left, which has nothing to compare with.
-    """
-    objects = batch.non_tensor_batch
-    numbers = objects.get("sample", np.arange(len(batch))).tolist()
-    uids = [str(uid) for uid in objects["uid"]]
-    samples = list(zip(uids, numbers, strict=True))
-    bad = {sample for sample, is_bad in zip(samples, failed, strict=True) if is_bad}
-    left: dict[str, set[Any]] = {uid: set() for uid in uids}
-    for uid, number in samples:
-        if (uid, number) not in bad:
-            left[uid].add(number)
-    hit = {uid for uid, _ in bad}
-    kept = [
-        row
-        for row, (uid, number) in enumerate(samples)
-        if (uid, number) not in bad and not (uid in hit and len(left[uid]) < 2)
-    ]
-    return batch.select_idxs(torch.tensor(kept, dtype=torch.int64))
-
-
-def missing_of(batch: DataProto) -> list[MissingSample]:
-    """Return the samples that a generated batch lacks."""
-    return [one for one in batch.meta_info.get(MISSING_SAMPLES, ()) if not one.again]
-
-
-def without_dropped(batch: DataProto, samples: int) -> DataProto:
-    """Return a batch without the rest of a group that the rollout left only one sample of, of several.
-
-    The rollout may leave out samples (`rollout.agent.on_error=drop`), which it lists in the meta.
-    """
-    hit = {one.uid for one in missing_of(batch)}
-    batch.meta_info.pop(MISSING_SAMPLES, None)
-    if not hit or samples == 1:
-        return batch
-    uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
-    numbers = [str(number) for number in batch.non_tensor_batch["sample"]]
-    left: dict[str, set[str]] = {}
-    for uid, number in zip(uids, numbers, strict=True):
-        left.setdefault(uid, set()).add(number)
-    kept = [row for row, uid in enumerate(uids) if uid not in hit or len(left[uid]) > 1]
-    return batch if len(kept) == len(batch) else batch.select_idxs(torch.tensor(kept, dtype=torch.int64))
+def _attempt_meta(attempt: int) -> dict[str, Any]:
+    return {ATTEMPT: attempt} if attempt else {}
 
 
 def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: Any) -> DataProto:
@@ -316,7 +332,7 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
     answer = trim(rollout.generate(asked))
     answer.non_tensor_batch = _columns_of(prompts, answer) | answer.non_tensor_batch
     kept = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
-    answer.meta_info = {"temperature": temperature, **kept}
+    answer.meta_info = {"temperature": temperature, **kept, **_attempt_meta(meta.get(ATTEMPT, 0))}
     return answer
 
 
@@ -334,7 +350,7 @@ def _columns_of(prompts: DataProto, answer: DataProto) -> dict[str, np.ndarray]:
     asked = _keys(carried, names)
     row_of = {key: row for row, key in reversed(list(enumerate(asked)))}
     answered = _keys(returned, names)
-    dropped = {one.name[: len(names)] for one in missing_of(answer)}
+    dropped = {one.name[: len(names)] for one in answer.meta_info.get(MISSING_SAMPLES, ()) if not one.again}
     strange, lost = set(answered) - set(asked), set(asked) - set(answered) - dropped
     if strange or lost:
         what = "answered rows that were not asked for" if strange else "left rows without an answer"

@@ -295,7 +295,14 @@ class RayPPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         with run.phase("testing"):
             metrics = validate(
-                self.val_loader, self.rollout, self.val_reward_fn, rollout, run.step, samples, self.scorer
+                self.val_loader,
+                self.rollout,
+                self.val_reward_fn,
+                rollout,
+                run.step,
+                samples,
+                self.sampler.missing,
+                self.scorer,
             )
         samples.write(run.validation_folder, run.step)
         run.tracking.log_generations(samples.rows(trainer.log_val_generations), step=run.step)

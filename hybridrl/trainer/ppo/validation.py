@@ -4,12 +4,16 @@ from collections.abc import Iterable
 
 from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import RolloutConfig
+from hybridrl.errors import RolloutError
 from hybridrl.observe.metrics import validation_metrics
-from hybridrl.protocol import DataProto
+from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.missing import MissingSample
+from hybridrl.protocol.names import ATTEMPT
 from hybridrl.reward import RewardManager
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
+from hybridrl.trainer.ppo.missing import Lost, MissingSamples
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.sampler import respond
 from hybridrl.trainer.ppo.samples import Samples
@@ -22,9 +26,12 @@ def validate(
     settings: RolloutConfig,
     step: int,
     samples: Samples,
+    missing: MissingSamples,
     scorer: Scorer | None = None,
 ) -> dict[str, float]:
     """Generate `val_kwargs.n` answers to every validation prompt and score them.
+
+    Samples without a verdict are generated again, as in training; those that still have none are in no mean.
 
     Args:
         prompts: batches of validation prompts.
@@ -33,20 +40,43 @@ def validate(
         settings: `actor_rollout_ref.rollout`.
         step: number of training steps that the weights have had.
         samples: every answer is added to it.
+        missing: says what becomes of samples without a verdict.
         scorer: adds the scores of roles; None: there are none.
 
     Returns:
-        `val-core/*` and `val-aux/*`; see `hybridrl.observe.validation_metrics`.
+        `val-core/*` and `val-aux/*`, see `hybridrl.observe.validation_metrics`; and `val-aux/missing`, the share of
+        samples without a verdict, if there are any.
     """
     scorer = scorer or Scorer({})
+    columns: dict[str, None] = {}
+
+    def attempt(asked: DataProto, number: int) -> tuple[DataProto, list[Lost], list[MissingSample]]:
+        again = {ATTEMPT: number} if number else {}
+        answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True, **again)
+        lost, repeated = missing.of_rollout(answered)
+        if len(answered):
+            result = scorer(reward_fn, answered, PhaseTimer())
+            lost += missing.of_rewards(answered, result)
+            answered.batch["token_level_scores"] = result["reward_tensor"]
+            for name, values in result["reward_extra_info"].items():
+                answered.non_tensor_batch[name] = object_array(values)
+                columns[name] = None
+        answered.meta_info.pop(ATTEMPT, None)
+        return answered, lost, repeated
+
+    asked_for = left_out = 0
     for batch in prompts:
-        asked = repeat_for_sampling(batch, settings.val_kwargs.n)
-        answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True)
-        result = scorer(reward_fn, answered, PhaseTimer())
-        scores, extra = result["reward_tensor"].sum(dim=-1), result["reward_extra_info"]
-        sessions = split_sessions(answered.non_tensor_batch, len(answered))
-        if sessions is not None:  # one answer a session: its last trajectory, with the reward of all of them
-            answered, scores = answered.select_idxs(sessions.last), sessions.sum(scores)
-            extra = {name: sessions.pick(values).tolist() for name, values in extra.items()}
-        samples.add(answered, scores.tolist(), extra)
-    return validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})
+        judged = missing.judge(repeat_for_sampling(batch, settings.val_kwargs.n), attempt)
+        asked_for, left_out = asked_for + judged.asked, left_out + len(judged.left_out)
+        if (found := judged.batch) is not None:
+            extra = {name: found.non_tensor_batch[name].tolist() for name in columns if name in found.non_tensor_batch}
+            scores = found.batch["token_level_scores"].sum(dim=-1)
+            sessions = split_sessions(found.non_tensor_batch, len(found))
+            if sessions is not None:  # one answer a session: its last trajectory, with the reward of all of them
+                found, scores = found.select_idxs(sessions.last), sessions.sum(scores)
+                extra = {name: sessions.pick(values).tolist() for name, values in extra.items()}
+            samples.add(found, scores.tolist(), extra)
+    if left_out == asked_for > 0:
+        raise RolloutError(f"validation: none of {asked_for} samples has a reward; the warnings say why")
+    metrics = validation_metrics(samples.sources, samples.uids, {"reward": samples.scores, **samples.extra})
+    return metrics | ({"val-aux/missing": left_out / asked_for} if left_out else {})
