@@ -1,4 +1,4 @@
-"""The commands of the pages about agents, of docs/missing.md and docs/observe.md, and the snippets of docs/sandbox.md."""
+"""The commands of the pages about agents, docs/missing.md and docs/observe.md, and the snippets of docs/sandbox.md."""
 
 from __future__ import annotations
 
