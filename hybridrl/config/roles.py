@@ -397,6 +397,16 @@ def pool_of(spec: RoleSpec, config: PPOTrainerConfig) -> str | None:
     return next((roles[key] for key in spec.placement if key in roles), None)
 
 
+def shares_pool(spec: RoleSpec, config: PPOTrainerConfig) -> bool:
+    """Return whether another role of the run has the same devices.
+
+    Raises:
+        ConfigError: see `active_roles`.
+    """
+    pool = pool_of(spec, config)
+    return any(pool_of(other, config) == pool for other in active_roles(config) if other is not spec)
+
+
 def pools_of(config: PPOTrainerConfig) -> dict[str, list[int]]:
     """Return the pools of a run by name, with their processes by node: those of `placement.pools` and of roles."""
     own = {f"{spec.name}_pool": spec.own_pool(config) for spec in active_roles(config)}

@@ -96,7 +96,7 @@ def divide(
 
     Args:
         nodes: devices of the pool on each node.
-        shared: whether they are the policy's.
+        shared: whether another role has them too.
     """
     found: list[tuple[int, int]] = []
     faults: list[str] = []

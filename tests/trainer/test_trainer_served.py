@@ -17,6 +17,7 @@ from trainer_tools import trained
 
 from hybridrl.config import load_config, validate
 from hybridrl.config.checks.served import served_notices
+from hybridrl.config.roles import ROLES, shares_pool
 from hybridrl.config.served import divide, served_reward_model, served_teachers
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.models.tiny import build_tiny_model
@@ -188,6 +189,14 @@ def test_pools_are_divided_without_a_rest(micro_model, two_sources, teachers) ->
     assert divide([one, two], [4, 4], shared=False) == ([(0, 4), (4, 4)], [])
     assert divide([one, two], [2], shared=True) == ([(0, 2), (0, 2)], [])
     assert "1 of the pool's 3 devices would be idle" in divide([one, two], [3], shared=False)[1][0]
+    placed = ["placement.pools={global: [1], b: [3]}", "placement.roles.teacher=b"]
+    alone = load_config("ppo_trainer", words(micro_model, two_sources, *of_two(teachers), *placed))
+    with pytest.raises(ConfigError, match=r"1 of the pool's 3 devices would be idle"):
+        validate(alone)
+    together = [*placed, "algorithm.adv_estimator=gae", "placement.roles.critic=b", f"critic.model.path={micro_model}"]
+    config = load_config("ppo_trainer", words(micro_model, two_sources, *of_two(teachers), *together))
+    validate(config)  # the critic has all three, and every teacher too
+    assert [shares_pool(ROLES[name], config) for name in ("actor_rollout", "critic", "teacher")] == [False, True, True]
 
 
 def test_the_reward_models_engine_is_checked(micro_model, micro_reward_model, sort_data, tmp_path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridrl.config.roles import POLICY, ROLES, pool_of, pools_of
+from hybridrl.config.roles import ROLES, pool_of, pools_of, shares_pool
 from hybridrl.config.schema.rollout import EngineKwargsConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
 from hybridrl.config.schema.serving import ServingConfig
@@ -18,10 +18,10 @@ _LOSS = "distillation.distillation_loss.loss_mode"
 def check_served(config: PPOTrainerConfig) -> Iterator[str]:
     """Check which engines serve models, and that their replicas fit into their pools."""
     yield from _check_teachers(config)
-    policy = pool_of(ROLES[POLICY], config)
     for spec in ROLES.values():
         try:
             models = spec.served(config) if spec.needed(config) else ()
+            shared = shares_pool(spec, config) if models else False
         except ConfigError:
             return  # another check reports it
         unknown = [model for model in models if not INFERENCE_ENGINES.knows(model.engine)]
@@ -34,7 +34,7 @@ def check_served(config: PPOTrainerConfig) -> Iterator[str]:
             yield from _check_arguments(spec.name, model, config)
         pool = pool_of(spec, config)
         if models and not unknown and pool in pools_of(config):
-            yield from divide(models, pools_of(config)[str(pool)], pool == policy)[1]
+            yield from divide(models, pools_of(config)[str(pool)], shared)[1]
 
 
 def _check_arguments(role: str, model: ServedModel, config: PPOTrainerConfig) -> Iterator[str]:

@@ -144,7 +144,7 @@ class Learner:
             )
         add_teacher_index(batch, self.config)
         passes = [(spec, one) for spec in self.roles for one in spec.passes if one.needed(self.needs)]
-        # Engines on the policy's devices answer before the models there begin, whose memory they need.
+        # Engines on devices of other roles answer before the models there begin, whose memory they need.
         passes.sort(key=lambda each: not getattr(self.groups[each[0].name], "takes_turns", False))
         inputs = _inputs(batch, [name for _, one in passes for name in one.optional])
         inputs, back, metrics = self._balanced(inputs, self._families(batch, ROLES[POLICY]))

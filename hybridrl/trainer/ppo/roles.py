@@ -116,7 +116,7 @@ def spawn_worker_groups(
             spec.name,
             spec.served(config),
             manager.get_resource_pool(spec.name),
-            shared=manager.mapping[spec.name] == manager.mapping[POLICY],
+            shared=list(manager.mapping.values()).count(manager.mapping[spec.name]) > 1,
             threads=trainer.threads_per_worker,
             log_folder=Path(trainer.default_local_dir) / "logs",
         )

@@ -35,14 +35,14 @@ _KEY = "actor_rollout_ref.rollout"
 class ServedRole:
     """The models of a role in replicas of inference engines, with the methods of a worker group that a run calls.
 
-    On the policy's devices the models take turns with all others: a call takes memory, waits for the answers, and
-    gives the memory back before it returns. In a pool of their own they compute while other roles do.
+    On devices of another role the models take turns with it: a call takes memory, waits for the answers, and gives the
+    memory back before it returns. In a pool of their own they compute while other roles do.
 
     Args:
         role: its name.
         models: what is served, in the role's order.
         pool: the devices.
-        shared: whether these are the policy's.
+        shared: whether another role has them too.
         threads: compute threads of each engine process on a CPU; None divides a node's cores.
         log_folder: where the replicas' output goes; None leaves it to Ray.
 
@@ -73,7 +73,7 @@ class ServedRole:
         return len(self.resource_pool.slots())
 
     def init_model(self, steps: int | None = None, updates_per_step: int = 1) -> None:
-        """Start the replicas, which load the models; on the policy's devices they give their memory back at once.
+        """Start the replicas, which load the models; on shared devices they give their memory back at once.
 
         Raises:
             RolloutError: one does not start; the message holds the end of its log.
