@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import (
+    Listener,
     Served,
     create_app,
 )
