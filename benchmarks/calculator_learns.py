@@ -6,7 +6,8 @@ A tiny model is warm-started on examples, of which 30 % solve their prompt with 
 Each seed is then a run of `main_ppo` from this model: sampling and the order of prompts differ. Sessions are held by
 the loop `tool_agent`, or by an OpenAI client that knows nothing of training (`--through gateway_agent`:
 examples/calculator_client.py). The table has the sampled reward and the calls per session over the first and the last
-steps, and the greedy validation accuracy before and after. It is written to docs/agents_tutorial.md. Exits with 1 if a
+steps, and the greedy validation accuracy before and after. It is written to docs/agents_tutorial.md if that page has a
+place for it. Exits with 1 if a
 seed does not learn, or calls the tool hardly more at the end than at the start. It takes some minutes on two free
 cores.
 """
@@ -182,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes.append(run_seed(arguments.out.absolute(), seed, arguments.steps, arguments.engine, arguments.through))
         lines.append(outcomes[-1].row())
         print("\n".join(lines) if len(outcomes) == 1 else lines[-1], flush=True)
-    write_sections(arguments.page, {f"{arguments.through} {arguments.engine}": "\n".join(lines)}, PAGE)
+    section = f"{arguments.through} {arguments.engine}"
+    if f"<!-- {section} -->" in (REPOSITORY / "docs" / PAGE).read_text():
+        write_sections(arguments.page, {section: "\n".join(lines)}, PAGE)
     failed = [outcome.seed for outcome in outcomes if not outcome.learned]
     if failed:
         print(

@@ -28,10 +28,11 @@ PROMPTS, SAMPLES, SHARE = 16, 8, 0.05
 MOST_REFILLED, STANDARD_ERRORS = 0.06, 3.0
 _FAULT = f"random.SystemRandom().random() < {SHARE}"
 _REWARD = f"""
-import os, random
+import os, random, time
 from hybridrl.reward.score import default_compute_score
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.01)  # so that a process has sent what it has scored: else that is scored again, and may die again
     if {_FAULT}:
         os._exit(1)
     return default_compute_score(data_source, solution_str, ground_truth, extra_info)

@@ -170,6 +170,19 @@ class TrainFacts(Facts):
     model_types: tuple[str, ...] = ("language_model", "value_model")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TraceFacts(Facts):
+    """A service for traces of rollouts.
+
+    Attributes:
+        packages: packages that it needs.
+        install: how to install them, for messages.
+    """
+
+    packages: tuple[str, ...] = ()
+    install: str = ""
+
+
 #: what an objective of supervised training computes with, and the tree whose runs choose it
 OBJECTIVE_KINDS = {"tokens": "sft_trainer", "pairs": "dpo_trainer", "scores": "rm_trainer"}
 
@@ -453,6 +466,14 @@ INTERACTIONS = Registry(
     ("register_interaction",),
     "agents/interactions/*.py",
     Facts,
+    RolloutError,
+)
+TRACES = Registry(
+    "service for traces",
+    "actor_rollout_ref.rollout.trace.backend",
+    ("register_trace_backend",),
+    "observe/traces/*.py",
+    TraceFacts,
     RolloutError,
 )
 ENVIRONMENTS = Registry(

@@ -118,7 +118,7 @@ function draw() {
     head.append(make("b", number(sample.score)), make("small", ` ${sample.kind} step ${sample.step} · ${turnsOf(sample)} turn${turnsOf(sample) > 1 ? "s" : ""}`
       + ` · ${LENGTH(sample)} ${sample.tokens ? "tokens" : "characters"}`));
     const text = make("div");
-    text.append(plain(sample.prompt.slice(-160).replace(/\s+/g, " ")));
+    text.append(plain(sample.prompt.replace(/\s+/g, " ").slice(-44)));
     item.append(head, text);
     item.setAttribute("role", "option");
     item.setAttribute("aria-selected", sample === current);
@@ -256,7 +256,8 @@ function tokenBox(sample, part) {
   box.setAttribute("aria-label", `tokens ${part.start} to ${part.end - 1}; left and right move`);
   for (let at = part.start; at < part.end; at++) {
     const span = make("span");
-    span.append(plain(sample.tokens.texts[at] ?? ""));
+    // a part of a character, whose last token has it
+    span.append(sample.tokens.texts[at] ? plain(sample.tokens.texts[at]) : make("i", "◦", { className: "odd" }));
     span.dataset.at = at;
     paint(span, sample.tokens, at);
     box.append(span);

@@ -1,13 +1,14 @@
 """What all training programs share around the loop: folder, metrics, timers, checkpoints and stop requests."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hybridrl.checkpoint import RunStore, digest, load_json, lock, save_json
 from hybridrl.config import RunConfig, as_dict
+from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.data import StatefulLoader
 from hybridrl.errors import UserError
 from hybridrl.notify import notify
@@ -15,6 +16,7 @@ from hybridrl.observe.events import END, RESUME, EventLog
 from hybridrl.observe.report import print_summary, write_report
 from hybridrl.observe.run_folder import write_run_info
 from hybridrl.observe.timeline import Timed, Timeline
+from hybridrl.observe.traces import Traces
 from hybridrl.observe.tracking import Tracking
 from hybridrl.programs import STOPPED, Outcome
 from hybridrl.protocol import DataProto
@@ -69,6 +71,9 @@ class TrainingRun:
         self.folder = Path(trainer.default_local_dir)
         self.rollout_folder = Path(getattr(trainer, "rollout_data_dir", None) or self.folder / "rollouts")
         self.validation_folder = Path(getattr(trainer, "validation_data_dir", None) or self.folder / "validation")
+        #: `rollout.trace` of a run that generates, and what sends the traces while the run goes on
+        self.trace: TraceConfig | None = None
+        self.traces: Traces | None = None
         self.store = RunStore(
             self.folder,
             keep=trainer.max_actor_ckpt_to_keep,
@@ -111,6 +116,8 @@ class TrainingRun:
                 progress_bar=self.trainer.progress_bar,
                 dump_folders=[self.rollout_folder, self.validation_folder],
             )
+            if self.trace is not None and self.trace.backend is not None:
+                self.traces = stack.enter_context(closing(Traces(self.trace, self.folder)))
             self.timeline = stack.enter_context(Timeline(self.folder))
             take_spans()  # of an earlier run of this process
             self._cleanup = stack.pop_all()

@@ -38,7 +38,7 @@ ABSENT = {
     "verl.utils.attention_utils": "packing is done by the engine (model.use_remove_padding)",
     "verl.utils.flops_counter": "hybridrl measures tokens per second (perf/throughput)",
     "verl.utils.reward_score": "hybridrl.reward.score has no such scorer; write it as a custom reward function",
-    "verl.utils.rollout_trace": "traces of a rollout are not supported; trainer.rollout_data_dir writes every sample",
+    "verl.utils.rollout_trace": "rollout.trace sends traces of every loop; yours adds to server_manager.log",
     "verl.utils.rollout_skip": "rollouts are not skipped; trainer.rollout_data_dir writes every sample",
     "verl.workers.actor": "workers are hybridrl.workers, on an engine of hybridrl.engine",
     "verl.workers.critic": "workers are hybridrl.workers, on an engine of hybridrl.engine",

@@ -484,3 +484,46 @@ def test_whatever_a_session_did_every_token_is_trained_on_once(calls: list[tuple
     assert all(any(one.mask) for one in found)
     for branch in tree.branches():
         assert branch.prompt_ids == branch.turns[0].between
+
+
+MOVES = st.lists(
+    st.sampled_from(["ask", "ask", "answer", "again", "back", "rewrite", "edit", "two"]), min_size=1, max_size=7
+)
+
+
+@settings(max_examples=25)
+@given(moves=MOVES, stream=st.booleans())
+def test_whatever_an_agent_does_with_its_history(shared: GatewayStage, moves: list[str], stream: bool) -> None:
+    """Goes on, answers calls, repeats itself, goes back, rewrites its words or the user's, takes several samples."""
+    model = shared.model
+    model.calls.clear()
+    model.hides = True
+    session = shared.open()
+    agent = AGENTS["chat"](f"{shared.root}/sessions/{session}", "-", stream)
+    client, calls = chat_of(shared, session), list[Any]()
+    for number, move in enumerate(["ask", *moves]):
+        model.texts = [f"text {number}", f"other {number}"]
+        if move == "answer" and calls:
+            calls = agent.answer([(id, f"result {number}") for id, _ in calls]).calls
+            continue
+        if move == "ask":
+            model.texts = [shared.write([{"text": "a"}]) if number % 2 else f"text {number}"]
+        elif move == "again":
+            del agent.history[-1]
+            agent.go_on()
+            continue
+        elif move == "back":
+            del agent.history[2:]
+        elif move == "rewrite":
+            agent.history[-1] = {"role": "assistant", "content": f"my own {number}"}
+        elif move == "edit":
+            agent.history[0] = {"role": "user", "content": f"edited {number}"}
+        elif move == "two":
+            agent.history.append({"role": "user", "content": "two?"})
+            found = client.chat.completions.create(model="m", messages=agent.history, tools=TOOLS, n=2)
+            agent.history.append(found.choices[number % 2].message)
+            continue
+        calls = agent.ask(f"question {number}").calls
+    check_trained_once(shared.trace(session), model.calls)
+    model.hides = False
+    shared.close_sessions()

@@ -77,17 +77,20 @@ def test_errors_of_actions_are_for_the_model_and_those_of_the_server_are_not(con
     assert "no JSON:" in told[1] and "no JSON object" in told[2] and "message: Field required" in told[3]
 
 
-def test_sessions_wait_for_a_place_on_the_server(config) -> None:
-    """Six at once on a server that takes two."""
+@pytest.mark.parametrize("told", [True, False])
+def test_sessions_wait_for_a_place_on_the_server(config, told) -> None:
+    """Six at once on a server that takes two, which the settings say or not."""
 
     async def play(number: int):
-        environment = OpenEnvEnvironment(**config)
+        environment = OpenEnvEnvironment(**config if told else config | {"key": "unknown", "url": url, "app": None})
         try:
             await environment.reset({"seed": 1})
             await asyncio.sleep(0.05)
             return (await environment.step(Action(str(number)))).observation
         finally:
             await environment.close()
+
+    url = f"http://127.0.0.1:{OpenEnvEnvironment._servers[config['key']].port()}"
 
     async def together():
         return await asyncio.gather(*(play(number) for number in range(6)))

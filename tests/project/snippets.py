@@ -28,6 +28,7 @@ PAGES = (
     "docs/missing.md",
     "docs/sandbox.md",
     "docs/vision.md",
+    "docs/observe.md",
 )
 CHECKS = ("run", "file", "compose", "install", "quickstart", "after_quickstart")
 FENCE = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""The commands of the pages about agents and of docs/missing.md, and the snippets of docs/sandbox.md."""
+"""The commands of the pages about agents, docs/missing.md and docs/observe.md, and the snippets of docs/sandbox.md."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ def test_the_run_on_an_environment(tmp_path: Path, finish: Callable[..., Any], f
     (step,) = [row for row in rows if "num_turns/mean" in row]
     assert step["num_turns/max"] > 3 and step["agent_loop/sessions_failed"] == 0
     assert step["rollout_corr/kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_run_with_traces(tmp_path: Path, finish: Callable[..., Any], forked: str) -> None:
+    run_snippets("docs/observe.md", tmp_path, finish, "run", python=forked)
+    lines = (tmp_path / "tracing" / "run" / "traces.txt").read_text().splitlines()
+    facts = [json.loads(line)[0] for line in lines]
+    assert [(one["step"], one["validate"]) for one in facts] == [(1, False)] * 8
+    assert len({(one["uid"], one["sample"]) for one in facts}) == 8
 
 
 @pytest.mark.slow

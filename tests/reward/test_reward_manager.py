@@ -322,9 +322,8 @@ def test_settings_of_managers_are_checked(manager_for, config, name, settings, m
 
 
 def test_registry():
-    with pytest.raises(
-        RewardError, match=r"reward_manager.name is 'magic'.*batch, dapo, gdpo, naive, prime, rate_limited, remote"
-    ):
+    known = "batch, dapo, gdpo, naive, prime, rate_limited, remote, session, steps"
+    with pytest.raises(RewardError, match=f"reward_manager.name is 'magic'.*{known}"):
         get_reward_manager_cls("magic")
     with pytest.raises(RewardError, match="'naive' is registered already, as hybridrl"):
         register("naive")(type("Other", (RewardManager,), {"__module__": "x"}))

@@ -9,12 +9,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, create_reward_manager
 from hybridrl.reward.factory import check_reward
 from hybridrl.reward.limited import LimitedPool, Rate
+from hybridrl.reward.managers.steps import steps_of
 from hybridrl.verdict import Reason
 
 
@@ -245,3 +247,32 @@ def test_samples_that_finish_one_by_one_are_asked_for_one_by_one(manager_for, ma
         first = manager.submit(batch[:1])[0].result(120)
         assert first.score == 1.0 and len(server.asked) == 1
         assert manager.submit(batch[1:])[0].result(120).score == 2.0
+
+
+STEPPED = """
+def compute_score(solution_str, ground_truth):
+    return {"score": 5.0, "step_scores": [float(score) for score in ground_truth.split()]}
+"""
+
+
+def test_scores_of_steps_stand_where_steps_end(manager_for, make_batch, user_file):
+    texts = ["ab;c;;def", "abc", "a;b", "x;y"]
+    manager = manager_for("steps", user_file(STEPPED), reward_kwargs={"separator": ";", "weight": 0.5})
+    batch = make_batch(texts, **sorts("1 2 3", "4", "1 2 3", "1 2"))
+    batch.batch["response_mask"][3] = torch.tensor([1, 0, 0, 1, *[0] * 6])  # a tool wrote the separator and y
+    found = manager(batch, return_dict=True)
+    assert [one and one.reason for one in found["missing"]] == [None, None, Reason.GRADING, None]
+    assert "3 step_scores for 2 steps" in found["missing"][2].detail
+    # characters are tokens here: "ab;", "c;;", "def", and then the end of the sequence with the score of the response
+    expected = {0: {2: 0.5, 5: 1.0, 8: 1.5, 9: 5.0}, 1: {2: 2.0, 3: 5.0}, 3: {0: 1.5, 3: 5.0}}
+    for row, places in expected.items():
+        rewards = found["reward_tensor"][row]
+        assert {place: rewards[place].item() for place in rewards.nonzero()[:, 0].tolist()} == places
+    assert found["reward_extra_info"]["step_scores"][0] == [1.0, 2.0, 3.0]
+
+
+@given(st.text("ab;", max_size=20))
+def test_steps_joined_are_the_text(text):
+    steps = steps_of(text, ";")
+    assert "".join(steps) == text and len(steps) >= 1
+    assert all(step.strip(";") for step in steps[1:])

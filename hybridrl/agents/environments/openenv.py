@@ -6,6 +6,7 @@ The client sends `{"type": "reset" | "step" | "state", "data": {...}}`, and the 
 """
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,8 @@ class OpenEnvEnvironment(Environment):
         python: the Python of an environment that is there already; None: one is made on first use.
         action_field: the field of an action that gets the text of a turn; None: the text is the action as JSON.
         observation_field: the field of an observation that the model sees; None: all of it as JSON.
-        max_sessions: episodes at once, as many as the server allows; further sessions wait. None: any number.
+        max_sessions: episodes at once, as many as the server allows; further sessions wait, which is no time of a call.
+            None: any number, and `reset` waits for a server that is full.
         start_timeout_s: seconds until a server that is started must answer.
     """
 
@@ -105,9 +107,21 @@ class OpenEnvEnvironment(Environment):
 
     async def reset(self, row: Mapping[str, Any]) -> Step:
         """Connect, and begin an episode."""
+        await self._take_slot()
+        kwargs = {k: v for k, v in (row.get("env_kwargs") or {}).items() if k != "name" and v is not None}
+        while True:
+            await self._connect()
+            try:
+                return self._step(await self._ask("reset", {"seed": row["seed"], **kwargs}), first=True)
+            except OpenEnvError as error:
+                if error.code != "CAPACITY_REACHED":  # also where the server has not ended an earlier session yet
+                    raise
+            await self._socket.close()
+            await asyncio.sleep(_POLL_S)
+
+    async def _connect(self) -> None:
         from websockets.asyncio.client import connect
 
-        await self._take_slot()
         if self._url is None:
             with clock.stopped():  # it may have to start again
                 port = await asyncio.to_thread(self._servers[self._key].port)
@@ -115,8 +129,6 @@ class OpenEnvEnvironment(Environment):
         else:
             base = self._url.rstrip("/").replace("https://", "wss://").replace("http://", "ws://")
             self._socket = await connect(f"{base}/ws", max_size=None)
-        kwargs = {k: v for k, v in (row.get("env_kwargs") or {}).items() if k != "name" and v is not None}
-        return self._step(await self._ask("reset", {"seed": row["seed"], **kwargs}), first=True)
 
     async def step(self, action: Action) -> Step:
         """Send the turn as an action."""
@@ -164,7 +176,10 @@ class OpenEnvEnvironment(Environment):
         Raises:
             OpenEnvError: it is an error.
         """
-        await self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):  # the reason may be there to be read, else `recv` raises
+            await self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
         answer = json.loads(await self._socket.recv())
         found: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") == "error":

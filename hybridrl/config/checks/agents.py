@@ -29,7 +29,7 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def check_no_agents(rollout: RolloutConfig) -> Iterator[str]:
-    """Refuse agents in programs that answer each prompt once."""
+    """Refuse agents, and traces of their sessions, in programs that answer each prompt once."""
     for group, plain in ((rollout.multi_turn, MultiTurnConfig()), (rollout.agent, AgentConfig())):
         name = "multi_turn" if isinstance(group, MultiTurnConfig) else "agent"
         changed = [key for key in plain.keys() if getattr(group, key) != getattr(plain, key)]
@@ -38,3 +38,5 @@ def check_no_agents(rollout: RolloutConfig) -> Iterator[str]:
                 f"{_ROLLOUT}.{name}.{changed[0]}={getattr(group, changed[0])}: this program answers each prompt once, "
                 "without tools; remove it"
             )
+    if rollout.trace.backend is not None:
+        yield f"{_ROLLOUT}.trace.backend={rollout.trace.backend}: this program sends no traces; remove it"

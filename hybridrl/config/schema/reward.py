@@ -112,6 +112,19 @@ class RateLimitConfig(ConfigNode):
 
 
 @dataclass
+class StepsConfig(ConfigNode):
+    """`reward.reward_kwargs` of the manager `steps`."""
+
+    separator: str = key("\n\n", "text between two steps of a response")
+    weight: float = key(1.0, "factor of the scores of steps")
+
+    def check(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each fault of these settings in a run of `config`."""
+        if not self.separator:
+            yield "reward.reward_kwargs.separator is empty; give the text between two steps, such as a blank line"
+
+
+@dataclass
 class RemoteScoresConfig(ConfigNode):
     """`reward.reward_kwargs` of the manager `remote`."""
 
@@ -271,7 +284,7 @@ class RewardConfig(ScoringConfig):
         {},
         "arguments of the manager; dapo: max_resp_len, overlong_buffer_cfg.{enable,len,penalty_factor,log}; "
         "rate_limited: max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request; remote: url, max_concurrent, "
-        "batch_size, attempts, token_env",
+        "batch_size, attempts, token_env; steps: separator, weight",
     )
     on_error: str | None = key(
         None,

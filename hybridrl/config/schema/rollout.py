@@ -6,7 +6,7 @@ from typing import Any
 from hybridrl.config.schema import names
 from hybridrl.config.schema.actor import MICRO_BATCH_SIZE
 from hybridrl.config.schema.node import ConfigNode, group, key
-from hybridrl.registry import INFERENCE_ENGINES, TOOL_PARSERS
+from hybridrl.registry import INFERENCE_ENGINES, TOOL_PARSERS, TRACES
 
 
 @dataclass
@@ -209,6 +209,23 @@ class AgentConfig(ConfigNode):
 
 
 @dataclass
+class TraceConfig(ConfigNode):
+    """`rollout.trace`: samples as traces in a tracing service."""
+
+    backend: str | None = key(
+        None, "service that gets the traces: mlflow, weave, or your own; null: none", registry=TRACES
+    )
+    token2text: bool = key(False, "add prompts, responses and turns as text to their token ids")
+    max_samples_per_step_per_worker: int | None = key(
+        None, "prompts of a step (and of a validation) that are traced, with all of their samples; null: all", gt=0
+    )
+    project_name: str | None = key(None, "project in the service", follows="${oc.select:trainer.project_name,null}")
+    experiment_name: str | None = key(
+        None, "name of the run in the service", follows="${oc.select:trainer.experiment_name,null}"
+    )
+
+
+@dataclass
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout`: how the policy generates and how its log-probabilities are recomputed."""
 
@@ -317,6 +334,7 @@ class RolloutConfig(ConfigNode):
     )
     multi_turn: MultiTurnConfig = group(MultiTurnConfig)
     agent: AgentConfig = group(AgentConfig)
+    trace: TraceConfig = group(TraceConfig)
     server: ServerConfig = group(ServerConfig)
     prometheus: PrometheusConfig = group(PrometheusConfig)
     openai: OpenAIConfig = group(OpenAIConfig)

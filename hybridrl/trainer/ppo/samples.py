@@ -1,13 +1,13 @@
 """Batches as readable text: the columns of rollout and validation dumps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybridrl.observe.dump import dump_generations
-from hybridrl.observe.samples import first_prompts
+from hybridrl.observe.samples import first_prompts, prompt_order
 from hybridrl.observe.token_text import TokenTexts
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import SESSION_LOG
@@ -71,15 +71,17 @@ class Samples:
             values.extend(extra.get(name, [None] * count))
         self._batches.append(batch)
 
-    def rollouts(self) -> list[dict[str, Any]]:
+    def rollouts(self, chosen: Collection[int]) -> list[dict[str, Any]]:
         """What the session of each row did, as JSON data.
 
         `started` (seconds since the epoch), `seconds`, `messages` and `events` (`SessionLog`) are those of the whole
         session, at its first row. `tokens` has `prompt_ids`, and per token of the response `ids`, `texts`, `mask`,
         `log_probs` of the sampler, `old_log_probs` and `advantages` of the trainer, with `rewards` [(token, reward)]
         where a reward was placed, and `versions` [(version of the weights, tokens)].
+
+        Args:
+            chosen: numbers of the rows that have `tokens`.
         """
-        chosen = first_prompts(self.inputs, self.with_tokens)
         texts = TokenTexts(self.tokenizer) if chosen else None
         found: list[dict[str, Any]] = []
         for batch in self._batches:
@@ -100,8 +102,25 @@ class Samples:
         for name, values in self.extra.items():
             if name not in _FIXED:
                 columns[f"reward/{name}" if name == ROLLOUT else name] = values
-        columns[ROLLOUT] = self.rollouts()
+        columns[ROLLOUT] = self.rollouts(first_prompts(self.inputs, self.with_tokens))
         return dump_generations(folder, step, self.inputs, self.outputs, self.scores, self.ground_truths, columns)
+
+    def traced(self, prompts: int | None) -> list[dict[str, Any]]:
+        """Samples as dumps have them, with tokens: those of so many prompts; None: all."""
+        names = set(sorted(set(self.inputs), key=prompt_order)[:prompts])
+        chosen = {number for number, text in enumerate(self.inputs) if text in names}
+        rollouts = self.rollouts(chosen)
+        return [
+            {
+                "input": self.inputs[number],
+                "output": self.outputs[number],
+                "score": self.scores[number],
+                "uid": self.uids[number],
+                "data_source": self.sources[number],
+                ROLLOUT: rollouts[number],
+            }
+            for number in sorted(chosen)
+        ]
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """Return the first `count` samples, for a table."""

@@ -21,6 +21,7 @@ from hybridrl.observe.metrics import (
     compute_timing_metrics,
     staleness_metrics,
 )
+from hybridrl.observe.traces.sender import check_backend
 from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.reward import RewardManager
@@ -86,6 +87,8 @@ class RayPPOTrainer:
         generated_at_once = config.data.gen_batch_size or config.data.train_batch_size
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
+        if (service := config.actor_rollout_ref.rollout.trace.backend) is not None:
+            check_backend(service)
         self.agents = create_agents(config, tokenizer, (train_dataset, val_dataset))
         self.health = HealthMonitor(config.trainer.health)
         self.validation_failed = False  # of the step that is saved
@@ -99,6 +102,7 @@ class RayPPOTrainer:
         )
         steps = total_training_steps(config, prompts_per_epoch)
         self.run = TrainingRun(config, config.trainer, steps, identity or {}, short_of_memory=memory_advice())
+        self.run.trace = config.actor_rollout_ref.rollout.trace
 
     def sizes(self) -> str:
         """Say how much data there is and how many steps."""
@@ -264,12 +268,20 @@ class RayPPOTrainer:
         metrics |= self._utilization_metrics(batch)
         metrics |= phase_peaks(self.groups)
         run.report(metrics)
-        if run.due(self.config.trainer.dump_freq):
+        dumped = run.due(self.config.trainer.dump_freq)
+        if dumped or run.traces is not None:
             samples = Samples(self.tokenizer, self.config.trainer.dump_tokens)
             extra = {name: batch.non_tensor_batch[name].tolist() for name in sampled.reward_columns}
             samples.add(batch, batch.batch["token_level_scores"].sum(dim=-1).tolist(), extra)
-            samples.write(run.rollout_folder, run.step)
+            if dumped:
+                samples.write(run.rollout_folder, run.step)
+            self._trace(samples, validate=False)
         return metrics
+
+    def _trace(self, samples: Samples, validate: bool) -> None:
+        """Send samples to the service of `rollout.trace`."""
+        if self.run.traces is not None:
+            self.run.traces.send(samples.traced(self.run.traces.prompts), self.run.step, validate)
 
     def watch(self, metrics: Mapping[str, Any]) -> None:
         """Check the health of the run after a step, before its state is saved as good (`trainer.health`)."""
@@ -305,6 +317,7 @@ class RayPPOTrainer:
                 self.scorer,
             )
         samples.write(run.validation_folder, run.step)
+        self._trace(samples, validate=True)
         run.tracking.log_generations(samples.rows(trainer.log_val_generations), step=run.step)
         run.report(metrics | {"timing_s/testing": run.timing.pop("testing")})
 

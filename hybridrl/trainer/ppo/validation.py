@@ -13,6 +13,7 @@ from hybridrl.reward import RewardManager
 from hybridrl.rollout import Rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
+from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.trainer.ppo.missing import Lost, MissingSamples
 from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.sampler import respond
@@ -52,10 +53,12 @@ def validate(
 
     def attempt(asked: DataProto, number: int) -> tuple[DataProto, list[Lost], list[MissingSample]]:
         again = {ATTEMPT: number} if number else {}
-        answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True, **again)
+        early = EarlyScores(reward_fn, rollout)
+        with early.listening(asked):
+            answered = respond(rollout, asked, settings.temperature, global_steps=step, validate=True, **again)
         lost, repeated = missing.of_rollout(answered)
         if len(answered):
-            result = scorer(reward_fn, answered, PhaseTimer())
+            result = scorer(early, answered, PhaseTimer())
             lost += missing.of_rewards(answered, result)
             answered.batch["token_level_scores"] = result["reward_tensor"]
             for name, values in result["reward_extra_info"].items():
