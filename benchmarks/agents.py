@@ -168,7 +168,7 @@ async def seconds_of(ask: Callable[[int], Awaitable[None]], count: int, side_by_
     return found
 
 
-async def compare(arguments: argparse.Namespace, client: Any, access: Any, model: Any) -> None:
+async def compare(arguments: argparse.Namespace, client: Any, access: Any, model: Any, settings: Any) -> None:
     """Print the medians of both ways."""
     import httpx
 
@@ -176,7 +176,7 @@ async def compare(arguments: argparse.Namespace, client: Any, access: Any, model
     messages = [{"role": "user", "content": "How much is 37 * 58 + 12? " * 4}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer(text)["input_ids"]
-    sampling = SamplingParams(max_new_tokens=arguments.tokens, ignore_eos=True)
+    sampling = SamplingParams.from_meta(settings, {"max_new_tokens": arguments.tokens, "ignore_eos": True})
     numbers = iter(range(10**9))
     root, key = access.url.removesuffix("/v1"), {"Authorization": f"Bearer {access.token}"}
 
@@ -188,7 +188,7 @@ async def compare(arguments: argparse.Namespace, client: Any, access: Any, model
     async with httpx.AsyncClient(base_url=root, timeout=120, limits=limits) as http:
 
         async def opened() -> str:
-            body = {"fixed_sampling": {"ignore_eos": True}}
+            body = {"sampling_params": {"ignore_eos": True}}
             answer = await http.post("/sessions", json=body, headers=key)
             answer.raise_for_status()
             return str(answer.json()["id"])
@@ -244,9 +244,9 @@ def gateway(arguments: argparse.Namespace, folder: Path) -> int:
     try:
         server.start()
         server.wait_ready()
-        asyncio.run(compare(arguments, client, access, config.model))
+        asyncio.run(compare(arguments, client, access, config.model, config.rollout))
     finally:
-        server.close()
+        server.stop()
         pool.close()
     return 0
 
