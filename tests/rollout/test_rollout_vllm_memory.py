@@ -92,7 +92,9 @@ class OldAsyncLLM:
         self.core.wake_up(tags)
 
 
-def engine_with(executor: RecordingExecutor, old: bool = False, level: int = 2) -> tuple[VLLMEngine, EngineCore]:
+def engine_with(
+    executor: RecordingExecutor, old: bool = False, level: int = 2, load_weights: bool = False
+) -> tuple[VLLMEngine, EngineCore]:
     core = object.__new__(EngineCore)
     core.model_executor, core.scheduler = executor, IdleScheduler()
     core.batch_queue, core.mm_receiver_cache = None, None
@@ -116,7 +118,7 @@ def engine_with(executor: RecordingExecutor, old: bool = False, level: int = 2) 
     engine = object.__new__(VLLMEngine)
     engine._engine, engine._released, engine._asleep = llm, set(), set()
     settings = SimpleNamespace(free_cache_engine=True, sleep_level=level)
-    engine.spec = SimpleNamespace(devices=(0,), config=settings, gets_adapter=False)
+    engine.spec = SimpleNamespace(devices=(0,), config=settings, gets_adapter=False, load_weights=load_weights)
     return engine, core
 
 
@@ -152,6 +154,13 @@ def test_the_level_of_sleep_is_the_configured_one(level) -> None:
     engine, _ = engine_with(executor, level=level)
     asyncio.run(engine.release(MEMORY_TAGS))
     assert executor.levels == [level]
+
+
+def test_weights_that_nobody_sends_again_are_kept_in_main_memory() -> None:
+    executor = RecordingExecutor()
+    engine, _ = engine_with(executor, load_weights=True)  # a model of its own: a reward model, a teacher
+    asyncio.run(engine.release(MEMORY_TAGS))
+    assert executor.levels == [1]
 
 
 @pytest.mark.parametrize(
