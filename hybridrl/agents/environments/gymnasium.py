@@ -72,7 +72,7 @@ def _make(id: str, module: str | None, maker: str, kwargs: Mapping[str, Any] | N
     try:
         make = getattr(load_module(package, "config.maker", RolloutError), function)
     except (RolloutError, AttributeError) as error:
-        hint = "; install it with pip install 'hybridrl[gymnasium]'" if package == "gymnasium" else ""
+        hint = "; bash scripts/install.sh auto gymnasium" if package == "gymnasium" else ""
         raise RolloutError(f"config.maker={maker}: {error}{hint}") from error
     return make(id, **dict(kwargs or {}))
 

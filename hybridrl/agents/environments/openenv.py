@@ -84,7 +84,7 @@ class OpenEnvEnvironment(Environment):
         try:
             import websockets  # noqa: F401  (a mistake is found before the run begins)
         except ImportError as error:
-            raise RolloutError("it needs the package websockets: pip install 'hybridrl[openenv]'") from error
+            raise RolloutError("it needs the package websockets: bash scripts/install.sh auto openenv") from error
         key = json.dumps(config, sort_keys=True, default=str)
         if config.get("app") is not None:
             packages: Sequence[str] = config.get("packages") or ()

@@ -47,7 +47,8 @@ class McpTool(BaseTool):
         try:
             import mcp  # noqa: F401
         except ImportError as error:
-            raise RolloutError("tools of MCP servers need the package mcp: pip install hybridrl[mcp]") from error
+            what = "tools of MCP servers need the package mcp: bash scripts/install.sh auto mcp"
+            raise RolloutError(what) from error
         wanted, found = config.get("tool_selected_list"), list[BaseTool]()
         try:
             for name, entry in _servers(config).items():

@@ -53,7 +53,7 @@ class WeightTransferConfig(ConfigNode):
 
 @dataclass
 class ServerConfig(ConfigNode):
-    """`rollout.server`: the OpenAI API over the replicas, for external agents."""
+    """`rollout.server`: the policy over HTTP in the dialects of OpenAI and Anthropic, for agents and other clients."""
 
     enable: bool = key(False, "serve the policy while the run lasts")
     host: str | None = key(None, "address to listen on; null: the node's address, 0.0.0.0: all")
