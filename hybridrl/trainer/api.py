@@ -28,8 +28,14 @@ SHORT_NAMES = {
         *(f"{_ACTOR}.{name}" for name in ("ppo_epochs", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu")),
         *(f"{_ACTOR}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "loss_agg_mode")),
         *(f"{_ROLLOUT}.{name}" for name in ("n", "temperature", "top_p", "top_k", "do_sample")),
+        *(f"{_ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")),
+        *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")),
+        *(f"{_ROLLOUT}.{name}" for name in ("enable_chunked_prefill", "enable_prefix_caching")),
+        *(f"{_ROLLOUT}.{name}" for name in ("cudagraph_capture_sizes", "expert_parallel_size", "openai.extra_body")),
         *(f"trainer.{name}" for name in ("total_training_steps", "nnodes", "n_gpus_per_node")),
+        *(f"trainer.{name}" for name in ("project_name", "experiment_name")),
         "data.shuffle",
+        "data.system_prompt",
         "actor_rollout_ref.model.enable_gradient_checkpointing",
     )
 }

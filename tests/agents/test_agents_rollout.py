@@ -462,7 +462,7 @@ def test_a_session_is_scored_while_others_still_run(started, model, tmp_path) ->
             batch = rollout.generate(asked)  # would wait for ever if sessions were scored after it
         batch.non_tensor_batch |= {name: asked.non_tensor_batch[name] for name in ("raw_prompt", "scored")}
         early, later = scores(batch), manager(batch, return_dict=True)
-        assert early["metrics"]["reward/scored_early"] > 0
+        assert early["metrics"]["perf/reward_scored_early"] > 0
         assert torch.equal(early["reward_tensor"], later["reward_tensor"])
     finally:
         manager.close()

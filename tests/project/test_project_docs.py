@@ -86,7 +86,7 @@ def mentions(page: Path) -> Iterator[str]:
 
 
 FOLDERS = "benchmarks|configs|constraints|docker|docs|examples|hybridrl|recipes|scripts|tests"
-PATHS = re.compile(rf"(?:{FOLDERS})/(?!(?:sort|calculator)$)[\w/.-]*\w/?")  # both are data sources
+PATHS = re.compile(rf"(?:{FOLDERS})/(?!(?:sort|calculator|colours)$)[\w/.-]*\w/?")  # data sources
 
 
 def missing_files(page: Path) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_the_engine_waits_for_the_score_of_a_sample_that_has_finished(make_pool,
     assert rollout.on_finished is None
     batch.non_tensor_batch["raw_prompt"] = asked.non_tensor_batch["raw_prompt"]
     early = scores(batch)
-    assert early["metrics"]["reward/scored_early"] > 0
+    assert early["metrics"]["perf/reward_scored_early"] > 0
     later = manager(batch, return_dict=True)
     assert torch.equal(early["reward_tensor"], later["reward_tensor"])
     assert early["reward_extra_info"] == later["reward_extra_info"]

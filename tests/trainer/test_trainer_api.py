@@ -42,6 +42,19 @@ def test_short_names_are_keys_of_the_tree() -> None:
     assert all(key in keys and key.endswith(f".{name}") for name, key in SHORT_NAMES.items())
 
 
+def test_new_settings_elsewhere_take_no_short_name_away() -> None:
+    """A name that one of the three groups has, and others too, belongs to the group, unless it is ambiguous indeed."""
+    found: dict[str, list[str]] = {}
+    for key in declared(ROOTS["ppo_trainer"]):
+        group, name = key.rsplit(".", 1) if "." in key else ("", key)
+        found.setdefault(name, []).append(group)
+    main = {"trainer", "data", "actor_rollout_ref.rollout"}
+    left = {name for name, groups in found.items() if len(groups) > 1 and len(main.intersection(groups)) == 1}
+    log_prob = {f"log_prob_{name}" for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")}
+    of_several = {"dtype", "full_determinism", "tensor_model_parallel_size", "pipeline_model_parallel_size", "name"}
+    assert left - SHORT_NAMES.keys() == log_prob | of_several | {"tool_config_path", "function_tool_path"}
+
+
 def test_settings_reach_their_keys(here: Path) -> None:
     trainer = grpo(
         total_epochs=3,

@@ -75,7 +75,7 @@ def test_they_are_those_of_the_whole_batch(manager_for, skipped) -> None:
     later = manager(batch, return_dict=True)
     assert torch.equal(early["reward_tensor"], later["reward_tensor"]) and early["reward_tensor"].sum() > 0
     assert early["reward_extra_info"] == later["reward_extra_info"]
-    assert early["metrics"]["reward/scored_early"] <= 1 - len(skipped) / 6
+    assert early["metrics"]["perf/reward_scored_early"] <= 1 - len(skipped) / 6
 
 
 def test_rows_with_other_tokens_or_in_another_order_are_scored_as_they_are(manager_for) -> None:
@@ -107,5 +107,5 @@ def test_what_scores_whole_batches_does_so(manager_for, kind) -> None:
         source = "def compute_reward(responses, ground_truths): return [float(len(one)) for one in responses]"
     manager = manager_for(source, kind)
     batch, found = scored(manager, Telling())
-    assert "reward/scored_early" not in found["metrics"]
+    assert "perf/reward_scored_early" not in found["metrics"]
     assert torch.equal(found["reward_tensor"], manager(batch, return_dict=True)["reward_tensor"])

@@ -77,7 +77,7 @@ class EarlyScores:
     def __call__(self, batch: DataProto, return_dict: bool = True) -> Any:
         """What the manager returns for a batch; see `RewardManager.__call__`.
 
-        The metric `reward/scored_early` is the share of rows whose score was there when the batch was complete.
+        The metric `perf/reward_scored_early` is the share of rows whose score was there when the batch was complete.
         """
         if self._thread is None:
             return self.manager(batch, return_dict=return_dict)
@@ -98,7 +98,7 @@ class EarlyScores:
                 raise error
         result = self.manager.collect(batch, [future.result() for future in known])
         self._found = {}
-        result["metrics"] = {**result["metrics"], "reward/scored_early": done / max(len(futures), 1)}
+        result["metrics"] = {**result["metrics"], "perf/reward_scored_early": done / max(len(futures), 1)}
         return result if return_dict else result["reward_tensor"]
 
     def _possible(self, asked: DataProto) -> bool:
