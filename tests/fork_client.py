@@ -46,9 +46,10 @@ def address_of_server(words: list[str]) -> str:
     programs, and the workers, by the other: a worker's core reads variables when it is imported that are its own.
     """
     address, other = os.environ["HYBRIDRL_TEST_FORK_SERVER"], os.environ.get("HYBRIDRL_TEST_FORK_SERVER_WITHOUT_RAY")
-    if other is None:
+    file_of_settings = address + ".json"
+    if other is None or not os.path.exists(file_of_settings):  # a server of one kind alone, such as that of engines
         return address
-    with open(address + ".json") as file:
+    with open(file_of_settings) as file:
         settings = json.load(file)
     return address if words[0] == "--program" and settings_of_ray(dict(os.environ)) == settings else other
 

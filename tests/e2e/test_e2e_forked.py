@@ -109,6 +109,25 @@ def test_words_environment_folder_streams_and_status(forked: str, tmp_path: Path
         assert "an error" in done.stderr
 
 
+def test_processes_of_a_program_start_where_engines_are_forked_too(
+    ray_session: None, forked: str, tmp_path: Path
+) -> None:
+    """The environment then names a server for processes of engines, which `multiprocessing` in the program uses."""
+    (tmp_path / "beside_it.py").touch()
+    (tmp_path / "of_python_path.py").touch()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [forked, "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"OWN": "x"},
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 7 and json.loads(done.stdout)["doubled"] == [6], done.stderr
+
+
 def test_signals_reach_the_program(forked: str, tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     for number, status in ((signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
