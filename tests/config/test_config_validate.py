@@ -398,6 +398,7 @@ def test_one_sample_per_prompt_is_refused_exactly_where_it_has_no_advantage(name
     rewards, mask = torch.tensor([[0.0, 2.0], [0.0, 1.0]]), torch.ones(2, 2)
     more = {name: torch.zeros(2, 2) for name in ("old_log_probs", "process_rewards")}
     more["sum_pi_squared"] = torch.ones(2, 2)
+    more["turn_states"] = torch.tensor([[0, 1], [0, 1]])
     given = {key: value for key, value in more.items() if key in facts.needs}
     try:
         advantages, _ = get_adv_estimator_fn(name)(rewards, mask, np.array(["a", "b"], dtype=object), **given)
