@@ -46,7 +46,7 @@ def by_kind(base_url, api_key, row):
         while True:
             pass
     if kind == "sleeps":
-        os.system("sleep 987654 &")
+        os.system(f"sleep {row['mark']} &")
         time.sleep(1000)
     if kind == "abstains":
         return NoVerdict("grading", "cannot tell")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from gymnasium.error import NameNotFound
 from template_families import FAMILIES, write_model
 
 from hybridrl.agents.environments.gymnasium import GymnasiumEnvironment
@@ -96,5 +97,5 @@ def test_what_cannot_work_is_refused(tmp_path) -> None:
         numbers.reset({"seed": 1})
     with pytest.raises(RolloutError, match=r"config\.maker=nowhere:make"):
         GymnasiumEnvironment.start({"id": "x", "maker": "nowhere:make"})
-    with pytest.raises(Exception, match="Nothing"):
+    with pytest.raises(NameNotFound, match="Nothing"):
         GymnasiumEnvironment.start({"id": "Nothing-v0"})

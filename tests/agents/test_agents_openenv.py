@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from template_families import FAMILIES
 from test_agents_rollout import ROLLOUT, config_for, engine, model, prompts_of, started  # noqa: F401  (fixtures)
+from websockets.exceptions import ConnectionClosedError
 
 from hybridrl.agents.environments.base import Action
 from hybridrl.agents.environments.install import pinned_file, python_of
@@ -131,7 +132,7 @@ def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, m
         finally:
             await environment.close()
 
-    with pytest.raises(Exception, match="close"):
+    with pytest.raises(ConnectionClosedError, match="close"):
         asyncio.run(die())
     port = server.port()
     assert answers(port)
@@ -186,7 +187,7 @@ def test_the_environment_of_a_server_is_made_once(tmp_path, monkeypatch) -> None
     stamp = (python.parents[1] / "complete").stat().st_mtime_ns
     assert python_of("openenv", pinned=pinned) == python
     assert (python.parents[1] / "complete").stat().st_mtime_ns == stamp
-    pinned.write_text("no-such-package-at-all==0.0.0 --no-index\n")
+    pinned.write_text("--no-index\nno-such-package-at-all==0.0.0\n")
     with pytest.raises(RolloutError, match=r"pip .*install .* failed"):
         python_of("openenv", pinned=pinned)
     names = {line.partition("==")[0] for line in pinned_file("openenv").read_text().splitlines()}

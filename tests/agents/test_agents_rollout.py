@@ -442,10 +442,9 @@ class WaitsForAScore(AgentLoopBase):
         return AgentLoopOutput(prompt, made.token_ids, [1] * len(made.token_ids))
 
 
-def test_a_session_is_scored_while_others_still_run(started, model, tmp_path) -> None:
+def test_a_session_is_scored_while_others_still_run(started, model, tmp_path, monkeypatch) -> None:
     (tmp_path / "mine.py").write_text(
-        "from pathlib import Path\n\ndef compute_score(solution_str, ground_truth):\n"
-        "    Path(__file__).with_name('scored').touch()\n    return float(len(solution_str))\n"
+        "def compute_score(solution_str, ground_truth):\n    return float(len(solution_str))\n"
     )
     config = config_for(
         model,
@@ -456,6 +455,15 @@ def test_a_session_is_scored_while_others_still_run(started, model, tmp_path) ->
     rollout, _ = started(config)
     manager = create_reward_manager(config, rollout._agents.tokenizer)
     asked = prompts_of(rollout, 3, scored=[str(tmp_path / "scored")] * 3)
+    submit = manager.submit
+
+    def submit_and_tell(batch):
+        futures = submit(batch)
+        for future in futures:
+            future.add_done_callback(lambda _: (tmp_path / "scored").touch())  # called where the score is there
+        return futures
+
+    monkeypatch.setattr(manager, "submit", submit_and_tell)
     scores = EarlyScores(manager, rollout)
     try:
         with scores.listening(asked):

@@ -101,17 +101,16 @@ def overrides(run: list[str], model: Path, folder: Path) -> list[str]:
     ]
 
 
-def equal_runs(whole: Path, killed: Path, step: int) -> dict[str, torch.Tensor]:
-    """Compare all that two runs wrote up to a step; the tensors of its checkpoint."""
+def equal_runs(whole: Path, killed: Path, step: int, *kinds: str) -> dict[str, torch.Tensor]:
+    """Compare all that two runs wrote up to a step, with dumps of these kinds; the tensors of its checkpoint."""
     first, second = tensors_of(whole / f"global_step_{step}"), tensors_of(killed / f"global_step_{step}")
     assert first.keys() == second.keys()
     unequal = [name for name in first if not torch.equal(first[name], second[name])]
     assert not unequal
     assert [without_timing(r) for r in records(whole)] == [without_timing(r) for r in records(killed)]
-    for kind in ("rollouts", "validation"):
-        if not (whole / kind).exists():
-            continue
+    for kind in kinds:
         names = sorted(path.name for path in (whole / kind).iterdir())
+        assert names
         assert names == sorted(path.name for path in (killed / kind).iterdir())
         assert all((whole / kind / name).read_bytes() == (killed / kind / name).read_bytes() for name in names)
     return first
@@ -146,7 +145,7 @@ def test_killed_and_resumed_equals_never_killed(
     assert job.wait() == 0, job.output[-4000:]
     assert "resumed from" in job.output and f"step {2 * kills} of 6" in job.output
 
-    first = equal_runs(whole, killed, 6)
+    first = equal_runs(whole, killed, 6, "rollouts", "validation")
     assert any("optimizer" in name for name in first) and any("critic" in name for name in first)
 
 
@@ -189,7 +188,7 @@ def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
     assert job.wait() == 0, job.output[-4000:]
     assert "resumed from" in job.output and "step 2 of 4" in job.output
 
-    first = equal_runs(whole, killed, 4)
+    first = equal_runs(whole, killed, 4, "rollouts")
     before = tensors_of(whole / "global_step_2")
     learned = [name for name in first if name.startswith("prime/model")]
     assert learned and all(not torch.equal(first[name], before[name]) for name in learned if "norm" not in name)

@@ -49,7 +49,8 @@ def test_texts_of_tokens_joined_are_the_text(kind: str, text: str) -> None:
     ids = tokenizer("a " + text, add_special_tokens=False)["input_ids"]
     texts = TokenTexts(tokenizer)(ids)
     assert len(texts) == len(ids)
-    assert "".join(texts).strip(" ") == tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(" ")
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert ("".join(texts) if kind == "bytes" else "".join(texts).lstrip(" ")) == text
 
 
 def test_the_token_that_completes_a_character_has_it() -> None:

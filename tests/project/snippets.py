@@ -70,8 +70,10 @@ def run_snippets(
     """
     folders = [str(Path(one).parent) for one in (python, sys.executable)]
     environment = os.environ | {"PATH": os.pathsep.join([*folders, os.environ["PATH"]])}
-    outputs = []
-    for number, snippet in enumerate(snippets(page, "file", *checks)):
+    outputs, found = [], snippets(page, "file", *checks)
+    gone = [text for text in instead or {} if not any(text in snippet.text for snippet in found)]
+    assert not gone, f"{page} has no {gone}"
+    for number, snippet in enumerate(found):
         for text, other in (instead or {}).items():
             snippet.text = snippet.text.replace(text, other)
         if snippet.check == "file":

@@ -41,11 +41,12 @@ def test_a_sample_without_a_verdict_scores_nothing_among_numbers(unscored) -> No
     assert columns(number(0.3), LATE, UNJUDGED, unscored=unscored) == {"score": [0.3, unscored, unscored]}
 
 
-def test_a_batch_in_which_nothing_was_scored_keeps_its_column() -> None:
-    make = ExtraColumns(0.0)
-    assert columns(LATE, LATE, make=make) == {"acc": [0.0, 0.0]}
+@pytest.mark.parametrize("unscored", [None, 0.0])
+def test_a_batch_in_which_nothing_was_scored_keeps_its_column(unscored) -> None:
+    make = ExtraColumns(unscored)
+    assert columns(LATE, LATE, make=make) == {"acc": [unscored, unscored]}
     assert columns(number(0.3), make=make) == {"score": [0.3]}
-    assert columns(LATE, make=make) == {"score": [0.0]}
+    assert columns(LATE, make=make) == {"score": [unscored]}
     make = ExtraColumns()
     assert columns(parts(0.5), make=make) == {"score": [0.5]}
     assert columns(LATE, make=make) == {}

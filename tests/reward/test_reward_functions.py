@@ -97,6 +97,27 @@ def f(solution_str, ground_truth): return NoVerdict("grading", "no judge") if so
     assert result["reward_tensor"].sum(-1).isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize(("on_error", "reason", "score"), [(None, "timeout", float("nan")), ("zero", None, 0.0)])
+def test_a_sum_without_a_part_that_is_late(scored, user_file, config, capsys, on_error, reason, score):
+    """`reward.on_error=zero` makes it 0; the score of the other part is then in no column either."""
+    late = """
+import time
+def late(solution_str, ground_truth):
+    if solution_str == "b":
+        time.sleep(60)
+    return 1
+"""
+    functions = {"late": {"path": user_file(late, "a.py")}, "length": {"path": user_file(LENGTH, "b.py"), "weight": 2}}
+    config.reward.timeout_s, config.reward.on_error = 2.0, on_error
+    result = scored(functions, ["ab", "b"], ["1", "2"])
+    assert [one and one.reason for one in result["missing"]] == [None, reason]
+    assert result["reward_tensor"].sum(-1).tolist() == pytest.approx([1 + 2 * 2, score], nan_ok=True)
+    assert result["reward_extra_info"]["length"] == [2, None]
+    assert result["reward_extra_info"]["score"] == [5, None if on_error is None else 0.0]
+    assert result["metrics"]["reward/timeouts"] == 1
+    assert "took more than reward.timeout_s=2" in capsys.readouterr().err
+
+
 def test_trl_functions_get_columns_and_may_not_apply(scored, user_file):
     """None leaves a part out of the sum: it is neither 0 nor an error."""
     functions = {

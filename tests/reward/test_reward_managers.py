@@ -130,7 +130,7 @@ def test_never_more_at_once_than_allowed(manager_for, make_batch, user_file):
 
 def test_requests_wait_for_the_next_minute_and_those_that_wait_can_be_given_up(user_file):
     path = user_file("def compute_score(solution_str, ground_truth): return 1.0")
-    pool = LimitedPool(RewardPool(RewardFunction(path), 1), Rate(2, None), 8)
+    pool = LimitedPool(RewardPool(RewardFunction(path), 1), Rate(2, None, Clock()), 8)
     try:
         futures = [pool.submit(Sample("", "x", "", {})) for _ in range(4)]
         assert [future.result(120).score for future in futures[:2]] == [1.0, 1.0]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import secrets
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from sandbox_tools import started_server
 
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, default_compute_score
+from hybridrl.reward.score import SCORERS
 from hybridrl.reward.score.programs import compute_score, program_of, read_tests, same_output, same_value
 from hybridrl.verdict import Reason
 
@@ -80,10 +82,27 @@ def test_a_program_that_leaves_early_or_equals_everything_passes_no_function_tes
     assert compute_score(block(code), tests)["score"] == 0.0
 
 
+SEARCH = """
+import glob, os, sys
+paths = [path for top in ('/tmp/', '') for path in glob.glob(top + '**', recursive=True, include_hidden=True)]
+paths = [path for path in paths if os.path.isfile(path) and not path.startswith((sys.prefix, sys.base_prefix))]
+seen = ''
+for path in [*paths, *glob.glob('/proc/[0-9]*/cmdline'), *glob.glob('/proc/[0-9]*/environ')]:
+    try:
+        with open(path, errors='replace') as file:
+            seen += file.read(2**20)
+    except OSError:
+        pass
+print(next((word for word in (FIRST + SECOND, 'glob.' + 'glob') if word in seen), ''))
+"""
+
+
 def test_what_is_expected_is_not_in_the_sandbox() -> None:
-    """The program prints every file and argument that it finds: the expected output is in none."""
-    code = "import glob, os, sys\nfor path in glob.glob('/tmp/*') + ['/proc/self/cmdline']: print(open(path).read())"
-    assert compute_score(block(code), {"inputs": [""], "outputs": ["secret-7391"]})["score"] == 0.0
+    """The program looks for it in all files, arguments and environments; its own text, which is there, it finds."""
+    secret = f"secret-{secrets.token_hex(8)}"
+    code = SEARCH.replace("FIRST", repr(secret[:9])).replace("SECOND", repr(secret[9:]))
+    assert compute_score(block(code), {"inputs": [""], "outputs": [secret]}, timeout=60.0)["score"] == 0.0
+    assert compute_score(block(code), {"inputs": [""], "outputs": ["glob.glob"]}, timeout=60.0)["score"] == 1.0
 
 
 def test_the_last_block_counts() -> None:
@@ -145,7 +164,12 @@ def test_test_cases_that_are_none_are_refused(truth, word) -> None:
         read_tests(truth)
 
 
-@pytest.mark.parametrize("source", ["apps", "taco", "codeforces", "codecontests", "code_contests"])
+#: those that data sets have, and all others in the table; any source with the beginning of one that ends in *
+SOURCES = {"apps", "taco", "codeforces", "codecontests", "code_contests"}
+SOURCES |= {name.replace("*", "_any") for name, module in SCORERS.items() if module == "programs"}
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES))
 def test_the_data_sources_of_code(source) -> None:
     assert default_compute_score(source, block("print(int(input()) ** 2)"), json.dumps(SQUARES))["score"] == 1.0
 

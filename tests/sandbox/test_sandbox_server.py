@@ -87,25 +87,45 @@ def test_bodies(server) -> None:
     assert post(server.replace("run_code", "other"), {"code": ""})[0] == 404
 
 
-def test_a_full_queue_is_refused_and_the_client_waits(monkeypatch) -> None:
+def test_a_full_queue_is_refused_and_the_client_waits(monkeypatch, tmp_path) -> None:
     """One program runs and none may wait: of four clients at once, all get their result."""
     monkeypatch.setenv("HYBRIDRL_SANDBOX_TOKEN", "t")
-    with started_server("--max-concurrent", "1", "--max-queue", "1") as url:
+    own = {"TMPDIR": str(tmp_path)}  # nothing else takes places of this server's
+    with started_server("--max-concurrent", "1", "--max-queue", "1", env=own) as url:
         sandbox = RemoteSandbox(url, pause_s=0.05)
         with ThreadPoolExecutor(8) as threads:
             found = list(
                 threads.map(lambda n: sandbox.run(Program(f"import time; time.sleep(0.1); print({n})")), range(8))
             )
         assert [one.output for one in found] == [f"{n}\n" for n in range(8)]
-        hold = threading.Thread(target=sandbox.run, args=(Program("import time; time.sleep(3)"),))
-        other = threading.Thread(target=sandbox.run, args=(Program(""),))
-        hold.start(), other.start()
+        mark = f"{time.time_ns()}"
+        hold, other = in_thread(url, marked(mark)), in_thread(url, Program(""))
+        hold.start()
+        while mark not in running():  # the other one would else be first
+            time.sleep(0.02)
+        other.start()
         while health(url)["taken"] < 2:
             time.sleep(0.01)
         assert post(url, {"code": "", "language": "python"}, "t")[0] == 429
         with pytest.raises(SandboxError, match="429"):
             RemoteSandbox(url, patience_s=0.2, pause_s=0.05).run(Program(""))
-        hold.join(), other.join()
+    hold.join(), other.join()
+
+
+def marked(mark: str) -> Program:
+    """Waits, with the mark among its arguments."""
+    words = ["python", "-c", "import time; time.sleep(100)", mark]
+    return Program(f"import os\nos.execv({sys.executable!r}, {words!r})")
+
+
+def in_thread(url: str, program: Program) -> threading.Thread:
+    """Asks for a program, whether or not the server lives on until its end."""
+
+    def run() -> None:
+        with contextlib.suppress(SandboxError):
+            RemoteSandbox(url, Limits(wall_s=100), attempts=1).run(program)
+
+    return threading.Thread(target=run)
 
 
 def health(url: str) -> dict:
@@ -127,14 +147,7 @@ def test_programs_end_with_the_server() -> None:
     command = [sys.executable, "-m", "hybridrl.sandbox.server", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().split()[-1]
-        code = f"import os\nos.execv({sys.executable!r}, ['python', '-c', 'import time; time.sleep(100)', {mark!r}])"
-        sandbox = RemoteSandbox(url, Limits(wall_s=100), attempts=1)
-
-        def run() -> None:
-            with contextlib.suppress(SandboxError):
-                sandbox.run(Program(code))
-
-        client = threading.Thread(target=run)
+        client = in_thread(url, marked(mark))
         client.start()
         while mark not in running():
             time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampler_tools import PAD, OwnRollout, prompts_of
+from transformers import AutoTokenizer
 
 from hybridrl.algorithms.aggregation import LOSS_AGG_MODES
 from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import PPOTrainerConfig, load_config
+from hybridrl.config.roles import ROLES
 from hybridrl.errors import AlgorithmError
 from hybridrl.observe.metrics import compute_data_metrics
 from hybridrl.protocol import DataProto
@@ -22,6 +26,8 @@ from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, spread_over_ranks
 from hybridrl.trainer.ppo.learner import Learner
+from hybridrl.trainer.ppo.missing import MissingSamples
+from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.workers.losses import LossCounts, policy_loss_fn, value_loss_fn
 
@@ -215,40 +221,33 @@ def test_a_role_without_sequences_refuses_cut_sessions() -> None:
     batch = batch_of(CUT)
     learner = learner_of()
     learner.groups = {"prime": SimpleNamespace(dp_size=lambda mesh: 1)}  # type: ignore[dict-item]
-    spec = SimpleNamespace(
-        name="prime", mesh="prime", settings_of=lambda config: SimpleNamespace(), config_of=lambda config: None
-    )
-    update = SimpleNamespace(fields=(), optional=())
+    spec = ROLES["prime"]
+    assert spec.update is not None
     with pytest.raises(AlgorithmError, match="role prime learns from one response per sample"):
-        next(learner._update_batches(batch, spec, update))  # type: ignore[arg-type]
+        next(learner._update_batches(batch, spec, spec.update))
 
 
-def test_validation_has_one_answer_for_a_session() -> None:
+def test_validation_has_one_answer_for_a_session(micro_model: Path) -> None:
     """Its score is that of all its trajectories; the columns are those of the last one, where it was scored."""
+    tokenizer = AutoTokenizer.from_pretrained(micro_model)
     batch = batch_of(CUT)
+    letters = tokenizer("123", add_special_tokens=False)["input_ids"]
+    batch.batch["responses"] *= torch.tensor(letters)[:, None]
     batch.non_tensor_batch["data_source"] = np.array(["s"] * 3, dtype=object)
     rewards = torch.zeros(3, batch.batch["responses"].shape[1])
     rewards[:, 0] = torch.tensor([0.5, 1.0, 0.0])
-    added: list[Any] = []
-    samples = SimpleNamespace(
-        add=lambda *given: added.append(given),
-        sources=["s", "s"],
-        uids=["p0", "p0"],
-        scores=[1.5, 0.0],
-        extra={"acc": [1.0, 0.0]},
-    )
-    asked = DataProto.from_dict(tensors={"key": torch.zeros(1)}, non_tensors={"uid": np.array(["p0"], dtype=object)})
     config = load_config("ppo_trainer", [*PLAIN, "actor_rollout_ref.rollout.val_kwargs.n=2"])
-    rollout = SimpleNamespace(generate=lambda prompts: batch)
     scored = {"reward_tensor": rewards, "reward_extra_info": {"acc": [None, 1.0, 0.0]}, "metrics": {}}
-    validate(
-        [asked],
-        rollout,  # type: ignore[arg-type]
+    samples = Samples(tokenizer)
+    metrics = validate(
+        [prompts_of(["p0"])],
+        OwnRollout(lambda answer, prompts: batch),
         lambda batch, return_dict: scored,  # type: ignore[arg-type]
         config.actor_rollout_ref.rollout,
         1,
-        samples,  # type: ignore[arg-type]
+        samples,
+        MissingSamples(config, PAD),
     )
-    ((rows, scores, extra),) = added
-    assert rows.non_tensor_batch["trajectory_index"].tolist() == [1, 0]
-    assert scores == [1.5, 0.0] and extra == {"acc": [1.0, 0.0]}
+    assert samples.outputs == ["2", "333"] and samples.uids == ["p0", "p0"]
+    assert samples.scores == [1.5, 0.0] and samples.extra == {"acc": [1.0, 0.0]}
+    assert metrics["val-aux/s/reward/mean@2"] == 0.75 and metrics["val-core/s/acc/mean@2"] == 0.5

