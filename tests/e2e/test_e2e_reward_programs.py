@@ -45,7 +45,10 @@ def test_exit_codes_arrive_before_and_after_a_time_out(
     assert job.wait() == 0, job.output[-4000:]
     first, second = (record for record in records(tmp_path / "run") if record["step"] in (1, 2))
     assert first["reward/timeouts"] == 1 and second["reward/timeouts"] == 0
-    assert first["critic/score/mean"] == 31 / 32 and second["critic/score/mean"] == 1
+    # The sample that was out of time is generated and scored again; it never counts as 0.
+    assert first["missing/timeout"] == 1 / 33 and first["missing/refilled"] == 1 / 32
+    assert second["missing/timeout"] == second["missing/refilled"] == 0
+    assert first["critic/score/mean"] == second["critic/score/mean"] == 1
 
 
 def test_run_ends_with_the_exit_code_of_a_reward_process(
