@@ -44,7 +44,9 @@ def test_the_shipped_file_composes_the_whole_schema_and_reads_back(root: str, tm
 
 
 def test_the_policy_group_is_the_one_of_training() -> None:
-    training, generation = load_config("ppo_trainer"), load_config("generation")
+    trace = "actor_rollout_ref.rollout.trace"  # names that follow the trainer's, which a generation does not have
+    names = [f"{trace}.project_name=null", f"{trace}.experiment_name=null"]
+    training, generation = load_config("ppo_trainer", names), load_config("generation")
     assert generation.actor_rollout_ref == training.actor_rollout_ref
     words = ["actor_rollout_ref.rollout.n=5", "data.max_response_length=7", "trainer.n_gpus_per_node=3"]
     config = load_config("generation", words)

@@ -50,10 +50,10 @@ def test_columns_of_csv_files_reach_the_function(dataset, config, tokenizer, mak
 
 def test_a_column_that_a_batch_does_not_carry_is_refused_at_the_start(dataset, config, tokenizer, user_file):
     """`question` is text and stays; a column of messages becomes `raw_prompt`."""
-    config.reward.custom_reward_function.path = user_file("def compute_score(solution_str, prompt): return 1.0\n")
+    config.reward.custom_reward_function.path = user_file("def compute_score(solution_str, messages): return 1.0\n")
     manager = create_reward_manager(config, tokenizer)
     try:
-        with pytest.raises(RewardError, match=r"'prompt'.*answer, index_in_file, level, question|'prompt'.*question"):
+        with pytest.raises(RewardError, match=r"'messages'.*answer, index_in_file, level, question|'messages'.*question"):
             manager.check(dataset)
     finally:
         manager.close()
