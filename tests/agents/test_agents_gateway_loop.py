@@ -137,6 +137,7 @@ def test_an_unmodified_agent_is_trained_on_what_was_sampled(rollout: Any, engine
     assert batch.non_tensor_batch["trajectory_index"].tolist() == [0, 1, 0, 1]
     assert {request.priority for request, _ in calls} == {0}, "training comes before guests"
     assert {request.sampling.temperature for request, _ in calls} == {1.0}, "the agent asked for 0"
+    assert len({request.sampling.seed for request, _ in calls} - {42, None}) == 6, "the agent asked for 42"
     sampled: dict[tuple[int, ...], list[tuple[int, float]]] = {}
     for request, completion in calls:
         for number, token in enumerate(completion.token_ids):
