@@ -3,6 +3,7 @@
 Light enough for the processes of reward functions: no torch, no numpy.
 """
 
+import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -61,6 +62,10 @@ class NoVerdictError(Exception):
     def __init__(self, reason: Reason | str, detail: str = "") -> None:
         self.verdict = NoVerdict(Reason(reason), detail)
         super().__init__(str(self.verdict))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes: an exception is rebuilt by its `__init__`, and subclasses may have arguments of their own."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 def no_verdict_of(error: BaseException) -> NoVerdict:

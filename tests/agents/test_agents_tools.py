@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import pickle
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
 from hybridrl.agents.tools.session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
+from hybridrl.sandbox import SandboxError
 from hybridrl.verdict import NoVerdictError, Reason, Verdict
 
 SETTINGS = MultiTurnConfig(max_parallel_calls=8, tool_timeout_s=5.0)
@@ -245,6 +247,31 @@ def test_a_loop_that_was_stopped_does_not_respond() -> None:
         return await side.responds()
 
     assert not asyncio.run(after_the_end())
+
+
+@pytest.mark.parametrize(("tool", "made"), [(add, 0), (waits, 1)])
+def test_a_thread_that_cannot_be_started_is_no_answer_of_the_tool(monkeypatch, tool, made) -> None:
+    """The session's own thread, and that of a tool that may block."""
+    started = [0]
+
+    def start(thread, original=threading.Thread.start) -> None:
+        if thread.name in ("tools", "tool"):
+            started[0] += 1
+            if started[0] > made:
+                raise RuntimeError("can't start new thread")
+        original(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(NoVerdictError, match=r"^infra: .*can't start new thread"):
+        run([tool_of(tool)], [(tool.__name__, {"a": 1} if tool is add else {})])
+
+
+def test_an_error_without_a_verdict_passes_between_processes() -> None:
+    for error in (NoVerdictError("timeout", "too slow"), SandboxError("no disk"), SandboxError("slow", Reason.TIMEOUT)):
+        error.add_note("a note")
+        found = pickle.loads(pickle.dumps(error))
+        assert type(found) is type(error) and found.verdict == error.verdict and str(found) == str(error)
+        assert found.args == error.args and found.__notes__ == ["a note"]
 
 
 @pytest.mark.parametrize("tool", [exits, leaves])
