@@ -64,7 +64,7 @@ class NoVerdictError(Exception):
         super().__init__(str(self.verdict))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes: an exception is rebuilt by its `__init__`, and subclasses may have arguments of their own."""
+        """Rebuilt without `__init__`, whose arguments are not `args`."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 

@@ -43,9 +43,7 @@ class Side:
             try:
                 self._loop = _SideLoop()
             except (OSError, RuntimeError) as error:
-                raise NoVerdictError(
-                    Reason.INFRA, f"no thread to call {self._what} can be started: {error}"
-                ) from error
+                raise NoVerdictError(Reason.INFRA, f"no thread to call {self._what} can be started: {error}") from error
         side = self._loop
         with clock.running(clock.Clock()) as measured:
             future = asyncio.wrap_future(side.submit(make))

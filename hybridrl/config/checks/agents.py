@@ -28,7 +28,7 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
     places, runs_agents = rollout.server.max_connections, agent.function is not None or agent.command is not None
     if runs_agents and agent.max_running > places:
         yield (
-            f"{_ROLLOUT}.agent.max_running={agent.max_running} agents may run at once, each with a connection at least, "
+            f"{_ROLLOUT}.agent.max_running={agent.max_running} agents may run at once, with a connection each, "
             f"and {_ROLLOUT}.server.max_connections={places}: the server would refuse the others (503); raise "
             "max_connections, or lower max_running"
         )
