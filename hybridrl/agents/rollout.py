@@ -33,8 +33,8 @@ T = TypeVar("T")
 class AgentRollout(Rollout):
     """Runs a session per row. Weights, memory and pauses are those of the rollout that generates.
 
-    A session that fails, but for a time limit, is run again (`agent.retries`), and then ends the run (`agent.on_error=raise`) or is listed as
-    missing; no other session notices.
+    A session that fails is run again (`agent.retries`), unless it ran out of time, and then ends the run
+    (`agent.on_error=raise`) or is listed as missing; no other session notices.
 
     Args:
         inner: generates.
