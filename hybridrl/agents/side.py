@@ -42,8 +42,10 @@ class Side:
         if self._loop is None:
             try:
                 self._loop = _SideLoop()
-            except (OSError, RuntimeError) as error:
-                raise NoVerdictError(Reason.INFRA, f"no thread to call {self._what} can be started: {error}") from error
+            except (OSError, RuntimeError) as failure:
+                raise NoVerdictError(
+                    Reason.INFRA, f"no thread to call {self._what} can be started: {failure}"
+                ) from failure
         side = self._loop
         with clock.running(clock.Clock()) as measured:
             future = asyncio.wrap_future(side.submit(make))
