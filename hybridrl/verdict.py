@@ -3,6 +3,7 @@
 Light enough for the processes of reward functions: no torch, no numpy.
 """
 
+import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -61,6 +62,10 @@ class NoVerdictError(Exception):
     def __init__(self, reason: Reason | str, detail: str = "") -> None:
         self.verdict = NoVerdict(Reason(reason), detail)
         super().__init__(str(self.verdict))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuilt without `__init__`, whose arguments are not `args`."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 def no_verdict_of(error: BaseException) -> NoVerdict:

@@ -27,12 +27,17 @@ from hybridrl.utils.agent_host import KEY, Job, Program, Result, framed
 
 _START_S = 300.0
 _CALL_S = 60.0
+_PAUSE_S = 1.0
 _SETTINGS = ("function", "command", "timeout_s", "max_running", "sampling", "match")
 _THREADS = 16  # that open and close sessions
 
 
 class AgentFailed(Exception):
     """An agent raised, or its process ended; the message has its own words."""
+
+
+class _UnknownSession(RolloutError):
+    """The server answers that there is no such session: it has restarted meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Gateway:
             sampling: of the step.
 
         Raises:
-            RolloutError: the session cannot be opened.
+            RolloutError: the session cannot be opened, or the server does not say how it ended.
             TimeoutError: the agent took longer than `agent.timeout_s`.
         """
         assert self._server is not None, "connect comes first"
@@ -98,11 +103,15 @@ class Gateway:
             id = (await self._call("POST", "/sessions", self._opening(sampling)))["id"]
             self._server.process.take_session(id, generate)
             try:
-                result = await self._run_agent(id, row)
-            finally:
-                self._server.process.leave_session(id)
-                closed = await self._closed(id)
-        return result, closed
+                try:
+                    result = await self._run_agent(id, row)
+                finally:
+                    self._server.process.leave_session(id)
+            except BaseException:
+                with contextlib.suppress(RolloutError):  # why it ended is known already
+                    await self._closed(id)
+                raise
+            return result, await self._closed(id)
 
     def _place(self) -> asyncio.Semaphore:
         """One of the `agent.max_running` places; each batch of sessions has an event loop of its own."""
@@ -141,11 +150,22 @@ class Gateway:
         }
 
     async def _closed(self, id: str) -> Closed:
+        """Close a session; asked again once where the server does not answer.
+
+        Raises:
+            RolloutError: it does not answer again.
+        """
         try:
-            found = await self._call("DELETE", f"/sessions/{id}")
-            return Closed(int(found["too_long"]), found["messages"])
-        except RolloutError:  # the server has restarted meanwhile, and knows no session of before
+            try:
+                found = await self._call("DELETE", f"/sessions/{id}")
+            except _UnknownSession:
+                raise
+            except RolloutError:
+                await asyncio.sleep(_PAUSE_S)
+                found = await self._call("DELETE", f"/sessions/{id}")
+        except _UnknownSession:
             return Closed()
+        return Closed(int(found["too_long"]), found["messages"])
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, method, path, body)
@@ -163,7 +183,8 @@ class Gateway:
                 found: dict[str, Any] = json.loads(answer.read())
                 return found
         except urllib.error.HTTPError as error:
-            raise RolloutError(f"{method} {path.partition('-')[0]}: {_reason(error)}") from error
+            kind = _UnknownSession if error.code == 404 else RolloutError
+            raise kind(f"{method} {path.partition('-')[0]}: {_reason(error)}") from error
         except (OSError, ValueError) as error:
             raise RolloutError(f"the run's server does not answer at {access.url}: {error}") from error
 

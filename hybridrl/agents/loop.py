@@ -122,6 +122,7 @@ class SessionClient:
         max_tokens: most tokens of a prompt and what follows it.
         session: its name, for requests that share a replica.
         seed_of: the seed of the turn with a number; None: the engine's own stream.
+        trains: what is generated is trained on.
 
     Attributes:
         log: what happens in the session. `generate` is noted by itself; `log.add` notes more.
@@ -134,12 +135,14 @@ class SessionClient:
         max_tokens: int,
         session: str,
         seed_of: Callable[[int], int | None],
+        trains: bool = True,
     ) -> None:
         self._client = client
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._session = session
         self._seed_of = seed_of
+        self._trains = trains
         #: (prompt, completion) of each call
         self.generated: list[tuple[list[int], Completion]] = []
         self.log = SessionLog()
@@ -160,18 +163,25 @@ class SessionClient:
     async def complete(self, request: Request) -> Completion:
         """What the policy writes for a request of an agent behind the server. May be called in another thread.
 
-        A request that was aborted, because the agent has gone, is no part of the session.
+        A request that was aborted, because the agent has gone, is no part of the session. The request's own seed is not
+        used: with it, all samples of a prompt would be alike.
         """
         turn = self._turns
         self._turns += 1
         sampling = request.sampling
-        self._tell_of_temperature(sampling.do_sample, sampling.temperature, "an agent behind the gateway")
+        self._tell_of_difference(sampling, "an agent behind the gateway")
+        if sampling.seed is not None:
+            notify(
+                "an agent behind the gateway sets a seed, which is not used: with it, all samples of a prompt would be "
+                "alike. Turns have seeds of the run",
+                "warning",
+                once=True,
+            )
         room = self._max_tokens - len(request.prompt_ids)
         if room < 1:
             error = f"the prompt has {len(request.prompt_ids)} tokens; prompt and response may have {self._max_tokens}"
             return Completion(request.id, [], [], "error", error=error)
-        seed = self._seed_of(turn) if sampling.seed is None else sampling.seed
-        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=self._seed_of(turn))
         began = self.log.clock()
         try:
             completion = await self._client.generate(replace(request, sampling=sampling, priority=TRAINING_PRIORITY))
@@ -258,24 +268,32 @@ class SessionClient:
             raise RolloutError(
                 f"an agent loop set {', '.join(sorted(unknown))} in sampling_params; known are {', '.join(_SETTINGS)}"
             )
-        usual = self._sampling.temperature
-        samples, temperature = changes.get("do_sample", self._sampling.do_sample), changes.get("temperature", usual)
-        self._tell_of_temperature(samples, temperature, "an agent loop")
         if "stop" in changes:
             stop = changes["stop"] or ()
             changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        return replace(self._sampling, **{"seed": self._seed_of(turn), **changes})
+        sampling = replace(self._sampling, **{"seed": self._seed_of(turn), **changes})
+        self._tell_of_difference(sampling, "an agent loop")
+        return sampling
 
-    def _tell_of_temperature(self, samples: bool, temperature: float, who: str) -> None:
-        usual = self._sampling.temperature
-        if samples and temperature != usual:
+    def _tell_of_difference(self, given: SamplingParams, who: str) -> None:
+        """Warn where tokens to train on come from another distribution than that which training computes."""
+        usual = self._sampling
+        if not self._trains or not (given.do_sample or usual.do_sample):
+            return
+        names = ("temperature", "top_p", "top_k") if given.do_sample and usual.do_sample else ("do_sample",)
+        differing = [name for name in names if getattr(given, name) != getattr(usual, name)]
+        if differing:
             notify(
-                f"{who} samples with temperature={temperature}, and training computes "
-                f"log-probabilities with actor_rollout_ref.rollout.temperature={usual}: on tokens with response_mask "
-                "1 they are those of another distribution. Set both alike, or give such tokens response_mask 0",
+                f"{who} samples with {_listed(given, differing)}, and training computes log-probabilities with "
+                f"actor_rollout_ref.rollout.{_listed(usual, differing)}: on tokens with response_mask 1 they are those "
+                "of another distribution. Set both alike, or give such tokens response_mask 0",
                 "warning",
                 once=True,
             )
+
+
+def _listed(sampling: SamplingParams, names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={getattr(sampling, name)}" for name in names)
 
 
 class AgentLoopBase(ABC):

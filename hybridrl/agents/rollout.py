@@ -33,8 +33,8 @@ T = TypeVar("T")
 class AgentRollout(Rollout):
     """Runs a session per row. Weights, memory and pauses are those of the rollout that generates.
 
-    A session that fails is run again (`agent.retries`), and then ends the run (`agent.on_error=raise`) or is listed as
-    missing; no other session notices.
+    A session that fails is run again (`agent.retries`), unless it ran out of time, and then ends the run
+    (`agent.on_error=raise`) or is listed as missing; no other session notices.
 
     Args:
         inner: generates.
@@ -123,6 +123,7 @@ class AgentRollout(Rollout):
                 longest or self._config.prompt_length + self._config.response_length,
                 f"{uid}/{sample}",
                 self._seeds(meta, uid, sample, len(missing), sampling.do_sample),
+                trains=not meta.get("validate", False),
             )
             try:
                 name = row.get("agent_name")
@@ -140,7 +141,7 @@ class AgentRollout(Rollout):
             except Exception as error:
                 verdict, failure = no_verdict_of(error), error
                 tokens = None  # it was cut off
-            again = len(missing) < settings.retries and verdict.reason is not Reason.DROPPED
+            again = len(missing) < settings.retries and verdict.reason not in (Reason.DROPPED, Reason.TIMEOUT)
             missing.append(MissingSample(uid, sample, verdict, tokens, again))
             if verdict.reason is not Reason.DROPPED:
                 self._counts.failed(again)

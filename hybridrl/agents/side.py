@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hybridrl.utils import clock
+from hybridrl.verdict import NoVerdictError, Reason
 
 _POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
@@ -36,9 +37,15 @@ class Side:
 
         Raises:
             CallTimeoutError: it took longer than the limit, without the time in `clock.stopped()`.
+            NoVerdictError: this process cannot have one more thread, or open one more file.
         """
         if self._loop is None:
-            self._loop = _SideLoop()
+            try:
+                self._loop = _SideLoop()
+            except (OSError, RuntimeError) as failure:
+                raise NoVerdictError(
+                    Reason.INFRA, f"no thread to call {self._what} can be started: {failure}"
+                ) from failure
         side = self._loop
         with clock.running(clock.Clock()) as measured:
             future = asyncio.wrap_future(side.submit(make))
@@ -67,7 +74,11 @@ class _SideLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="tools", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="tools", daemon=True).start()
+        except BaseException:
+            self._loop.close()
+            raise
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

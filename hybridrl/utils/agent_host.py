@@ -12,12 +12,15 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import traceback
+import urllib.parse
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +68,10 @@ class Job:
     def variables(self) -> dict[str, str]:
         """What the agent finds in its environment."""
         root = self.base_url.removesuffix("/v1")
+        direct = _without_proxy(urllib.parse.urlsplit(self.base_url).hostname or "")
         return {
+            "NO_PROXY": direct,
+            "no_proxy": direct,
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_MODEL": self.model,
@@ -73,6 +79,13 @@ class Job:
             "ANTHROPIC_API_KEY": self.api_key,
             "ANTHROPIC_MODEL": self.model,
         }
+
+
+def _without_proxy(host: str) -> str:
+    """What `NO_PROXY` lists already, and a machine of this run."""
+    listed = ",".join(os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")).split(",")
+    names = dict.fromkeys(name.strip() for name in listed if name.strip())
+    return "*" if "*" in names else ",".join(dict.fromkeys([*names, host]))  # beside other names, * means nothing
 
 
 def main(control_fd: int) -> None:
@@ -111,11 +124,13 @@ def framed(data: bytes) -> bytes:
     return array.array("Q", [len(data)]).tobytes() + data
 
 
-def _run_agent(run: Callable[[Job], Result], connection_fd: int, life_fd: int) -> None:
+def _run_agent(run: Callable[[Job, Path], Result], connection_fd: int, life_fd: int) -> None:
     """The life of one agent's process."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        split_off(life_fd, close=(connection_fd,))
+        folder = Path(tempfile.gettempdir(), f"hybridrl-agent-{uuid.uuid4().hex}")
+        # the agent's process may be ended at any moment, and the supervisor is not
+        split_off(life_fd, close=(connection_fd,), after=lambda: shutil.rmtree(folder, ignore_errors=True))
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         connection = socket.socket(fileno=connection_fd)
@@ -123,7 +138,7 @@ def _run_agent(run: Callable[[Job], Result], connection_fd: int, life_fd: int) -
         os.environ.update(job.variables())
         answer: tuple[str, Any]
         try:
-            answer = ("value", checked(run(job)))
+            answer = ("value", checked(run(job, folder)))
         except NoVerdictError as error:
             answer = ("value", error.verdict)
         except BaseException as error:  # sys.exit() of an agent ends the agent
@@ -152,9 +167,10 @@ def checked(value: Any) -> Result:
     )
 
 
-def _loaded(program: Program) -> Callable[[Job], Result]:
+def _loaded(program: Program) -> Callable[[Job, Path], Result]:
+    """What runs the agent of a job; it may make the folder, which is removed with the agent."""
     if program.function is None:
-        return lambda job: _run_command(program.command, job)
+        return lambda job, folder: _run_command(program.command, job, folder)
     key = f"{KEY}.function"
     function = load_object(program.function, None, key, key, RolloutError)
     if not callable(function):
@@ -166,7 +182,7 @@ def _loaded(program: Program) -> Callable[[Job], Result]:
             f"{key}={program.function} cannot be called with (base_url, api_key, row): {error}"
         ) from error
 
-    def call(job: Job) -> Any:
+    def call(job: Job, folder: Path) -> Any:
         result = function(job.base_url, job.api_key, dict(job.row))
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -177,20 +193,20 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _run_command(command: tuple[str, ...], job: Job) -> Result:
+def _run_command(command: tuple[str, ...], job: Job, folder: Path) -> Result:
     """Run a command; the row is a JSON file, and so is the verdict that it may write.
 
     Raises:
         RolloutError: it fails, or writes something else.
     """
-    with tempfile.TemporaryDirectory(prefix="hybridrl-agent-") as folder:
-        row, verdict = Path(folder, "row.json"), Path(folder, "verdict.json")
-        row.write_text(json.dumps(job.row, default=_plain, ensure_ascii=False), encoding="utf-8")
-        paths = {"HYBRIDRL_ROW": str(row), "HYBRIDRL_VERDICT": str(verdict)}
-        ended = subprocess.run(command, env={**os.environ, **paths}, stdin=subprocess.DEVNULL, check=False)
-        if ended.returncode != 0:
-            raise RolloutError(f"the agent's command {command[0]} ended with exit code {ended.returncode}")
-        return _verdict_in(verdict.read_text(encoding="utf-8")) if verdict.is_file() else None
+    folder.mkdir(mode=0o700)
+    row, verdict = folder / "row.json", folder / "verdict.json"
+    row.write_text(json.dumps(job.row, default=_plain, ensure_ascii=False), encoding="utf-8")
+    paths = {"HYBRIDRL_ROW": str(row), "HYBRIDRL_VERDICT": str(verdict)}
+    ended = subprocess.run(command, env={**os.environ, **paths}, stdin=subprocess.DEVNULL, check=False)
+    if ended.returncode != 0:
+        raise RolloutError(f"the agent's command {command[0]} ended with exit code {ended.returncode}")
+    return _verdict_in(verdict.read_text(encoding="utf-8")) if verdict.is_file() else None
 
 
 def _plain(value: Any) -> Any:

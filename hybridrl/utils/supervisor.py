@@ -14,19 +14,20 @@ import select
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.002
 
 
-def split_off(life_fd: int, close: Sequence[int]) -> None:
+def split_off(life_fd: int, close: Sequence[int], after: Callable[[], object] = lambda: None) -> None:
     """Fork. Returns in the new process, the reward process; its parent, the supervisor, never returns.
 
     Args:
         life_fd: a pipe whose other end the run holds open as long as the process may live.
         close: file descriptors that only the reward process keeps.
+        after: called by the supervisor once everything has ended.
     """
     supervisor = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -43,6 +44,7 @@ def split_off(life_fd: int, close: Sequence[int]) -> None:
             os.close(descriptor)
         status = _wait(worker, life_fd)
         _end_descendants(worker)
+        after()
         _end_like(status)
     finally:
         os._exit(1)

@@ -14,7 +14,7 @@ def talks(base_url, api_key, row):
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     messages = list(row["raw_prompt"])
     for question in ("Sure?", None):
-        answer = client.chat.completions.create(model="gpt-7", messages=messages, temperature=0, max_tokens=12)
+        answer = client.chat.completions.create(model="gpt-7", messages=messages, temperature=0, seed=42, max_tokens=12)
         if question is not None:
             messages += [answer.choices[0].message, {"role": "user", "content": question}]
     client.chat.completions.create(model="gpt-7", messages=[{"role": "user", "content": "Note it."}], max_tokens=6)

@@ -1,13 +1,22 @@
 """Agents of the user's own, trained through the run's server: a real model, a real server process, real agents."""
 
 import asyncio
+<<<<<<< HEAD
 import contextlib
+=======
+import http.server
+>>>>>>> fixa
 import json
 import os
 import signal
 import sys
+<<<<<<< HEAD
+=======
+import threading
+>>>>>>> fixa
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +28,7 @@ import torch
 from template_families import FAMILIES, write_model
 
 from hybridrl.agents import AgentRollout, create_agents
-from hybridrl.agents.gateway import AgentFailed, _Host
+from hybridrl.agents.gateway import AgentFailed, Closed, _Host
 from hybridrl.config import load_config
 from hybridrl.engine.microbatch import MicroBatching
 from hybridrl.engine.train_engine import TrainEngines
@@ -139,6 +148,7 @@ def test_an_unmodified_agent_is_trained_on_what_was_sampled(rollout: Any, engine
     assert batch.non_tensor_batch["trajectory_index"].tolist() == [0, 1, 0, 1]
     assert {request.priority for request, _ in calls} == {0}, "training comes before guests"
     assert {request.sampling.temperature for request, _ in calls} == {1.0}, "the agent asked for 0"
+    assert len({request.sampling.seed for request, _ in calls} - {42, None}) == 6, "the agent asked for 42"
     sampled: dict[tuple[int, ...], list[tuple[int, float]]] = {}
     for request, completion in calls:
         for number, token in enumerate(completion.token_ids):
@@ -201,6 +211,42 @@ def running_with(mark: str) -> list[bytes]:
     return [words for words in found if mark.encode() in words]
 
 
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [([500, 200], Closed(2, [])), ([404], Closed()), ([500, 404], Closed()), ([500, 500], None)],
+)
+def test_only_an_unknown_session_is_one_of_a_server_that_has_restarted(
+    rollout: Any, monkeypatch: pytest.MonkeyPatch, statuses: list[int], expected: Closed | None
+) -> None:
+    left = list(statuses)
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_DELETE(self) -> None:
+            status = left.pop(0)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b'{"too_long": 2, "messages": []}' if status == 200 else b'{"error": {"message": "no"}}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    gateway = rollout[0]._agents.gateway
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    access = replace(gateway._server.access, url=f"http://127.0.0.1:{server.server_port}/v1")
+    monkeypatch.setattr(gateway, "_server", RunServer(gateway._server.process, access))
+    try:
+        if expected is None:
+            with pytest.raises(RolloutError, match="DELETE"):
+                asyncio.run(gateway._closed("session-a"))
+        else:
+            assert asyncio.run(gateway._closed("session-a")) == expected
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert not left
+
+
 # ------------------------------------------------------------------ commands, and what is refused
 
 
@@ -209,6 +255,10 @@ import json, os, sys
 row = json.load(open(os.environ["HYBRIDRL_ROW"]))
 assert os.environ["OPENAI_BASE_URL"] == "http://x/sessions/i/v1" and os.environ["OPENAI_API_KEY"] == "i"
 assert os.environ["ANTHROPIC_BASE_URL"] == "http://x/sessions/i"
+assert {"x", "kept.example"} <= set(os.environ["NO_PROXY"].split(",")) == set(os.environ["no_proxy"].split(","))
+if row["wanted"] == "wait":
+    import time
+    time.sleep(1000)
 if row["wanted"] == "exit":
     sys.exit(4)
 if row["wanted"] is not None:
@@ -216,8 +266,13 @@ if row["wanted"] is not None:
 """
 
 
-def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path) -> None:
+def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent.py").write_text(SCRIPT)
+    monkeypatch.setenv("NO_PROXY", "kept.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    folders = (tmp_path / "temporary").glob
     host = _Host(Program(command=(sys.executable, str(tmp_path / "agent.py"))))
 
     def run(wanted: str | None) -> Any:
@@ -234,6 +289,19 @@ def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path) -> None:
         ):
             with pytest.raises(AgentFailed, match=words):
                 run(wanted)
+
+        async def out_of_time() -> None:
+            task = asyncio.ensure_future(host.run(Job("http://x/sessions/i/v1", "i", "tiny", {"wanted": "wait"})))
+            while not list(folders("hybridrl-agent-*/row.json")):
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait([task])
+
+        asyncio.run(out_of_time())
+        deadline = time.monotonic() + 60
+        while list(folders("hybridrl-agent-*")) and time.monotonic() < deadline:  # ended agents go side by side with us
+            time.sleep(0.01)
+        assert not list(folders("hybridrl-agent-*")), "nothing of an agent stays behind"
         os.kill(host._process.pid, signal.SIGKILL)
         host._process.wait()
         with pytest.raises(AgentFailed):

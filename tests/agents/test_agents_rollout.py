@@ -284,6 +284,18 @@ def test_a_session_gives_a_verdict_or_the_reason_why_not(started, model, tmp_pat
     assert lost[0].verdict.detail == "no judge" and "reward_score nan" in lost[3].verdict.detail
 
 
+def test_a_session_that_ran_out_of_time_is_not_run_again_at_once(started, model, tmp_path) -> None:
+    """It would take the whole time limit again; `algorithm.missing` decides what becomes of it."""
+    file = tmp_path / "loops.yaml"
+    file.write_text(f"- {{name: judged, _target_: {__name__}.Judged}}\n")
+    words = (f"{ROLLOUT}.agent.agent_loop_config_path={file}", f"{ROLLOUT}.agent.retries=2")
+    rollout, _ = started(config_for(model, FAMILIES["qwen"].template, *words))
+    ends = [TimeoutError("too slow"), NoVerdictError("timeout"), ConnectionError("gone")]
+    batch = rollout.generate(prompts_of(rollout, 3, agent_name=["judged"] * 3, ends=ends))
+    lost = [(one.uid, one.again) for one in batch.meta_info["missing_samples"]]
+    assert lost == [("0-0", False), ("0-1", False), ("0-2", True), ("0-2", True), ("0-2", False)]
+
+
 def own_loops(tmp_path: Path) -> str:
     file = tmp_path / "loops.yaml"
     file.write_text(f"- {{name: flaky, _target_: {__name__}.Flaky, greeting: hello}}\n")
@@ -370,10 +382,10 @@ def test_an_error_of_the_sessions_is_never_that_of_their_closed_loop(monkeypatch
         _run(fails())
 
 
-def test_a_loop_that_samples_with_another_temperature_is_told(started, model, capsys) -> None:
+def test_a_loop_that_samples_otherwise_than_the_run_is_told(started, model, capsys) -> None:
     rollout, _ = started(config_for(model, FAMILIES["qwen"].template, f"{ROLLOUT}.agent.default_agent_loop=hotter"))
     rollout.generate(prompts_of(rollout, 2))
-    assert "samples with temperature=1.5, and training computes" in capsys.readouterr().err
+    assert "samples with temperature=1.5, top_k=3, and training computes" in capsys.readouterr().err
 
 
 @register("hotter")
@@ -383,7 +395,7 @@ class Hotter(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         prompt = kwargs["prompt_ids"]
         out = await self.server_manager.generate(
-            prompt_ids=prompt, sampling_params={**sampling_params, "temperature": 1.5, "max_tokens": 2}
+            prompt_ids=prompt, sampling_params={**sampling_params, "temperature": 1.5, "top_k": 3, "max_tokens": 2}
         )
         return AgentLoopOutput(prompt, out.token_ids, [1] * len(out.token_ids))
 

@@ -30,6 +30,14 @@ def test_tools_need_a_loop() -> None:
     assert "no_such.py: no such file" in fault
 
 
+def test_agents_that_run_at_once_need_connections() -> None:
+    words = ["agent.function=agent.py:run", "agent.max_running=65"]
+    (fault,) = check_agents(rollout(*words, "server.max_connections=64"))
+    assert "agent.max_running=65" in fault and "server.max_connections=64" in fault
+    assert not list(check_agents(rollout(*words, "server.max_connections=65")))
+    assert not list(check_agents(rollout("server.max_connections=64")))  # no agent runs
+
+
 def test_other_programs_refuse_agents() -> None:
     assert not list(check_no_agents(rollout()))
     faults = list(check_no_agents(rollout("multi_turn.enable=True", "agent.retries=3")))

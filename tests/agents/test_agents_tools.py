@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import pickle
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from hybridrl.agents.tools.load import close_tools, load_tools, selected_tools
 from hybridrl.agents.tools.session import ToolSession
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
+from hybridrl.sandbox import SandboxError
 from hybridrl.verdict import NoVerdictError, Reason, Verdict
 
 SETTINGS = MultiTurnConfig(max_parallel_calls=8, tool_timeout_s=5.0)
@@ -247,6 +249,31 @@ def test_a_loop_that_was_stopped_does_not_respond() -> None:
     assert not asyncio.run(after_the_end())
 
 
+@pytest.mark.parametrize(("tool", "made"), [(add, 0), (waits, 1)])
+def test_a_thread_that_cannot_be_started_is_no_answer_of_the_tool(monkeypatch, tool, made) -> None:
+    """The session's own thread, and that of a tool that may block."""
+    started = [0]
+
+    def start(thread, original=threading.Thread.start) -> None:
+        if thread.name in ("tools", "tool"):
+            started[0] += 1
+            if started[0] > made:
+                raise RuntimeError("can't start new thread")
+        original(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(NoVerdictError, match=r"^infra: .*can't start new thread"):
+        run([tool_of(tool)], [(tool.__name__, {"a": 1} if tool is add else {})])
+
+
+def test_an_error_without_a_verdict_passes_between_processes() -> None:
+    for error in (NoVerdictError("timeout", "too slow"), SandboxError("no disk"), SandboxError("slow", Reason.TIMEOUT)):
+        error.add_note("a note")
+        found = pickle.loads(pickle.dumps(error))
+        assert type(found) is type(error) and found.verdict == error.verdict and str(found) == str(error)
+        assert found.args == error.args and found.__notes__ == ["a note"]
+
+
 @pytest.mark.parametrize("tool", [exits, leaves])
 def test_a_tool_that_exits_is_an_error_of_the_tool(tool) -> None:
     results, _ = run([tool_of(tool), tool_of(add)], [(tool.__name__, {}), ("add", {"a": 1})])
@@ -343,15 +370,17 @@ def test_search_asks_a_server() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Search)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        tool = HttpSearch({"retrieval_service_url": f"http://127.0.0.1:{server.server_port}/retrieve", "topk": 2})
-        calls = [("search", {"query_list": ["cats", "dogs"]}), ("search", {"query_list": ["broken"]})]
-        (found, broken), _ = run([tool], [*calls])
+        url = f"http://127.0.0.1:{server.server_port}/retrieve"
+        tool = HttpSearch({"retrieval_service_url": url, "topk": 2, "attempts": 1})
+        (found,), _ = run([tool], [("search", {"query_list": ["cats", "dogs"]})])
+        with pytest.raises(NoVerdictError, match=r"^infra: search .* no JSON"):
+            run([tool], [("search", {"query_list": ["broken"]})])
     finally:
         server.shutdown()
         server.server_close()
     assert "Doc 1 (Title: cats)\nAll of it." in found.text and "Doc 2" in found.text and "---" in found.text
-    assert broken.fault == "error" and "without 'result'" in broken.text
-    assert "cannot be reached" in run([tool], [("search", {"query_list": ["cats"]})])[0][0].text
+    with pytest.raises(NoVerdictError, match=r"^infra: search .*Refused"):  # the server is gone
+        run([tool], [("search", {"query_list": ["cats"]})])
     with pytest.raises(RolloutError, match="retrieval_service_url"):
         HttpSearch({})
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
-from hybridrl.verdict import NoVerdict, Verdict
+from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -215,7 +215,11 @@ def as_result(value: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own, which does not keep the process from ending."""
+    """Call a function in a thread of its own, which does not keep the process from ending.
+
+    Raises:
+        NoVerdictError: no thread can be started.
+    """
     context, future = contextvars.copy_context(), Future[Any]()
     future.set_running_or_notify_cancel()  # the thread ends with it, whether or not someone still waits
 
@@ -225,7 +229,10 @@ async def in_thread(function: Callable[[], Any]) -> Any:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="tool", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="tool", daemon=True).start()
+    except RuntimeError as error:
+        raise NoVerdictError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
     return await asyncio.wrap_future(future)
 
 

@@ -1,11 +1,8 @@
 """Tools that come with the library: a calculator, a check of GSM8K answers, and search over HTTP."""
 
 import ast
-import json
 import math
 import operator
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,6 +10,9 @@ from hybridrl.agents.tools.base import BaseTool, ToolResponse, in_thread
 from hybridrl.errors import RolloutError
 from hybridrl.registry import TOOLS, Facts
 from hybridrl.reward.score.gsm8k import compute_score
+from hybridrl.utils import clock
+from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
+from hybridrl.verdict import NoVerdictError
 
 T = TypeVar("T", bound="type[BaseTool]")
 
@@ -195,17 +195,20 @@ class HttpSearch(BaseTool):
     That is the interface of Search-R1's servers: the answer is `{"result": [[{"document": {"contents": ...}}, ...]]}`,
     one list per query. Further fields of a document are left out.
 
-    Config: `retrieval_service_url`, `topk` (3), `timeout` (30 s).
+    Config: `retrieval_service_url`, `topk` (3), `timeout` (30 s), `attempts` (4). A request that fails is sent again. A
+    session whose search fails has no verdict: that the server is down or busy is no answer to the model. The time of a
+    search does not count against `tool_timeout_s`.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        self._url, self._topk = config.get("retrieval_service_url"), int(config.get("topk", 3))
+        url, self._topk = config.get("retrieval_service_url"), int(config.get("topk", 3))
         self._timeout = float(config.get("timeout", 30.0))
-        if not isinstance(self._url, str) or not self._url.startswith(("http://", "https://")):
+        if not isinstance(url, str) or not is_address(url):
             raise RolloutError(
                 "search needs config.retrieval_service_url, an address that begins with http:// or https://"
             )
+        self._client = JsonClient(url, attempts=int(config.get("attempts", 4)))
 
     def get_openai_tool_schema(self) -> Any:
         """The description for the model."""
@@ -224,16 +227,17 @@ class HttpSearch(BaseTool):
         return ToolResponse("\n---\n".join(map(_passages, found))), None, {"queries": len(queries)}
 
     def _ask(self, queries: list[str]) -> list[Any]:
-        body = json.dumps({"queries": queries, "topk": self._topk, "return_scores": True}).encode()
-        request = urllib.request.Request(str(self._url), body, {"Content-Type": "application/json"})
+        body = {"queries": queries, "topk": self._topk, "return_scores": True}
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                result = json.load(answer)["result"]
-        except (urllib.error.URLError, TimeoutError) as error:
-            raise RuntimeError(f"the search server cannot be reached: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise RuntimeError(f"the search server gave an answer without 'result': {error!r}") from error
-        return list(result)
+            with clock.stopped():
+                answer = self._client.post(body, self._timeout, _fault_of)
+        except ServiceError as error:
+            raise NoVerdictError(error.reason, f"search {error}") from error
+        return list(answer["result"])
+
+
+def _fault_of(answer: Mapping[str, Any]) -> str | None:
+    return None if isinstance(answer.get("result"), list) else "an answer without a list 'result'"
 
 
 def _passages(documents: Any) -> str:

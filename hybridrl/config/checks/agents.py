@@ -25,6 +25,13 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
             f"{_ROLLOUT}.multi_turn.interaction_config_path={settings.interaction_config_path} without a loop that "
             f"talks to users; set {_ROLLOUT}.multi_turn.enable=true"
         )
+    places, runs_agents = rollout.server.max_connections, agent.function is not None or agent.command is not None
+    if runs_agents and agent.max_running > places:
+        yield (
+            f"{_ROLLOUT}.agent.max_running={agent.max_running} agents may run at once, with a connection each, "
+            f"and {_ROLLOUT}.server.max_connections={places}: the server would refuse the others (503); raise "
+            "max_connections, or lower max_running"
+        )
     yield from check_source_file(f"{_ROLLOUT}.multi_turn.function_tool_path", settings.function_tool_path)
 
 

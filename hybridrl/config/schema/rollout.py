@@ -199,7 +199,9 @@ class AgentConfig(ConfigNode):
         "spaces around text and the types of arguments may differ",
         choices=("strict", "loose"),
     )
-    retries: int = key(1, "times that a failed session is run again at once, beside the others", ge=0)
+    retries: int = key(
+        1, "times that a failed session is run again at once, beside the others; not after a time limit", ge=0
+    )
     on_error: str | None = key(
         None,
         "a session that still fails: drop: its sample is left out; raise: the run ends; null: as algorithm.missing "
