@@ -65,6 +65,23 @@ def test_gdpo_tells_which_component_is_missing(manager_for, make_batch, user_fil
         manager_for("gdpo")
 
 
+def test_gdpo_checks_only_what_the_function_returned(manager_for, make_batch, user_file, config):
+    config.algorithm.gdpo_reward_keys = ["right", "format"]
+    config.reward.timeout_s = 1.0
+    fails = """
+    import time
+    def compute_score(solution_str, ground_truth):
+        time.sleep(60 if ground_truth == "slow" else 0)
+        return {"score": 3.0, "right": 1.0, "format": 2}
+    """
+    columns = sorts("slow", "1", "2") | {"trajectory_reward": [None, None, 0.5]}
+    manager = manager_for("gdpo", user_file(fails), on_error="zero", max_error_rate=1.0)
+    found = manager(make_batch(["ab"] * 3, **columns), return_dict=True)
+    assert found["reward_tensor"].sum(dim=-1).tolist() == [0.0, 3.0, 0.5]
+    assert found["reward_extra_info"]["right"] == [0.0, 1.0, None] and found["missing"] == [None] * 3
+    assert found["reward_extra_info"]["format"] == [0.0, 2, None]
+
+
 class Clock:
     """A time that passes as it is told."""
 
