@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -237,6 +238,20 @@ def test_a_service_may_give_no_verdict_and_one_that_fails_gives_none(manager_for
         manager = manager_for("remote", reward_kwargs={"url": server.url})
         with pytest.raises(RewardError, match="a score must be a number"):
             manager(make_batch(["a"], **sorts("1")))
+
+
+def test_the_wait_for_a_service_is_not_the_time_of_a_sample(manager_for, make_batch):
+    """Six samples of a second each, one after the other, within a limit of four seconds."""
+
+    def score(sample):
+        time.sleep(1.0)
+        return 1.0
+
+    with service(score) as server:
+        kwargs = {"url": server.url, "attempts": 1, "max_concurrent": 1, "batch_size": 1}
+        manager = manager_for("remote", reward_kwargs=kwargs, timeout_s=4.0)
+        found = manager(make_batch(["a"] * 6, **sorts(*"123456")), return_dict=True)
+    assert found["missing"] == [None] * 6 and found["reward_tensor"].sum() == 6.0
 
 
 def test_what_contradicts_a_service_is_refused(manager_for, user_file):
