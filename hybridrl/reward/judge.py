@@ -21,6 +21,7 @@ from typing import Any
 
 from hybridrl.errors import RewardError
 from hybridrl.reward.remote_scores import plain
+from hybridrl.utils import clock
 from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
 from hybridrl.utils.user_code import load_object
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
@@ -56,7 +57,8 @@ class Judge:
         system_prompt: comes before the question; None: nothing.
         sampling: further fields of the request.
         timeout_s: seconds that an answer may take.
-        threads: requests at once.
+        threads: ask; a thread for each request at once.
+        slots: as many as threads. Samples wait for one, which does not count as their time.
     """
 
     client: JsonClient
@@ -67,10 +69,17 @@ class Judge:
     sampling: Mapping[str, Any]
     timeout_s: float
     threads: ThreadPoolExecutor
+    slots: asyncio.Semaphore
 
     async def verdict(self, sample: Mapping[str, Any]) -> Any:
         """What the judge says of a sample: a dict with `score` and `judgement`, or a `NoVerdict`."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, self._verdict, sample)
+        loop = asyncio.get_running_loop()
+        with clock.stopped():
+            await self.slots.acquire()
+        answer = self.threads.submit(self._verdict, sample)
+        # The thread of a sample that takes too long stays busy: its slot is free when the thread is.
+        answer.add_done_callback(lambda _: loop.call_soon_threadsafe(self.slots.release))
+        return await asyncio.wrap_future(answer)
 
     def _verdict(self, sample: Mapping[str, Any]) -> Any:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
@@ -151,9 +160,8 @@ def make_judge(
     client = JsonClient(f"{base}/chat/completions", token, attempts, patience_s=timeout_s)
     name = _model_of(base, token, model)
     threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="judge")
-    return Judge(
-        client, name, _template(template), _parser(parse_path, parse_name), system_prompt, sampling, timeout_s, threads
-    )
+    slots, parse = asyncio.Semaphore(max_concurrent), _parser(parse_path, parse_name)
+    return Judge(client, name, _template(template), parse, system_prompt, sampling, timeout_s, threads, slots)
 
 
 def _model_of(base: str, token: str | None, model: str | None) -> str:

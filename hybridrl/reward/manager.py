@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
 from hybridrl.protocol.names import ATTEMPT, SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
@@ -231,15 +232,16 @@ class RewardManager:
         outcomes = [_given(reward) for reward in given]
         for number, outcome in zip(asked, found, strict=True):
             outcomes[number] = outcome
-        rows = zip(outcomes, samples, lengths.tolist(), strict=True)
-        result = self.collect(batch, [self._scored(*row) for row in rows])
+        rows = zip(outcomes, samples, lengths.tolist(), _is_part(batch, given), strict=True)
+        scored = [_as_given(outcome) if part else self._scored(outcome, *row) for outcome, *row, part in rows]
+        result = self.collect(batch, scored)
         return result if return_dict else result["reward_tensor"]
 
     def submit(self, batch: DataProto) -> list[Future[Scored]]:
         """Score rows as soon as processes are free, for example the trajectories of a session that has just ended.
 
         Args:
-            batch: as `__call__` takes it; any number of rows.
+            batch: as `__call__` takes it; any number of rows, but whole sessions.
 
         Returns:
             One future per row, for `collect`. It raises `RewardError` as `RewardPool.submit` says.
@@ -256,14 +258,15 @@ class RewardManager:
         samples = self.samples(batch, lengths)
         given = given_rewards(batch)
         self._check([sample for sample, reward in zip(samples, given, strict=True) if reward is None])
-        futures = []
+        futures, parts = [], _is_part(batch, given)
         for number, (sample, reward, length) in enumerate(zip(samples, given, lengths.tolist(), strict=True)):
             if reward is None:
                 outcome = self.pool.submit(sample, describe(batch, sample, number))
             else:
                 outcome = Future()
                 outcome.set_result(_given(reward))
-            futures.append(_then(outcome, partial(self._scored, sample=sample, length=length)))
+            score = _as_given if parts[number] else partial(self._scored, sample=sample, length=length)
+            futures.append(_then(outcome, score))
         return futures
 
     def collect(self, batch: DataProto, scored: Sequence[Scored]) -> dict[str, Any]:
@@ -359,7 +362,10 @@ class RewardManager:
         return self.pool.run(samples, name)
 
     def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
-        """A sample's final score and extra information; `length` is its response's in tokens."""
+        """A sample's final score and extra information; `length` is its response's in tokens.
+
+        Of a session in several rows, the rows before the last that brought a reward along are not adjusted.
+        """
         return score, extra
 
     def _columns(self, extras: list[dict[str, Any]], outcomes: list[Outcome]) -> dict[str, list[Any]]:
@@ -474,7 +480,19 @@ def _given(reward: float | NoVerdict | None) -> Outcome:
     """The outcome of a row that is not asked for."""
     if isinstance(reward, NoVerdict):
         return without_score(reward, 0.0)
-    return Outcome(0.0 if reward is None else reward, None, 0.0)
+    return Outcome(0.0 if reward is None else reward, None, 0.0, given=True)
+
+
+def _as_given(outcome: Outcome) -> Scored:
+    """A row that keeps what it brought along."""
+    return Scored(outcome.score, extra_of(outcome), outcome)
+
+
+def _is_part(batch: DataProto, given: Sequence[float | NoVerdict | None]) -> list[bool]:
+    """Whether each row is a part of a session before its last, and brought a reward along: it adds that and no more."""
+    sessions = split_sessions(batch.non_tensor_batch, len(batch))
+    last = set(range(len(batch)) if sessions is None else sessions.last.tolist())
+    return [row not in last and reward is not None for row, reward in enumerate(given)]
 
 
 def _whole_scores(

@@ -10,16 +10,36 @@ import asyncio
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from hybridrl.utils import clock
 from hybridrl.utils.json_client import JsonClient, ServiceError
 from hybridrl.verdict import NoVerdict, Reason
 
 _GATHER_S = 0.005  # samples that arrive within this time share a request
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A sample to ask for.
+
+    Attributes:
+        sample: what the service gets.
+        sent: is done when its request begins.
+        score: the answer.
+    """
+
+    sample: dict[str, Any]
+    sent: "asyncio.Future[None]"
+    score: "asyncio.Future[Any]"
+
+
 class Service:
-    """Asks for the scores of samples; those that arrive together share a request.
+    """Asks for the scores of samples; those that arrive together, or wait for a thread together, share a request.
+
+    The time of a sample begins with its request.
 
     Args:
         client: asks.
@@ -31,25 +51,36 @@ class Service:
     def __init__(self, client: JsonClient, timeout: float, max_concurrent: int, batch_size: int) -> None:
         self._client, self._timeout, self._most = client, timeout, batch_size
         self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="remote-scores")
-        self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+        self._free = max_concurrent
+        self._waiting: list[_Waiting] = []
 
     async def score(self, sample: dict[str, Any]) -> Any:
         """A number, a dict with `score`, or a `NoVerdict`."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((sample, future))
+        waiting = _Waiting(sample, loop.create_future(), loop.create_future())
+        self._waiting.append(waiting)
         if len(self._waiting) >= self._most:
             self._send()
         elif len(self._waiting) == 1:
             loop.call_later(_GATHER_S, self._send)
-        return await future
+        with clock.stopped():
+            await waiting.sent
+        return await waiting.score
 
     def _send(self) -> None:
-        while self._waiting:
+        """Send what waits, as far as threads are free; `_receive` goes on with the rest."""
+        while self._waiting and self._free:
             part, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
-            asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, [sample for sample, _ in part])
-            futures = [future for _, future in part]
-            asked.add_done_callback(lambda done, futures=futures: _hand_out(done.result(), futures))  # type: ignore[misc]
+            self._free -= 1
+            samples = [one.sample for one in part]
+            asked = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, samples)
+            asked.add_done_callback(partial(self._receive, part))
+            _hand_out([None] * len(part), [one.sent for one in part])
+
+    def _receive(self, part: "list[_Waiting]", asked: "asyncio.Future[list[Any]]") -> None:
+        self._free += 1
+        self._send()
+        _hand_out(asked.result(), [one.score for one in part])
 
     def _ask(self, samples: list[dict[str, Any]]) -> list[Any]:
         def fault(answer: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ import os
 import random
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from pathlib import Path
 from hybridrl.sandbox.program import SandboxError
 
 _POLL_S = 0.02
+#: what threads of a process wait for before they look for a free place, by process, name and count. A process that is
+#: forked begins with its own.
+_own: dict[tuple[int, str, int], threading.Semaphore] = {}
 
 
 class Slots:
@@ -35,12 +39,13 @@ class Slots:
             SandboxError: the folder of the locks belongs to another user.
         """
         folder = _folder(self.name)
-        while (descriptor := self._free(folder)) is None:
-            time.sleep(_POLL_S * (0.5 + random.random()))
-        try:
-            yield
-        finally:
-            os.close(descriptor)
+        with _own.setdefault((os.getpid(), self.name, self.count), threading.Semaphore(self.count)):
+            while (descriptor := self._free(folder)) is None:
+                time.sleep(_POLL_S * (0.5 + random.random()))
+            try:
+                yield
+            finally:
+                os.close(descriptor)
 
     def _free(self, folder: Path) -> int | None:
         """The descriptor of a place that was free."""

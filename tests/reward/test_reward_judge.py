@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -139,6 +140,20 @@ def test_no_answer_and_one_without_a_score_are_no_verdict_and_never_0(judged_by,
     assert reasons == [Reason.GRADING, Reason.GRADING, Reason.INFRA, None]
     tensor = found["reward_tensor"].sum(dim=-1)
     assert tensor.isnan().tolist() == [True, True, True, False] and tensor[3] == 0.0
+
+
+def test_the_wait_for_the_judge_is_not_the_time_of_a_sample(judged_by, make_batch):
+    """Six samples of a second each, one after the other, within a limit of four seconds."""
+
+    def answer(question):
+        time.sleep(1.0)
+        return "Score: 7"
+
+    where = "reward.reward_model.judge"
+    with endpoint(answer) as server:
+        manager = judged_by(server.url, f"{where}.max_concurrent=1", f"{where}.timeout_s=4")
+        found = manager(make_batch(["a"] * 6, **rows(*"123456")), return_dict=True)
+    assert found["missing"] == [None] * 6 and found["reward_tensor"].sum() == 42.0
 
 
 @pytest.mark.parametrize(

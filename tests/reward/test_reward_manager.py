@@ -91,6 +91,21 @@ def test_rows_that_are_scored_as_they_finish_get_what_the_batch_gets(manager_for
         manager.submit(batch)
 
 
+def test_a_session_in_several_rows_is_adjusted_once(manager_for, make_batch, config):
+    """The rows before a session's last keep the reward that they brought along."""
+    sessions = {"uid": ["a"] * 3, "session_id": ["s", "s", "t"], "trajectory_index": [0, 1, 0]}
+    given = {"trajectory_reward": [0.0, None, 0.5]}
+    columns = sort_columns("12", "12", "12") | sessions | given
+    batch = make_batch(["#### 21 ", "#### 12", "#### 12"], width=12, **columns)
+    overlong = {"enable": True, "len": 4, "penalty_factor": 1.0}
+    config.reward.reward_manager.name = "dapo"
+    manager = manager_for(reward_kwargs={"max_resp_len": 5, "overlong_buffer_cfg": overlong})
+    rewards = manager(batch)
+    assert rewards.sum(dim=-1).tolist() == [0.0, 0.0, -0.5]  # the penalty of 5 tokens is (5 - 1) / 4
+    early = [future.result(timeout=120) for future in manager.submit(batch)]
+    assert torch.equal(manager.collect(batch, early)["reward_tensor"], rewards)
+
+
 def test_a_submitted_row_that_fails_is_named(manager_for, make_batch, user_file):
     batch = make_batch(["1", "2"], **sort_columns("1", "2"))
     path = user_file("def f(solution_str, ground_truth): return 1 / (int(ground_truth) - 2)")

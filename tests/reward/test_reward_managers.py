@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -63,6 +64,23 @@ def test_gdpo_tells_which_component_is_missing(manager_for, make_batch, user_fil
     config.algorithm.gdpo_reward_keys = []
     with pytest.raises(RewardError, match=r"algorithm\.gdpo_reward_keys"):
         manager_for("gdpo")
+
+
+def test_gdpo_checks_only_what_the_function_returned(manager_for, make_batch, user_file, config):
+    config.algorithm.gdpo_reward_keys = ["right", "format"]
+    config.reward.timeout_s = 1.0
+    fails = """
+    import time
+    def compute_score(solution_str, ground_truth):
+        time.sleep(60 if ground_truth == "slow" else 0)
+        return {"score": 3.0, "right": 1.0, "format": 2}
+    """
+    columns = sorts("slow", "1", "2") | {"trajectory_reward": [None, None, 0.5]}
+    manager = manager_for("gdpo", user_file(fails), on_error="zero", max_error_rate=1.0)
+    found = manager(make_batch(["ab"] * 3, **columns), return_dict=True)
+    assert found["reward_tensor"].sum(dim=-1).tolist() == [0.0, 3.0, 0.5]
+    assert found["reward_extra_info"]["right"] == [0.0, 1.0, None] and found["missing"] == [None] * 3
+    assert found["reward_extra_info"]["format"] == [0.0, 2, None]
 
 
 class Clock:
@@ -220,6 +238,20 @@ def test_a_service_may_give_no_verdict_and_one_that_fails_gives_none(manager_for
         manager = manager_for("remote", reward_kwargs={"url": server.url})
         with pytest.raises(RewardError, match="a score must be a number"):
             manager(make_batch(["a"], **sorts("1")))
+
+
+def test_the_wait_for_a_service_is_not_the_time_of_a_sample(manager_for, make_batch):
+    """Six samples of a second each, one after the other, within a limit of four seconds."""
+
+    def score(sample):
+        time.sleep(1.0)
+        return 1.0
+
+    with service(score) as server:
+        kwargs = {"url": server.url, "attempts": 1, "max_concurrent": 1, "batch_size": 1}
+        manager = manager_for("remote", reward_kwargs=kwargs, timeout_s=4.0)
+        found = manager(make_batch(["a"] * 6, **sorts(*"123456")), return_dict=True)
+    assert found["missing"] == [None] * 6 and found["reward_tensor"].sum() == 6.0
 
 
 def test_what_contradicts_a_service_is_refused(manager_for, user_file):

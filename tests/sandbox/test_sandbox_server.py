@@ -284,6 +284,26 @@ def test_places_are_shared_by_processes(name) -> None:
     assert found[0].output == "1\n" and not measured.is_stopped
 
 
+def test_threads_that_wait_for_a_place_of_their_own_process_do_not_look_at_the_files(name, monkeypatch) -> None:
+    looked, look = [], Slots._free
+    monkeypatch.setattr(Slots, "_free", lambda self, folder: looked.append(threading.get_ident()) or look(self, folder))
+
+    def run(_) -> None:
+        begun.wait()
+        with Slots(1, name).taken():
+            pass
+
+    begun = threading.Barrier(5)
+    with ThreadPoolExecutor(4) as threads:
+        with Slots(1, name).taken():
+            waiting = threads.map(run, range(4))
+            begun.wait()
+            time.sleep(0.2)
+            assert looked == [threading.get_ident()]
+        assert len(list(waiting)) == 4
+    assert len(looked) == 5
+
+
 def test_never_more_at_once_than_allowed(name) -> None:
     slots, events, lock = Slots(2, name), [], threading.Lock()
 

@@ -247,6 +247,23 @@ def test_a_greedy_baseline_is_asked_for_again_alone() -> None:
     assert batch.batch["reward_baselines"].tolist() == [1, 1, 2, 2, 3, 3]
 
 
+def test_scores_of_greedy_baselines_are_no_scores_of_samples() -> None:
+    """Only their attempts count: a sample that the trainer never sees says nothing about its rewards."""
+    sampler = sampler_of(OwnRollout(same), "algorithm.adv_estimator=remax")
+    plain = sampler.reward_fn
+
+    def judge(batch: DataProto, return_dict: bool = False) -> Any:
+        result = plain(batch, return_dict=True)
+        if len(batch) == len(set(batch.non_tensor_batch["uid"])):
+            result["reward_tensor"] += 1000.0
+        return result
+
+    sampler.reward_fn = judge  # type: ignore[assignment]
+    assert sampler.next().batch.batch["reward_baselines"].min() > 1000
+    lowest, largest = sampler.missing_statistics.state()["scores"]
+    assert lowest <= largest < 1000
+
+
 def randomly(seed: int, share: float = 0.35) -> Missing:
     """Which attempts fail is a fact of the attempt, as its tokens are: a resumed run meets the same."""
 

@@ -28,6 +28,7 @@ from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, spread_over_ra
 from hybridrl.trainer.ppo.learner import Learner
 from hybridrl.trainer.ppo.missing import MissingSamples
 from hybridrl.trainer.ppo.samples import Samples
+from hybridrl.trainer.ppo.role_scores import Scorer
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.workers.losses import LossCounts, policy_loss_fn, value_loss_fn
 
@@ -251,3 +252,16 @@ def test_validation_has_one_answer_for_a_session(micro_model: Path) -> None:
     assert samples.outputs == ["2", "333"] and samples.uids == ["p0", "p0"]
     assert samples.scores == [1.5, 0.0] and samples.extra == {"acc": [1.0, 0.0]}
     assert metrics["val-aux/s/reward/mean@2"] == 0.75 and metrics["val-core/s/acc/mean@2"] == 0.5
+
+
+def test_a_role_scores_a_session_once() -> None:
+    """The score of a model is added where the session ends, whatever the order of its rows."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    columns = {"uid": ["a"] * 4, "session_id": ["s", "t", "s", "s"], "trajectory_index": [2, 0, 0, 1]}
+    batch = DataProto.from_dict(
+        tensors={"responses": mask, "response_mask": mask},
+        non_tensors={name: np.array(values, dtype=object) for name, values in columns.items()},
+    )
+    scorer, scoring = Scorer({}, config_of()), SimpleNamespace(weight=lambda config: 2.0)
+    found = scorer._added(torch.zeros(4, 3), scoring, torch.tensor([1.0, 2.0, 3.0, 4.0]), batch)  # type: ignore[arg-type]
+    assert found.tolist() == [[0, 2, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]]

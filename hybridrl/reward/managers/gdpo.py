@@ -1,9 +1,10 @@
 """verl's manager `gdpo`: rewards of several components, for `algorithm.adv_estimator=gdpo`."""
 
-from typing import Any
+from dataclasses import replace
 
 from hybridrl.errors import RewardError
-from hybridrl.reward.manager import RewardManager, register_reward_manager
+from hybridrl.reward.manager import RewardManager, Scored, register_reward_manager
+from hybridrl.reward.processes.outcome import Outcome
 from hybridrl.reward.signature import Sample
 
 
@@ -12,16 +13,23 @@ class GDPORewardManager(RewardManager):
     """Like `naive`, and checks that each sample has every component of `algorithm.gdpo_reward_keys`, a number.
 
     The estimator reads the components from the columns of the batch, which every manager fills. This one tells at the
-    first sample which component is missing.
+    first sample which component is missing. Rewards that samples bring along are not checked. Where
+    `reward.on_error=zero` makes a failure score 0, its components are 0.
     """
 
-    def adjust(self, score: float, extra: dict[str, Any], sample: Sample, length: int) -> tuple[float, dict[str, Any]]:
+    def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
+        scored = super()._scored(outcome, sample, length)
+        if outcome.given:
+            return scored
+        if outcome.no_verdict is not None:
+            zeros = dict.fromkeys(self.config.algorithm.gdpo_reward_keys, 0.0)
+            return scored if scored.outcome.no_verdict is not None else replace(scored, extra=zeros | scored.extra)
         for name in self.config.algorithm.gdpo_reward_keys:
-            value = extra.get(name)
+            value = scored.extra.get(name)
             if not isinstance(value, (int, float)):
                 wanted = list(self.config.algorithm.gdpo_reward_keys)
                 raise RewardError(
                     f"{self.pool.label} returned {name}={value!r}; reward.reward_manager.name=gdpo needs a number for "
-                    f"each of algorithm.gdpo_reward_keys={wanted}, and found {', '.join(extra) or 'no dict'}"
+                    f"each of algorithm.gdpo_reward_keys={wanted}, and found {', '.join(scored.extra) or 'no dict'}"
                 )
-        return score, extra
+        return scored

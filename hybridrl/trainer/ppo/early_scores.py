@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
@@ -86,7 +87,7 @@ class EarlyScores:
         if self._error is not None:
             raise self._error
         futures = self._futures(batch)
-        late = [row for row, future in enumerate(futures) if future is None]
+        late = _with_sessions(batch, [row for row, future in enumerate(futures) if future is None])
         done = sum(future is not None and future.done() for future in futures)
         if late:
             for row, future in zip(late, self.manager.submit(batch.select_idxs(late)), strict=True):
@@ -151,3 +152,13 @@ class EarlyScores:
             same = early is not None and early.token_ids == responses[row][: lengths[row]]
             futures.append(early.future if early is not None and same else None)
         return futures
+
+
+def _with_sessions(batch: DataProto, rows: list[int]) -> list[int]:
+    """Rows of a batch with the other rows of their sessions: a manager scores whole sessions."""
+    sessions = split_sessions(batch.non_tensor_batch, len(batch)) if rows else None
+    if sessions is None:
+        return rows
+    ids = sessions.groups.ids.tolist()
+    found = {ids[row] for row in rows}
+    return [row for row, number in enumerate(ids) if number in found]

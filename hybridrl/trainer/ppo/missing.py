@@ -277,17 +277,21 @@ class MissingStatistics:
         self._lowest, self._largest = float("inf"), float("-inf")
         self._tests = {"length": Dependence(), "reward": Dependence()}
 
-    def add(self, judged: Judged) -> None:
-        """Count the samples of a generation batch, which is scored (`token_level_scores`)."""
+    def add(self, judged: Judged, scores: bool = True) -> None:
+        """Count the samples of a generation batch, which is scored (`token_level_scores`).
+
+        Args:
+            scores: count their scores too; False for samples that are not trained on.
+        """
         self._asked += judged.asked
         self._left_out += len(judged.left_out)
         self._attempts += judged.attempts
-        if judged.batch is not None:
-            scores: dict[tuple[str, str], float] = {}
+        if scores and judged.batch is not None:
+            score_of: dict[tuple[str, str], float] = {}
             rows = judged.batch.batch["token_level_scores"].sum(dim=-1).tolist()
             for name, score in zip(names_of_samples(judged.batch), rows, strict=True):
-                scores[name] = scores.get(name, 0.0) + score
-            for (uid, _), score in scores.items():
+                score_of[name] = score_of.get(name, 0.0) + score
+            for (uid, _), score in score_of.items():
                 self._scores.setdefault(uid, []).append(score)
 
     def end_step(self) -> dict[str, float]:
@@ -337,7 +341,7 @@ class MissingStatistics:
     def _warn(self) -> None:
         words = {
             "length": ("are longer", "are shorter"),
-            "reward": ("are of prompts that score more", "that score less"),
+            "reward": ("are of prompts that score more", "are of prompts that score less"),
         }
         for name, test in self._tests.items():
             if test.p_value < self.significance / len(self._tests):

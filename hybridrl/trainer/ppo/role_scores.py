@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.config.roles import Scoring
 from hybridrl.protocol import DataProto
@@ -27,7 +28,8 @@ class Scorer:
     """Scores batches of responses, in training before groups are chosen, and in validation.
 
     With s the reward of the reward function and s_r the score of a role r with weight w_r, the reward of a response is
-    s + sum over r of w_r * s_r, at its last generated token.
+    s + sum over r of w_r * s_r, at its last generated token. Of a session in several rows, the last row gets the
+    scores of the roles.
 
     Args:
         readers: what turns a batch into what a role's worker group gets, by role.
@@ -94,6 +96,8 @@ class Scorer:
 
     def _added(self, rewards: torch.Tensor, scoring: Scoring, scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
         assert self._config is not None
+        sessions = split_sessions(batch.non_tensor_batch, len(batch))
+        rows = torch.arange(len(scores)) if sessions is None else sessions.last
         rewards = rewards.clone()
-        rewards[torch.arange(len(scores)), last_generated(batch)] += scoring.weight(self._config) * scores
+        rewards[rows, last_generated(batch)[rows]] += scoring.weight(self._config) * scores[rows]
         return rewards

@@ -208,7 +208,7 @@ class Sampler:
         uids = set(batch.non_tensor_batch["uid"].tolist())
         rows = [row for row, uid in enumerate(prompts.non_tensor_batch["uid"].tolist()) if uid in uids]
         judged = self.missing.judge(repeat_for_sampling(prompts.select_idxs(rows), 1), attempt)
-        self.missing_statistics.add(judged)
+        self.missing_statistics.add(judged, scores=False)  # greedy samples are not those that training sees
         if judged.batch is None:
             return None
         uids_of = judged.batch.non_tensor_batch["uid"]
