@@ -1,19 +1,13 @@
 """Agents of the user's own, trained through the run's server: a real model, a real server process, real agents."""
 
 import asyncio
-<<<<<<< HEAD
 import contextlib
-=======
 import http.server
->>>>>>> fixa
 import json
 import os
 import signal
 import sys
-<<<<<<< HEAD
-=======
 import threading
->>>>>>> fixa
 import time
 from collections.abc import Iterator
 from dataclasses import replace

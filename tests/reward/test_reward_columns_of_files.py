@@ -53,7 +53,9 @@ def test_a_column_that_a_batch_does_not_carry_is_refused_at_the_start(dataset, c
     config.reward.custom_reward_function.path = user_file("def compute_score(solution_str, messages): return 1.0\n")
     manager = create_reward_manager(config, tokenizer)
     try:
-        with pytest.raises(RewardError, match=r"'messages'.*answer, index_in_file, level, question|'messages'.*question"):
+        with pytest.raises(
+            RewardError, match=r"'messages'.*answer, index_in_file, level, question|'messages'.*question"
+        ):
             manager.check(dataset)
     finally:
         manager.close()

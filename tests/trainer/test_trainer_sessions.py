@@ -27,8 +27,8 @@ from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.batching import epochs_of_mini_batches, spread_over_ranks
 from hybridrl.trainer.ppo.learner import Learner
 from hybridrl.trainer.ppo.missing import MissingSamples
-from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.role_scores import Scorer
+from hybridrl.trainer.ppo.samples import Samples
 from hybridrl.trainer.ppo.validation import validate
 from hybridrl.workers.losses import LossCounts, policy_loss_fn, value_loss_fn
 
