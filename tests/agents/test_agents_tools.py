@@ -445,6 +445,12 @@ def fails(why: str) -> str:
     "Fails."
     raise ValueError(why)
 
+@server.tool()
+def dies() -> str:
+    "Ends the server."
+    import os
+    os._exit(1)
+
 server.run()
 """
 
@@ -460,11 +466,14 @@ def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     )
     tools = load_tools(path, None)
     try:
-        assert sorted(tool.name for tool in tools) == ["fails", "multiply"]
+        assert sorted(tool.name for tool in tools) == ["dies", "fails", "multiply"]
         calls = [("multiply", {"a": 6, "b": 7}), ("fails", {"why": "no luck"}), ("multiply", {"a": 6})]
         results, _ = run(tools, calls)
         assert [one.fault for one in results] == ["", "error", "arguments"]
         assert results[0].text == "42" and "Error executing tool fails" in results[1].text
+        with pytest.raises(NoVerdictError, match="infra: MCP server demo: the connection has ended"):
+            run(tools, [("dies", {})])  # no answer to the model: its sample would be judged without the tool
+        assert run(tools, calls[:1])[0][0].text == "42"  # the next session has a new connection
     finally:
         close_tools(path, None)
     assert run(tools, [("multiply", {"a": 6, "b": 7})])[0][0].fault == "error"  # the connection has ended

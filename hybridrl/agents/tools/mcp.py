@@ -7,12 +7,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
 from hybridrl.errors import RolloutError
+from hybridrl.utils import clock
+from hybridrl.verdict import NoVerdictError, Reason
 
 _START_S = 60.0
 
@@ -31,6 +34,7 @@ class McpTool(BaseTool):
               start_timeout: 60
 
     A server is a command, with `args` and `env`, or a `url`. There is one connection to it, which all sessions share.
+    Where it ends, the sessions that wait for an answer have no verdict, and the next call opens another one.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any, server: "_Server") -> None:
@@ -70,16 +74,24 @@ class McpTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """The text that the server answers."""
-        return ToolResponse(await asyncio.wrap_future(self._server.call(self.name, parameters))), None, {}
+        """The text that the server answers.
+
+        Raises:
+            NoVerdictError: the connection has ended, or cannot be opened again.
+        """
+        return ToolResponse(await self._server.call(self.name, parameters)), None, {}
 
     def close(self) -> None:
         """End the connection; the other tools of the server end with it."""
         self._server.close()
 
 
+class _ConnectionEndedError(Exception):
+    """The server does not answer any more."""
+
+
 class _Server:
-    """A connection, kept by an event loop in a thread of its own.
+    """A server, and the connection to it; another one is opened after it has ended.
 
     Args:
         name: for messages.
@@ -88,11 +100,57 @@ class _Server:
     """
 
     def __init__(self, name: str, entry: Mapping[str, Any], limit: float) -> None:
+        self._name = name
+        self._open = partial(_Connection, name, entry, limit)
+        self._connection = self._open()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The descriptions of its tools in OpenAI's format."""
+        return self._connection.tools()
+
+    async def call(self, name: str, parameters: dict[str, Any]) -> str:
+        """The text of a call's result; an error of the tool is a RuntimeError.
+
+        A call is sent once: the server may have done what it was asked for before the connection ended.
+
+        Raises:
+            NoVerdictError: the connection has ended, or cannot be opened again.
+        """
+        try:
+            with clock.stopped():
+                connection = await asyncio.to_thread(self._alive)
+            return await asyncio.wrap_future(connection.call(name, parameters))
+        except (_ConnectionEndedError, RolloutError) as error:
+            raise NoVerdictError(Reason.INFRA, f"MCP server {self._name}: {error}") from error
+
+    def _alive(self) -> "_Connection":
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the connection to the MCP server {self._name} was closed")
+            if self._connection.has_ended:
+                self._connection.close()
+                self._connection = self._open()
+            return self._connection
+
+    def close(self) -> None:
+        """End the connection, and a server that was started for it."""
+        with self._lock:
+            self._closed = True
+            self._connection.close()
+
+
+class _Connection:
+    """A connection, kept by an event loop in a thread of its own; see `_Server`."""
+
+    def __init__(self, name: str, entry: Mapping[str, Any], limit: float) -> None:
         self._name, self._entry = name, entry
         self._loop = asyncio.new_event_loop()
         self._ends = asyncio.Event()
         self._ready: Future[Any] = Future()  # of this thread: the loop ends with a server that does not start
         self._thread = threading.Thread(target=self._run, name=f"mcp {name}", daemon=True)
+        self.has_ended = False
         self._thread.start()
         try:
             self._client = self._ready.result(limit)
@@ -157,19 +215,33 @@ class _Server:
             for tool in listed
         ]
 
-    def call(self, name: str, parameters: dict[str, Any]) -> Any:
-        """A future of the text of a call's result; an error of the tool is an exception."""
+    def call(self, name: str, parameters: dict[str, Any]) -> Future[str]:
+        """A future of the text of a call's result.
+
+        Its exceptions: `RuntimeError`, an error of the tool, or of the protocol, such as wrong arguments;
+        `_ConnectionEndedError`, everything else.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
 
         async def ask() -> str:
-            result = await self._client.call_tool(name, parameters)
+            try:
+                result = await self._client.call_tool(name, parameters)
+            except Exception as error:
+                if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
+                    raise RuntimeError(_reason(error)) from error
+                self.has_ended = True
+                raise _ConnectionEndedError(f"the connection has ended: {_reason(error)}") from error
             text = "\n".join(part.text for part in result.content if getattr(part, "text", None) is not None)
             if result.is_error:
                 raise RuntimeError(text or "the tool failed")
             return text
 
-        if self._loop.is_closed():
-            raise RuntimeError(f"the connection to the MCP server {self._name} has ended")
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        try:
+            return asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        except RuntimeError as error:  # the loop is closed
+            self.has_ended = True
+            raise _ConnectionEndedError("the connection has ended") from error
 
     def close(self) -> None:
         """End the connection, and a server that was started for it."""
