@@ -130,7 +130,7 @@ class AgentRollout(Rollout):
                 loop = self._agents.loop(name, session)
                 given = {key: getattr(sampling, key) for key in ("do_sample", "temperature", "top_p", "top_k")}
                 outputs = await loop.run(given, **row)
-                found = self._trajectories(outputs, session, uid, sample)
+                found = self._trajectories(outputs, session, uid, sample, row)
                 if not isinstance(found, NoVerdict):
                     return found, missing
                 verdict, failure = found, None
@@ -152,7 +152,7 @@ class AgentRollout(Rollout):
         return [], missing
 
     def _trajectories(
-        self, outputs: Any, session: SessionClient, uid: str, sample: int
+        self, outputs: Any, session: SessionClient, uid: str, sample: int, row: Mapping[str, Any]
     ) -> list[Trajectory] | NoVerdict:
         """The trajectories of what a loop returned, or why it has no verdict."""
         several = outputs if isinstance(outputs, Sequence) else [outputs]
@@ -166,6 +166,7 @@ class AgentRollout(Rollout):
         for number, output in enumerate(several):
             name = f"sample {sample}" if len(several) > 1 else ""
             one = trajectory_of(output, session.generated, uid, sample, name, number)
+            _check_extra(one.extra, row)
             # The reward function scores a session once, where it ended; what its other parts bring is added.
             unscored = number < len(several) - 1 and one.reward is None
             found.append(replace(one, reward=0.0) if unscored else one)
@@ -263,6 +264,16 @@ class _Counts:
             found[f"agent_loop/tool_faults/{kind}"] = float(np.mean([kind in one for one in faults]))
         self._outputs, self._retried, self._failed = [], 0, 0
         return found
+
+
+def _check_extra(extra: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+    """Refuse extra fields that would replace what the data say, such as the ground truth, in the whole batch."""
+    replaced = sorted(name for name, value in extra.items() if name in row and value is not row[name])
+    if replaced:
+        raise RolloutError(
+            f"an agent loop returned the extra field {replaced[0]!r} (extra_fields, or extra of a Verdict), which is a "
+            "column of the data; give the field another name"
+        )
 
 
 def _trained_tokens(outputs: Any) -> int:

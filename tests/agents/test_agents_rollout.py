@@ -273,15 +273,18 @@ def test_a_session_gives_a_verdict_or_the_reason_why_not(started, model, tmp_pat
         NoVerdictError("dropped"),
         TimeoutError("too slow"),
         [float("nan")],
+        [Verdict(1.0, {"reward_model": {"ground_truth": "mine"}})],
     ]
-    batch = rollout.generate(prompts_of(rollout, 5, agent_name=["judged"] * 5, ends=ends))
+    truths = [{"ground_truth": "1 2 3"}] * 6
+    batch = rollout.generate(prompts_of(rollout, 6, agent_name=["judged"] * 6, ends=ends, reward_model=truths))
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
     assert batch.non_tensor_batch["acc"].tolist() == [1] and batch.non_tensor_batch["uid"].tolist() == ["0-0"]
     lost = batch.meta_info["missing_samples"]
-    assert [one.verdict.reason for one in lost] == ["grading", "dropped", "timeout", "infra"]
+    assert [one.verdict.reason for one in lost] == ["grading", "dropped", "timeout", "infra", "infra"]
     assert 2 <= lost[0].tokens <= 8 and {one.tokens for one in lost[1:]} == {None}  # an error cuts a session off
     assert not any(one.again for one in lost)
     assert lost[0].verdict.detail == "no judge" and "reward_score nan" in lost[3].verdict.detail
+    assert "'reward_model'" in lost[4].verdict.detail and "column of the data" in lost[4].verdict.detail
 
 
 def test_a_session_that_ran_out_of_time_is_not_run_again_at_once(started, model, tmp_path) -> None:
