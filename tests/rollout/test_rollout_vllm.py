@@ -248,21 +248,30 @@ def test_a_request_that_vllm_refuses_harms_nobody(rollout) -> None:
     assert rollout.pool.restarts == restarts
 
 
+LONG = 4000  # tokens of requests that run until they are aborted
+
+
 def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
-    """Of requests for one token, behind as many that run as the engine takes; all are in the engine's own queue."""
-    # Long enough for all others to arrive meanwhile on a machine that is busy with other tests.
-    running = [Request(f"r{i}", [6], SamplingParams(True, 1.0, 1.0, -1, 80 + 2 * i, ignore_eos=True)) for i in range(8)]
-    short = SamplingParams(True, 1.0, 1.0, -1, 1, ignore_eos=True)
+    """Of requests for one token that wait in the engine's own queue, behind as many that run as it takes."""
+    sampling = SamplingParams(True, 1.0, 1.0, -1, LONG - 1, ignore_eos=True)
+    running = [Request(f"r{i}", [6], sampling) for i in range(8)]
+    short = replace(sampling, max_new_tokens=1)
     guests = [Request(f"g{i}", [6], short, priority=GUEST_PRIORITY) for i in range(4)]
     training = [Request(f"t{i}", [6], short) for i in range(4)]
     order: list[str] = []
-    pool.pause()  # so that all of them reach the engine before one runs
-    futures = [future for requests in (running, guests, training) for future in pool.submit(requests)]
+    busy = pool.submit(running)
+    futures = [future for requests in (guests, training) for future in pool.submit(requests)]
     for future in futures:
         future.add_done_callback(lambda done: order.append(done.result().id))
-    pool.unpause()
+    deadline = time.monotonic() + 60
+    while [(one["running"], one["waiting"]) for one in pool.statistics().values()] != [(8, 8)]:
+        assert time.monotonic() < deadline and not order, "the requests did not come together in the engine"
+        time.sleep(0.01)
+    pool.abort(["r0"])  # one place becomes free, and all others pass through it
     assert all(future.result(timeout=60).finish_reason == "length" for future in futures)
-    assert [name for name in order if name[0] != "r"] == [request.id for request in [*training, *guests]]
+    assert order == [request.id for request in [*training, *guests]]
+    pool.abort()
+    assert {future.result(timeout=60).finish_reason for future in busy} == {"abort"}
 
 
 @pytest.mark.parametrize("own_devices", [False, True], ids=["shared devices, TP=2", "own devices, broadcast"])
@@ -276,6 +285,7 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
         "actor_rollout_ref.rollout.ignore_eos=true",
         "actor_rollout_ref.rollout.temperature=2.0",  # so that every token is drawn now and then
         "actor_rollout_ref.rollout.max_num_seqs=8",
+        f"actor_rollout_ref.rollout.max_model_len={LONG}",
         "actor_rollout_ref.rollout.scheduling_policy=priority",
     ]
     config = settings(tiny_model, *words)
