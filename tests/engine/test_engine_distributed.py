@@ -8,6 +8,7 @@ import io
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -412,6 +413,19 @@ def body(rank: int, model: Path, tied: Path, odd: Path, routed: Path, work: Path
     dist.barrier()
 
 
+def saved_in_between(model: Path, optim: Any, folder: Path) -> dict[str, Any]:
+    """The weights after three updates, where they are saved, and after two more, which a resumed engine repeats."""
+    batch, engine = make_batch(FIELDS), make_engine(model, optim=optim)
+    train(engine, batch, 3)
+    found = {"after": weights(engine)}
+    engine.save(folder, ["model", "optimizer", "extra"])
+    resumed = make_engine(model, optim=optim)
+    resumed.load(folder, ["model", "optimizer", "extra"])
+    assert train(resumed, batch, 2) == train(engine, batch, 2)
+    close(weights(resumed), weights(engine), 0)
+    return found | {"final": weights(engine)}
+
+
 @pytest.mark.slow
 def test_two_ranks_do_what_one_does(
     micro_model: Path, tied_model: Path, odd_model: Path, routed_model: Path, tmp_path: Path
@@ -448,17 +462,7 @@ def test_two_ranks_do_what_one_does(
     del incomplete["model.norm.weight"]
     save_file(incomplete, tmp_path / "broken_weights" / "model.safetensors", metadata={"format": "pt"})
 
-    kept = {}
-    for name, optim in OPTIMIZERS.items():
-        engine = make_engine(odd_model, optim=optim)
-        train(engine, batch, 3)
-        kept[name] = {"after": weights(engine)}
-        engine.save(tmp_path / f"one_{name}", ["model", "optimizer", "extra"])
-        resumed = make_engine(odd_model, optim=optim)
-        resumed.load(tmp_path / f"one_{name}", ["model", "optimizer", "extra"])
-        assert train(resumed, batch, 2) == train(engine, batch, 2)
-        close(weights(resumed), weights(engine), 0)
-        kept[name]["final"] = weights(engine)
+    kept = {name: saved_in_between(odd_model, optim, tmp_path / f"one_{name}") for name, optim in OPTIMIZERS.items()}
     torch.save(kept, tmp_path / "optimizers.pt")
 
     engine = make_engine(micro_model, optim={**SGD, "lr": 0.3})

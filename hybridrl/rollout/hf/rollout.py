@@ -69,13 +69,8 @@ class HFRollout:
         """
         meta = prompts.meta_info
         params = SamplingParams.from_meta(self.config, meta)
-        eos = _as_ids(meta.get("eos_token_id", self.eos_token_ids))
+        eos = self._eos(meta, params)
         pad = int(meta.get("pad_token_id", self.pad_token_id))
-        if not eos and not params.ignore_eos:
-            raise UserError(
-                "the tokenizer and the model's generation config name no EOS token, so no response could end early: "
-                "add eos_token_id to the model, or set actor_rollout_ref.rollout.ignore_eos=True"
-            )
         noise = self._noise(prompts, params)
         device = current_device()
         ids = prompts.batch["input_ids"].to(device)
@@ -140,6 +135,16 @@ class HFRollout:
             response_width=params.max_new_tokens,
             prompt_positions=prompts.batch["position_ids"],
         )
+
+    def _eos(self, meta: Mapping[str, Any], params: SamplingParams) -> Sequence[int]:
+        """The tokens that end a response."""
+        eos = _as_ids(meta.get("eos_token_id", self.eos_token_ids))
+        if not eos and not params.ignore_eos:
+            raise UserError(
+                "the tokenizer and the model's generation config name no EOS token, so no response could end early: "
+                "add eos_token_id to the model, or set actor_rollout_ref.rollout.ignore_eos=True"
+            )
+        return eos
 
     def _recorded(self, meta: Mapping[str, Any]) -> AbstractContextManager[list[torch.Tensor] | None]:
         """Within the context, where the experts of what the module computes are added, if they are asked for."""
