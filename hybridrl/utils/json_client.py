@@ -25,11 +25,19 @@ class ServiceError(Exception):
         reason: `timeout` where it took too long, otherwise `infra`.
         refused: it answered that the request is wrong (an HTTP status of 400 to 499 other than 408 and 429).
         busy: it has too much to do.
+        status: the HTTP status of its last answer, where it is the fault.
     """
 
-    def __init__(self, what: str, reason: Reason = Reason.INFRA, refused: bool = False, busy: bool = False) -> None:
+    def __init__(
+        self,
+        what: str,
+        reason: Reason = Reason.INFRA,
+        refused: bool = False,
+        busy: bool = False,
+        status: int | None = None,
+    ) -> None:
         super().__init__(what)
-        self.reason, self.refused, self.busy = reason, refused, busy
+        self.reason, self.refused, self.busy, self.status = reason, refused, busy, status
 
 
 def is_address(url: object) -> bool:
@@ -89,7 +97,8 @@ class JsonClient:
             waited = time.monotonic() - started
             if failure.refused or failures >= self.attempts or (failure.busy and waited > self.patience_s):
                 often = f" ({failures} attempts)" if failures > 1 else f" for {waited:.0f} s" if failure.busy else ""
-                raise ServiceError(f"{self.url}{often}: {failure}", failure.reason, failure.refused, failure.busy)
+                what = f"{self.url}{often}: {failure}"
+                raise ServiceError(what, failure.reason, failure.refused, failure.busy, failure.status)
             time.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -105,7 +114,7 @@ class JsonClient:
             told = error.read(2000).decode("utf-8", "replace").strip()
             busy, refused = error.code in _BUSY, error.code < 500 and error.code not in (408, *_BUSY)
             what = f"HTTP {error.code} {error.reason}: {told[:300]}"
-            raise ServiceError(what, refused=refused, busy=busy) from None
+            raise ServiceError(what, refused=refused, busy=busy, status=error.code) from None
         except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):

@@ -358,7 +358,7 @@ class Search(http.server.BaseHTTPRequestHandler):
             for query in asked["queries"]
         ]
         body = b"no JSON" if "broken" in asked["queries"] else json.dumps({"result": found}).encode()
-        self.send_response(200)
+        self.send_response(next((int(query) for query in asked["queries"] if query.isdigit()), 200))
         self.end_headers()
         self.wfile.write(body)
 
@@ -375,6 +375,10 @@ def test_search_asks_a_server() -> None:
         (found,), _ = run([tool], [("search", {"query_list": ["cats", "dogs"]})])
         with pytest.raises(NoVerdictError, match=r"^infra: search .* no JSON"):
             run([tool], [("search", {"query_list": ["broken"]})])
+        (refused,), _ = run([tool], [("search", {"query_list": ["422"]})])
+        assert refused.fault == "error" and "HTTP 422" in refused.text  # the queries are at fault
+        with pytest.raises(NoVerdictError, match=r"^infra: search .* HTTP 404"):  # the address is
+            run([tool], [("search", {"query_list": ["404"]})])
     finally:
         server.shutdown()
         server.server_close()

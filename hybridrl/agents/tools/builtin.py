@@ -196,8 +196,8 @@ class HttpSearch(BaseTool):
     one list per query. Further fields of a document are left out.
 
     Config: `retrieval_service_url`, `topk` (3), `timeout` (30 s), `attempts` (4). A request that fails is sent again. A
-    session whose search fails has no verdict: that the server is down or busy is no answer to the model. The time of a
-    search does not count against `tool_timeout_s`.
+    session whose search fails has no verdict: that the server is down or busy is no answer to the model. That it
+    refuses the queries (HTTP 400, 422) is one. The time of a search does not count against `tool_timeout_s`.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
@@ -232,8 +232,13 @@ class HttpSearch(BaseTool):
             with clock.stopped():
                 answer = self._client.post(body, self._timeout, _fault_of)
         except ServiceError as error:
+            if error.status in _BAD_REQUEST:  # the model may ask otherwise
+                raise ValueError(f"search {error}") from error
             raise NoVerdictError(error.reason, f"search {error}") from error
         return list(answer["result"])
+
+
+_BAD_REQUEST = (400, 422)
 
 
 def _fault_of(answer: Mapping[str, Any]) -> str | None:
