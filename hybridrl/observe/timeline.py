@@ -15,7 +15,7 @@ from hybridrl.observe.jsonl import JsonLines, keep_records, read
 from hybridrl.utils.spans import CONTROLLER, Span
 
 TIMELINE = "timeline.jsonl"
-_SHORT_S = 0.0005  # what is shorter cannot be seen and is not written
+_SHORT_S = 0.0005  # what is shorter on a rank cannot be seen and is not written
 _ROWS = 34
 _COLORS = ("#2563eb", "#059669", "#d97706", "#7c3aed", "#db2777", "#0891b2", "#65a30d", "#dc2626", "#475569", "#a16207")
 
@@ -48,8 +48,12 @@ class Timeline:
         self._file.close()
 
     def write(self, step: int, spans: Sequence[Span]) -> None:
-        """Write what ran since the last report. A step may have several lines (its training, its validation)."""
-        long = sorted((span for span in spans if span.seconds >= _SHORT_S), key=lambda span: span.started)
+        """Write what ran since the last report. A step may have several lines (its training, its validation).
+
+        Phases of the controller are written however short they are: it may begin to wait when a rank has finished.
+        """
+        seen = (span for span in spans if span.seconds >= _SHORT_S or span.rank == CONTROLLER)
+        long = sorted(seen, key=lambda span: span.started)
         if long:
             start = long[0].started
             rows = [[one.name, one.rank, round(one.started - start, 4), round(one.seconds, 4)] for one in long]

@@ -84,9 +84,11 @@ def test_a_program_that_leaves_early_or_equals_everything_passes_no_function_tes
 
 SEARCH = """
 import glob, os, sys
-paths = [path for top in ('/tmp/', '') for path in glob.glob(top + '**', recursive=True, include_hidden=True)]
-paths = [path for path in paths if os.path.isfile(path) and not path.startswith((sys.prefix, sys.base_prefix))]
-seen = ''
+paths, seen = [], ''
+for top in ('/tmp', '.'):
+    for folder, below, files in os.walk(top):
+        below[:] = [name for name in below if os.path.join(folder, name) not in (sys.prefix, sys.base_prefix)]
+        paths += [os.path.join(folder, name) for name in files if os.path.isfile(os.path.join(folder, name))]
 for path in [*paths, *glob.glob('/proc/[0-9]*/cmdline'), *glob.glob('/proc/[0-9]*/environ')]:
     try:
         with open(path, errors='replace') as file:
