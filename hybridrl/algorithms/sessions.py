@@ -5,7 +5,8 @@ Legend: B rows, T response tokens; S sessions of at most K rows each.
 The rows of a session are one trajectory of the policy. They are joined end to end, in order, for the estimator, which
 already supports masks with holes, and the result is split again. A session therefore counts once in its group, and
 each of its tokens gets the credit that it has in the whole session. Losses that average over sequences count it once
-too (`sequence_lengths` of `agg_loss`).
+too (`sequence_lengths` of `agg_loss`), and losses with a value per sequence read all of its rows
+(`algorithms.sequences`).
 """
 
 from __future__ import annotations

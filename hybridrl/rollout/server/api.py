@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,6 +90,7 @@ class Api:
         self._knows_developer = "developer" in str(getattr(served.tokenizer, "chat_template", None) or "")
         self._faults: dict[bool, str | None] = {}
         self._in_flight = 0
+        self._named: dict[tuple[str | None, str], set[str]] = {}  # session and a call's name -> ids of its requests
         # One thread: tokenizers are not made for several, and health and aborts must not wait for a long text.
         self._texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="texts")
 
@@ -235,7 +237,7 @@ class Api:
         self._check(body, session)  # others have come meanwhile
         id = f"{_PREFIXES[type(body)]}-{uuid.uuid4().hex}"
         requests = self._requests(id, body, prompts, name, session)
-        pending = PendingRequests(self.client, requests, http)
+        pending = PendingRequests(self.client, requests, http, self._named_as([id, body.request_id], session, requests))
 
         def noted(index: int, completion: Completion) -> Completion:
             if session is not None and completion.finish_reason != "abort":
@@ -285,7 +287,7 @@ class Api:
                 return _Stream(self, 0, _turn_events(dialect, exchange, _as_stream(known)))
             return JSONResponse(await self.in_thread(dialect.whole, exchange, known))
         requests = self._requests(id, body, [prompt], name, session)
-        pending = PendingRequests(self.client, requests, http)
+        pending = PendingRequests(self.client, requests, http, self._named_as([id, body.request_id], session, requests))
         replies: dict[int, Reply] = {}
 
         def read(index: int, completion: Completion) -> Reply:
@@ -313,6 +315,40 @@ class Api:
         finally:
             self.reserve(-len(requests), session)
         return JSONResponse(await self.in_thread(dialect.whole, exchange, [replies[i] for i in sorted(replies)]))
+
+    async def abort_named(self, names: Sequence[str], session: str | None) -> int:
+        """End calls by the `request_id` that they were given, or the id of their answer; how many requests that were.
+
+        Args:
+            session: whose calls they are; None: of any session, and outside of them.
+        """
+        chosen = set(names)
+        ids = {
+            id
+            for (owner, name), requests in self._named.items()
+            if name in chosen and session in (None, owner)
+            for id in requests
+        }
+        if ids:
+            await self.client.abort(sorted(ids))
+        return len(ids)
+
+    @contextmanager
+    def _named_as(
+        self, names: Sequence[str | None], session: Session | None, requests: Sequence[Request]
+    ) -> Iterator[None]:
+        """Within the context, the requests of a call can be aborted by its names."""
+        owner, ids = None if session is None else session.id, {request.id for request in requests}
+        keys = [(owner, name) for name in names if name]
+        for key in keys:
+            self._named.setdefault(key, set()).update(ids)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._named[key] -= ids
+                if not self._named[key]:
+                    del self._named[key]
 
     def _requests(
         self, id: str, body: Body, prompts: Sequence[list[int]], name: str, session: Session | None

@@ -18,7 +18,6 @@ IGNORED = frozenset(
         "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "request_id",
         "safety_identifier",
         "service_tier",
         "store",
@@ -131,6 +130,7 @@ class SamplingRequest(BaseModel):
     stream_options: dict[str, Any] = {}
     return_token_ids: bool = True
     session_id: str | None = Field(None, max_length=256)
+    request_id: str | None = Field(None, max_length=256)
 
     @model_validator(mode="before")
     @classmethod
@@ -266,7 +266,6 @@ class GenerateRequest(SamplingRequest):
 
     token_ids: TokenIds
     sampling_params: dict[str, Any]
-    request_id: str | None = Field(None, max_length=256)
     logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool = False
     output_mode: Literal["tokens"] = "tokens"
@@ -283,6 +282,12 @@ class GenerateRequest(SamplingRequest):
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+
+class AbortRequest(BaseModel):
+    """Body of `/inference/v1/abort_requests`."""
+
+    request_ids: list[str]
 
 
 class SessionSampling(BaseModel):
