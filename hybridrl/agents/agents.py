@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridrl.agents.entries import entries_of
+from hybridrl.agents.entries import class_of, entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
-from hybridrl.agents.gateway import Gateway, gateway_of
+from hybridrl.agents.gateway import Gateway, gateways_of
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
@@ -20,7 +20,6 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS, TOOL_PARSERS
-from hybridrl.utils.user_code import load_class
 
 SINGLE_TURN, TOOLS = "single_turn_agent", "tool_agent"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -47,7 +46,7 @@ class Agents:
         parser: of `multi_turn.format`.
         turns: makes the tokens between turns.
         environments: None where no loop acts on them.
-        gateway: None where no loop uses it.
+        gateways: what runs the agents of loops behind the run's server, by the name of the loop.
         interactions: simulated users; None where there are none.
     """
 
@@ -60,7 +59,7 @@ class Agents:
     turns: Turns
     environments: Environments | None = None
     interactions: Interactions | None = None
-    gateway: Gateway | None = None
+    gateways: Mapping[str, Gateway] = field(default_factory=dict)
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -75,15 +74,15 @@ class Agents:
             parser=self.parser,
             turns=self.turns,
             environments=self.environments,
-            gateway=self.gateway,
+            gateway=self.gateways.get(name or self.default),
             interactions=self.interactions,
             **entry.arguments,
         )
 
     def close(self) -> None:
         """End the agents, the tools and the environments."""
-        if self.gateway is not None:
-            self.gateway.close()
+        for gateway in self.gateways.values():
+            gateway.close()
         if self.environments is not None:
             self.environments.close()
         paths = self.config.actor_rollout_ref.rollout.multi_turn
@@ -103,7 +102,7 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     settings = rollout.multi_turn
     datasets = [data for data in datasets if data is not None]
     default = rollout.agent.default_agent_loop or (TOOLS if settings.enable else SINGLE_TURN)
-    listed = _listed_loops(rollout.agent.agent_loop_config_path)
+    listed = listed_loops(rollout.agent.agent_loop_config_path)
     names = dict.fromkeys([default, *(name for data in datasets for name in _names_in(data))])
     if names.keys() == {SINGLE_TURN} and not listed:
         _tell_of_unread(rollout)
@@ -137,8 +136,8 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
     parser = TOOL_PARSERS.get(settings.format)()
-    gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in loops.values()), turns)
-    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway)
+    gateways = gateways_of(rollout, {name: (entry.cls, entry.arguments) for name, entry in loops.items()}, turns)
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateways)
 
 
 def _environments(
@@ -237,19 +236,17 @@ def _registered(name: str) -> type[AgentLoopBase]:
     return found
 
 
-def _listed_loops(path: str | None) -> dict[str, LoopEntry]:
-    """The loops of `agent_loop_config_path`: a list of `{name: ..., _target_: MODULE.CLASS, further arguments}`."""
+def listed_loops(path: str | None) -> dict[str, LoopEntry]:
+    """The loops of `agent_loop_config_path`: a list of `{name: ..., _target_: NAME or MODULE.CLASS, ...}`."""
     if path is None:
         return {}
-    setting, form = f"{_ROLLOUT}.agent.agent_loop_config_path", "{name: NAME, _target_: MODULE.CLASS, ...}"
+    setting, form = f"{_ROLLOUT}.agent.agent_loop_config_path", "{name: NAME, _target_: NAME or MODULE.CLASS, ...}"
     key = f"{setting}={path}"
     found = {}
     for number, entry in enumerate(entries_of(path, setting, None, form)):
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
             raise RolloutError(f"{key}: entry {number} is {entry!r}, and must be {form}")
-        target = str(entry["_target_"])
-        module, _, short = target.rpartition(":" if ":" in target else ".")
-        cls = load_class(module, short, f"{key}: _target_", f"{key}: _target_", AgentLoopBase, RolloutError)
+        cls = class_of(str(entry["_target_"]), f"{key}: _target_", AGENT_LOOPS, AgentLoopBase)
         arguments = {str(name): value for name, value in entry.items() if name not in ("name", "_target_")}
         found[str(entry["name"])] = LoopEntry(cls, arguments)
     return found

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from hybridrl.agents.turns import Turns
 from hybridrl.config import RolloutConfig
@@ -53,24 +53,36 @@ class Closed:
     messages: Sequence[Mapping[str, Any]] | None = None
 
 
+class AgentRunner(Protocol):
+    """Runs the agents of a loop, somewhere."""
+
+    async def run(self, job: Job) -> Result:
+        """Run an agent, until it ends or this call is cancelled.
+
+        Raises:
+            AgentFailed: it failed.
+        """
+
+    def close(self) -> None:
+        """End the agents that still run."""
+
+
 class Gateway:
-    """Runs agents against the run's server. One serves all sessions of a run.
+    """Runs agents against the run's server. One serves all sessions of a loop.
 
     Args:
-        config: `actor_rollout_ref.rollout`; its group `agent` says what is run.
-
-    Raises:
-        RolloutError: the settings name no agent, or one that cannot be loaded.
+        config: `actor_rollout_ref.rollout`; its group `agent` has limits and how requests are sampled.
+        runner: runs the agents.
     """
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, runner: AgentRunner) -> None:
         self._config = config
+        self._runner = runner
         self._server: RunServer | None = None
         self._running = 0
         self._places = asyncio.Semaphore(config.agent.max_running)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
-        self._host = _Host(program_of(config))
 
     def connect(self, server: RunServer | None) -> None:
         """Agents call this server from here on.
@@ -80,8 +92,7 @@ class Gateway:
         """
         if server is None:
             raise RolloutError(
-                "the loop gateway_agent needs the run's server, and actor_rollout_ref.rollout.server.enable=False; set "
-                "it to true"
+                "agents need the run's server, and actor_rollout_ref.rollout.server.enable=False; set it to true"
             )
         self._server = server
 
@@ -127,7 +138,7 @@ class Gateway:
         job = Job(f"{root}/sessions/{id}/v1", id, access.model, row)
         try:
             async with asyncio.timeout(limit):
-                return await self._host.run(job)
+                return await self._runner.run(job)
         except TimeoutError:
             raise TimeoutError(f"the agent took longer than {KEY}.timeout_s={limit:g}") from None
         except AgentFailed as error:
@@ -190,7 +201,7 @@ class Gateway:
 
     def close(self) -> None:
         """End the agents that still run."""
-        self._host.close()
+        self._runner.close()
         self._threads.shutdown(wait=False)
 
 
@@ -200,27 +211,54 @@ def _reason(error: urllib.error.HTTPError) -> str:
     return str(error)
 
 
-def gateway_of(rollout: RolloutConfig, used: bool, turns: Turns) -> Gateway | None:
-    """What runs the user's own agents; None where no loop uses it.
+class AgentLoop(Protocol):
+    """What a class of agent loops says about its agents; see `AgentLoopBase`."""
+
+    uses_gateway: ClassVar[bool]
+    agent_settings: ClassVar[Sequence[str]]
+
+    @classmethod
+    def start_agents(cls, rollout: RolloutConfig, arguments: Mapping[str, Any]) -> AgentRunner: ...
+
+
+def gateways_of(
+    rollout: RolloutConfig, loops: Mapping[str, tuple[type[AgentLoop], Mapping[str, Any]]], turns: Turns
+) -> dict[str, Gateway]:
+    """What runs agents behind the run's server, by the name of the loop.
 
     Args:
-        used: some loop of the run uses it.
+        loops: those of the run, with the arguments of their entries.
         turns: continues the conversations.
 
     Raises:
-        RolloutError: there is no such agent, or the chat template cannot be continued.
+        RolloutError: an agent cannot be started, a setting would not be read, or the chat template cannot be continued.
     """
-    if used:
-        turns.check(None)
-        return Gateway(rollout)
+    used = {name: loop for name, loop in loops.items() if loop[0].uses_gateway}
     plain = AgentConfig()
-    given = [name for name in _SETTINGS if getattr(rollout.agent, name) != getattr(plain, name)]
-    if given:
+    read = {setting for cls, _ in used.values() for setting in cls.agent_settings}
+    for name in _SETTINGS:
+        if name not in read and getattr(rollout.agent, name) != getattr(plain, name):
+            raise RolloutError(
+                f"{KEY}.{name}={getattr(rollout.agent, name)} without a loop that reads it; remove it, set "
+                f"{KEY}.default_agent_loop=gateway_agent, or name gateway_agent in the column agent_name"
+            )
+    if not used:
+        return {}
+    if not rollout.server.enable:
         raise RolloutError(
-            f"{KEY}.{given[0]}={getattr(rollout.agent, given[0])} without a loop that runs agents behind the server; "
-            f"set {KEY}.default_agent_loop=gateway_agent, or name gateway_agent in the column agent_name"
+            f"the loop {next(iter(used))} runs agents against the run's server, and actor_rollout_ref.rollout.server."
+            "enable=False; set it to true"
         )
-    return None
+    turns.check(None)
+    found: dict[str, Gateway] = {}
+    try:
+        for name, (cls, arguments) in used.items():
+            found[name] = Gateway(rollout, cls.start_agents(rollout, arguments))
+    except BaseException:
+        for gateway in found.values():
+            gateway.close()
+        raise
+    return found
 
 
 def program_of(config: RolloutConfig) -> Program:
@@ -230,11 +268,6 @@ def program_of(config: RolloutConfig) -> Program:
         RolloutError: they name none, or both kinds.
     """
     agent = config.agent
-    if not config.server.enable:
-        raise RolloutError(
-            "the loop gateway_agent runs agents against the run's server, and actor_rollout_ref.rollout.server.enable="
-            "False; set it to true"
-        )
     if (agent.function is None) == (agent.command is None):
         found = "neither" if agent.function is None else "both"
         raise RolloutError(
@@ -247,7 +280,7 @@ def program_of(config: RolloutConfig) -> Program:
     return Program(agent.function, words)
 
 
-class _Host:
+class AgentHost:
     """The process that has loaded the user's code, and forks agents; see `hybridrl.utils.agent_host`.
 
     Args:

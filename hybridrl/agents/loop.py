@@ -9,12 +9,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from hybridrl.agents.environments.load import Environments
-from hybridrl.agents.gateway import Gateway
+from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
 from hybridrl.agents.interactions.load import Interactions
 from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.turns import Turns
+from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS, Facts
@@ -319,12 +320,14 @@ class AgentLoopBase(ABC):
         environments: those of the run; None where no loop of the run uses them.
         interactions: simulated users of the run; None where it has none.
         uses_environments: of the class: its sessions act on environments, which the run starts.
-        gateway: runs the user's own agents against the run's server; None where no loop of the run uses it.
-        uses_gateway: of the class: its sessions are agents behind the run's server.
+        gateway: runs the agents of this loop against the run's server; None where the class has none.
+        uses_gateway: of the class: its sessions are agents behind the run's server, which `start_agents` starts.
+        agent_settings: of the class: the settings of `rollout.agent` that its agents read.
     """
 
     uses_environments: ClassVar[bool] = False
     uses_gateway: ClassVar[bool] = False
+    agent_settings: ClassVar[Sequence[str]] = ("function", "command", "timeout_s", "max_running", "sampling", "match")
 
     def __init__(
         self,
@@ -362,6 +365,22 @@ class AgentLoopBase(ABC):
         Returns:
             One output, or several whose order is that of the session, for example where the context was cut.
         """
+
+    @classmethod
+    def start_agents(cls, rollout: RolloutConfig, arguments: Mapping[str, Any]) -> AgentRunner:
+        """What runs the agents, once per run; read where the class has `uses_gateway`.
+
+        Args:
+            rollout: `actor_rollout_ref.rollout`.
+            arguments: of the loop's entry in `agent_loop_config_path`.
+
+        Returns:
+            Here: processes with `agent.function` or `agent.command`.
+
+        Raises:
+            RolloutError: it cannot start.
+        """
+        return AgentHost(program_of(rollout))
 
     async def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None

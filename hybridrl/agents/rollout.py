@@ -49,8 +49,8 @@ class AgentRollout(Rollout):
         self.gives_memory_back = inner.gives_memory_back
         self._counts = _Counts()
         self.server = inner.server
-        if agents.gateway is not None:
-            agents.gateway.connect(inner.server)
+        for gateway in agents.gateways.values():
+            gateway.connect(inner.server)
 
     @property
     def version(self) -> int:  # type: ignore[override]

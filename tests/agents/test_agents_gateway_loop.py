@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ import torch
 from template_families import FAMILIES, write_model
 
 from hybridrl.agents import AgentRollout, create_agents
-from hybridrl.agents.gateway import AgentFailed, Closed, _Host
+from hybridrl.agents.gateway import AgentFailed, AgentHost, Closed
 from hybridrl.config import load_config
 from hybridrl.engine.microbatch import MicroBatching
 from hybridrl.engine.train_engine import TrainEngines
@@ -91,7 +91,13 @@ def engine(model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def rollout(model: Path, engine: Any) -> Iterator[tuple[AgentRollout, Recorded]]:
-    config = config_for(model)
+    with serving(config_for(model), engine) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def serving(config: Any, engine: Any) -> Iterator[tuple[AgentRollout, Recorded]]:
+    """A rollout of agents behind a server, and its calls."""
     policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
     ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
     local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
@@ -107,11 +113,18 @@ def rollout(model: Path, engine: Any) -> Iterator[tuple[AgentRollout, Recorded]]
     assert agents is not None
     process.wait_ready()
     made = AgentRollout(inner, agents)
-    yield made, recorded
-    made.close()
+    try:
+        yield made, recorded
+    finally:
+        made.close()
 
 
-def generated(rollout: tuple[AgentRollout, Recorded], kinds: list[str], mark: str = "") -> DataProto:
+def generated(
+    rollout: tuple[AgentRollout, Recorded],
+    kinds: list[str],
+    mark: str = "",
+    more: Mapping[str, list[Any]] | None = None,
+) -> DataProto:
     """The batch of one session per kind of agent; what the agents leave behind has the mark in its arguments."""
     made, recorded = rollout
     recorded.calls.clear()
@@ -120,7 +133,7 @@ def generated(rollout: tuple[AgentRollout, Recorded], kinds: list[str], mark: st
     assert len({len(one) for one in ids}) == 1
     tensor = torch.tensor(ids)
     columns = {"uid": [f"0-{n}" for n in range(len(kinds))], "sample": [0] * len(kinds), "raw_prompt": messages}
-    columns |= {"kind": kinds, "mark": [mark] * len(kinds)}
+    columns |= {"kind": kinds, "mark": [mark] * len(kinds), **(more or {})}
     return made.generate(
         DataProto.from_dict(
             tensors={
@@ -224,7 +237,7 @@ def test_only_an_unknown_session_is_one_of_a_server_that_has_restarted(
         def log_message(self, *_: object) -> None:
             pass
 
-    gateway = rollout[0]._agents.gateway
+    gateway = rollout[0]._agents.gateways["gateway_agent"]
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     access = replace(gateway._server.access, url=f"http://127.0.0.1:{server.server_port}/v1")
@@ -267,7 +280,7 @@ def test_a_command_reads_its_row_and_writes_its_verdict(tmp_path: Path, monkeypa
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     folders = (tmp_path / "temporary").glob
-    host = _Host(Program(command=(sys.executable, str(tmp_path / "agent.py"))))
+    host = AgentHost(Program(command=(sys.executable, str(tmp_path / "agent.py"))))
 
     def run(wanted: str | None) -> Any:
         return asyncio.run(host.run(Job("http://x/sessions/i/v1", "i", "tiny", {"wanted": wanted})))

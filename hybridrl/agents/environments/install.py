@@ -88,7 +88,7 @@ def own_variables() -> dict[str, str]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="the kind of server: openenv")
+    parser.add_argument("name", help="the kind of server: openenv, verifiers")
     parser.add_argument("packages", nargs="*", help="further packages, as pip takes them")
     given = parser.parse_args()
     try:

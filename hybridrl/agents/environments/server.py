@@ -6,7 +6,9 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from hybridrl.agents.environments.install import own_variables
@@ -25,10 +27,19 @@ class EnvironmentServer:
         app: `MODULE:NAME`.
         folder: the folder that it runs in, from which MODULE can be imported.
         start_timeout_s: seconds until it must answer.
+        variables: further environment variables.
     """
 
-    def __init__(self, python: Path, app: str, folder: Path, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        python: Path,
+        app: str,
+        folder: Path,
+        start_timeout_s: float,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._python, self._app, self._folder = python, app, folder
+        self._variables = dict(variables)
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +90,7 @@ class EnvironmentServer:
             self._process = subprocess.Popen(
                 command,
                 cwd=self._folder,
-                env=own_variables(),
+                env=own_variables() | self._variables,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

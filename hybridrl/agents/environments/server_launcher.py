@@ -22,7 +22,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import uvicorn
 
-    uvicorn.run(sys.argv[1], fd=int(sys.argv[2]), log_level="warning", ws="websockets")
+    uvicorn.run(sys.argv[1], fd=int(sys.argv[2]), log_level="warning", ws="auto")
 
 
 if __name__ == "__main__":
