@@ -77,8 +77,8 @@ def test_a_server_that_dies_starts_again_and_a_row_without_a_task_is_told(rollou
 
 
 def test_tasks_become_rows(loops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--loops", str(loops), "--out", str(tmp_path), "--test-size", "1"])
-    train, test = (pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "test"))
+    main(["--loops", str(loops), "--out", str(tmp_path / "new"), "--test-size", "1"])
+    train, test = (pd.read_parquet(tmp_path / "new" / f"{split}.parquet") for split in ("train", "test"))
     assert [row[0]["content"] for row in train["prompt"]] == ["Write a.", "Write b."] and len(test) == 1
     assert json.loads(test["verifiers_task"][0])["letter"] == "c" and set(train["agent_name"]) == {"letters"}
     with pytest.raises(SystemExit):

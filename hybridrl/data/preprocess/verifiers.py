@@ -71,6 +71,7 @@ def write_verifiers(loops: str, out: Path, name: str | None, limit: int | None, 
     if not 0 <= test_size < len(tasks):
         raise UserError(f"--test-size {test_size}: the environment has {len(tasks)} tasks; ask for fewer")
     cut = len(tasks) - test_size
+    out.mkdir(parents=True, exist_ok=True)
     rows = [rl_row(task, name, "train" if n < cut else "test", n) for n, task in enumerate(tasks)]
     write_rows(out / "train.parquet", rows[:cut])
     if test_size:
