@@ -78,7 +78,7 @@ class Session:
     ) -> None:
         """Note an answer of the model to a conversation."""
         turn = self.tree.add(prompt_ids, reply.completion)
-        answer = inner_messages([reply.message()])
+        answer = inner_messages([reply.whole_message()])
         key = keys_of([*messages, *answer], tools, self._matcher)[-1]
         self._ends[key] = turn, calls_in(answer[0])
         self._shown[turn.index] = {
