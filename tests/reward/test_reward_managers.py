@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import made
 
@@ -347,22 +347,25 @@ TOKENIZERS = {kind: made(kind) for kind in ("bytes", "words")}
 
 @pytest.mark.parametrize("cleans", [False, True])
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-@given(text=st.text("ab; .é世", min_size=1, max_size=25), special=st.integers(0, 25))
-def test_a_step_ends_with_the_first_tokens_that_hold_its_text(manager_for, kind, cleans, text, special):
-    tokenizer = TOKENIZERS[kind]
-    tokenizer.clean_up_tokenization_spaces = cleans
-    manager = manager_for("steps", reward_kwargs={"separator": ";"})
-    manager.tokenizer = tokenizer
-    ids = tokenizer("a " + text, add_special_tokens=False)["input_ids"]
-    ids.insert(special % (len(ids) + 1), tokenizer.eos_token_id)
-    whole = tokenizer.decode(ids, skip_special_tokens=True)
-    wanted, end = [], 0
-    for step in steps_of(whole, ";"):
-        end += len(step)
-        prefixes = (tokenizer.decode(ids[:count], skip_special_tokens=True) for count in range(1, len(ids) + 1))
-        wanted.append(next(n for n, prefix in enumerate(prefixes) if prefix.startswith(whole[:end])))
-    assert manager._ends(ids, [1] * len(ids)) == wanted
+def test_a_step_ends_with_the_first_tokens_that_hold_its_text(manager_for, kind, cleans):
+    manager, tokenizer = manager_for("steps", reward_kwargs={"separator": "b"}), TOKENIZERS[kind]
+    manager.tokenizer, tokenizer.clean_up_tokenization_spaces = tokenizer, cleans
+
+    @settings(max_examples=30)
+    @given(text=st.text("ab; .é世", min_size=1, max_size=25), special=st.integers(0, 25))
+    @example(text=";bb . b", special=3)
+    def check(text, special):
+        ids = tokenizer("a " + text, add_special_tokens=False)["input_ids"]
+        ids.insert(special % (len(ids) + 1), tokenizer.eos_token_id)
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        prefixes = [tokenizer.decode(ids[: count + 1], skip_special_tokens=True) for count in range(len(ids))]
+        wanted, end = [], 0
+        for step in steps_of(whole, "b"):
+            end += len(step)
+            wanted.append(next(n for n, prefix in enumerate(prefixes) if prefix.startswith(whole[:end])))
+        assert manager._ends(ids, [1] * len(ids)) == wanted
+
+    check()
 
 
 @given(st.text("ab;", max_size=20))

@@ -85,7 +85,7 @@ class StepsRewardManager(RewardManager):
         The texts of single tokens joined are usually the text of all, with a space before it that decoding drops. Where
         a tokenizer changes the text that it joins, for example removes spaces, first tokens are decoded one by one.
         """
-        special = set(self.tokenizer.all_special_ids)
+        special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
         shown = iter(self._texts([token for token in tokens if token not in special]))
         texts = ["" if token in special else next(shown) for token in tokens]
         joined = "".join(texts)
