@@ -20,6 +20,9 @@ from template_families import BROKEN, ENDS, FAMILIES, MARKS, write_model
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
+from hybridrl.rollout.server.replies import Reply
+from hybridrl.rollout.server.schema import SessionSettings
+from hybridrl.rollout.server.sessions import Session
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, trajectories_of
 
@@ -422,6 +425,29 @@ def test_sessions_side_by_side(qwen: GatewayStage) -> None:
         text = qwen.tokenizer.decode([*one.prompt_ids, *one.token_ids])
         assert [text.count(words) for words in asked] == [1, 1, 1] and len(trace["turns"]) == 3
         qwen.http.delete(f"/sessions/{session}")
+
+
+def test_a_long_session_keeps_each_message_once() -> None:
+    """Each call brings all messages again."""
+    session = Session("session-a", SessionSettings())
+    messages: list[dict[str, Any]] = []
+    ids: list[int] = [1]
+    for turn in range(50):
+        messages = [*json.loads(json.dumps(messages)), {"role": "user", "content": f"question {turn}"}]
+        tools = json.loads(json.dumps(TOOLS))
+        reply = Reply(Completion(str(turn), [turn], [-1.0], "stop"), f"answer {turn}")
+        session.add(messages, tools, ids, reply)
+        session.store(f"resp-{turn}", [*messages, reply.message()])
+        messages.append(reply.message())
+        ids = [*ids, turn, 1]
+    rewritten = [{"role": "user", "content": "another"}, *messages[1:3]]
+    session.add(rewritten, TOOLS, [1], Reply(Completion("x", [7], [-1.0], "stop"), "so"))
+    assert len(session._history) == 100 + 3
+    assert session.messages() == [*rewritten, {"role": "assistant", "content": "so"}]
+    assert session.stored("resp-49") == messages
+    turns = session.trace()["turns"]
+    assert [turn["request"]["messages"] for turn in turns[:50]] == [messages[: 2 * turn + 1] for turn in range(50)]
+    assert all(turn["request"]["tools"] == TOOLS for turn in turns)
 
 
 # ------------------------------------------------------------------ the tree of tokens, and its trace
