@@ -13,6 +13,7 @@ import pytest
 from hybridrl.config import load_config
 from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.errors import RolloutError
+from hybridrl.notify import forget
 from hybridrl.observe.traces import SampleTrace, Traces, register_trace_backend
 from hybridrl.observe.traces.base import local_store, trace_of
 from hybridrl.observe.traces.sender import check_backend
@@ -138,6 +139,7 @@ def test_a_service_that_fails_costs_traces_and_is_left_after_three_in_a_row(note
 def test_a_slow_service_does_not_hold_the_run(notes, tmp_path, monkeypatch, capsys, bound, most) -> None:
     """Neither its time nor, with few and large traces, its memory."""
     monkeypatch.setattr(f"hybridrl.observe.traces.sender.{bound}", most)
+    forget()  # what is told once
     notes.go.clear()
     traces = Traces(TraceConfig(backend="notes"), tmp_path)
     traces.send([ROW] * 10, 1, False)  # returns though nothing is taken
