@@ -48,7 +48,8 @@ class VllmParser(EngineParser):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
 
         described = [ChatCompletionToolsParam(**tool) for tool in tools]
-        request = ChatCompletionRequest(messages=[], model="", tools=described or None, skip_special_tokens=False)
+        body = {"messages": [], "model": "", "tools": described or None, "skip_special_tokens": False}
+        request = ChatCompletionRequest.model_validate(body)
         parser = self.cls(self.tokenizer, described)
         found = parser.extract_tool_calls(text, request)
         marks = {
