@@ -105,7 +105,7 @@ DAEMONS_OF_RAY = (
     "ray.dashboard.agent",
     "ray._private.runtime_env.agent.main",
 )
-# Without PyTorch's compiler, which an engine otherwise starts for single functions: seconds of each of its processes.
+# vLLM's processes go without PyTorch's compiler, which takes seconds in each of them for single functions.
 WITHOUT_COMPILER = {"TORCH_COMPILE_DISABLE": "1"}
 #: milliseconds after which a process of vLLM that waits for another looks again, were it not woken
 LOOKS_AGAIN_MS = 20
@@ -333,16 +333,14 @@ def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> N
     if package in sys.modules:
         return
     os.environ.update(request.environment)
-    if package in OF_ENGINES:
+    if package == "vllm":
         os.environ.update(WITHOUT_COMPILER)
-    if package == "sglang":
+    elif package == "sglang":
         importlib.import_module("hybridrl.rollout.sglang.compat").use_stand_ins()
     for name in names:
         importlib.import_module(name)
     if package == "vllm":
         _wait_without_spinning()
-    elif package == "ray" and importlib.util.find_spec("megatron"):
-        importlib.import_module("hybridrl.engine.megatron.parallel").import_parallel_state()
     _settle()
 
 
