@@ -18,7 +18,7 @@ class VerifiersAgentLoop(GatewayAgentLoop):
     `hybridrl.agents.environments.verifiers.VerifiersServer`.
     """
 
-    agent_settings: ClassVar[Sequence[str]] = ("timeout_s", "max_running", "sampling", "match")
+    agent_settings: ClassVar[Sequence[str]] = ("timeout_s", "max_running", "sampling", "match", "trace_dir")
 
     @classmethod
     def start_agents(cls, rollout: RolloutConfig, arguments: Mapping[str, Any]) -> AgentRunner:
