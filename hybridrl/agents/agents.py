@@ -82,7 +82,13 @@ class Agents:
 
     def runs_on_controller(self, name: str | None) -> bool:
         """Whether sessions of this loop run in the controller's process; None: the default loop."""
-        return self.loops[name or self.default].cls.runs_on_controller()
+        entry = self.loops.get(name or self.default)
+        return entry is None or entry.cls.runs_on_controller()  # that there is none is told by `loop`
+
+    def uses_gateway(self, name: str | None) -> bool:
+        """Whether sessions of this loop are agents behind the gateway; None: the default loop."""
+        entry = self.loops.get(name or self.default)
+        return entry is not None and entry.cls.uses_gateway
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""

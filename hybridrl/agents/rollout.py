@@ -103,7 +103,7 @@ class AgentRollout(Rollout):
     async def _session(self, batch: "_Batch", task: Task) -> tuple[list[Trajectory], list[MissingSample]]:
         """The trajectories of one session, told to `on_finished` at once, and the attempts at it without a verdict."""
         name = task.row.get("agent_name")
-        async with batch.places(self._agents.loops[name or self._agents.default].cls.uses_gateway):
+        async with batch.places(self._agents.uses_gateway(name)):
             attempt, missing = await self._attempts(batch, task, self._agents.runs_on_controller(name))
         if attempt.verdict is None:
             for spent in attempt.spent:
