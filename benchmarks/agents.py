@@ -156,15 +156,14 @@ def sessions(arguments: argparse.Namespace, folder: Path) -> int:
         if number:
             ratios.append(wall / ideal)
             print(
-                f"wall {wall:6.2f} s, ideal {ideal:6.2f} s, the controller's processor time {processor:5.2f} s",
+                f"wall {wall:6.2f} s, ideal {ideal:6.2f} s, processor time here {processor:5.2f} s",
                 flush=True,
             )
     rollout.close()
     shutdown_ray()
     ratio = statistics.median(ratios)
-    print(
-        f"\n{arguments.sessions} sessions, {arguments.workers} workers: wall time / ideal schedule {ratio:.2f} (at most {LIMIT})"
-    )
+    what = f"{arguments.sessions} sessions, {arguments.workers} workers"
+    print(f"\n{what}: wall time / ideal schedule {ratio:.2f} (at most {LIMIT})")
     return int(ratio > LIMIT)
 
 

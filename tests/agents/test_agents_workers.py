@@ -94,8 +94,9 @@ def test_a_killed_process_spoils_its_own_sessions_and_starts_again(
         again = rollout.generate(prompts_of(rollout, 6, agent_name=["tells_its_process"] * 6))
         pids |= set(again.non_tensor_batch["pid"].tolist())
         assert len(again) == 6 and int(process_of["0-0"]) not in pids
+    processes = [psutil.Process(pid) for pid in pids]
     rollout.close()
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+    assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
 def test_sessions_of_a_killed_process_run_again_at_once(started, ray_session, model, tmp_path) -> None:
