@@ -531,8 +531,8 @@ def test_sessions_beyond_the_most_threads_share_them(monkeypatch) -> None:
             own.stop()
 
     async def sessions() -> list[Any]:
-        fine = await asyncio.gather(*(session(waits, 0.8) for _ in range(12)))  # six times 0.2 s in each thread
-        assert fine == ["done"] * 12 and len(threads) == 2
+        fine = await asyncio.gather(*(session(waits, 1.5) for _ in range(20)))  # ten times 0.2 s in each thread
+        assert fine == ["done"] * 20 and len(threads) == 2
         hanging = [asyncio.ensure_future(session(released.wait, 0.3)) for _ in range(2)]
         await asyncio.sleep(0.05)
         return await asyncio.gather(*hanging, *(session(lambda: "works", 0.3) for _ in range(6)))
@@ -566,11 +566,11 @@ def test_calls_beyond_the_most_threads_wait_and_hanging_ones_do_not_count(monkey
             own.stop()
 
     async def sessions() -> None:
-        assert await asyncio.gather(*(session(waits, 0.8) for _ in range(12))) == ["done"] * 12
+        assert await asyncio.gather(*(session(waits, 1.5) for _ in range(20))) == ["done"] * 20
         assert most[0] == 2
         hung = await asyncio.gather(*(session(released.wait, 0.2) for _ in range(4)))
         assert [type(one) for one in hung] == [CallTimeoutError] * 4
-        assert await asyncio.gather(*(session(waits, 0.8) for _ in range(4))) == ["done"] * 4
+        assert await asyncio.gather(*(session(waits, 1.5) for _ in range(4))) == ["done"] * 4
 
     try:
         asyncio.run(sessions())
