@@ -10,7 +10,7 @@ from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateway_of
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
-from hybridrl.agents.parsers.base import ToolParser
+from hybridrl.agents.parsers.base import ToolParser, tool_parser_of
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.tools.load import close_tools, load_tools
 from hybridrl.agents.turns import Turns
@@ -19,7 +19,7 @@ from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, TOOL_PARSERS
+from hybridrl.registry import AGENT_LOOPS
 from hybridrl.utils.cores import available_cores
 from hybridrl.utils.user_code import load_class
 
@@ -194,7 +194,7 @@ def make_agents(
     turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
     path = settings.interaction_config_path
     users = None if path is None else load_interactions(path)
-    parser = TOOL_PARSERS.get(settings.format)()
+    parser = tool_parser_of(settings.format, tokenizer)
     return Agents(config, tokenizer, default, ends, loops, tools, parser, turns, interactions=users)
 
 
