@@ -57,8 +57,7 @@ class Line:
     needs_gpu: bool = False
 
 
-# Which calls share prefixes depends on the batch by default, so every line but its own computes rows separately.
-DEFAULTS = Line("defaults, model.share_prefixes=False")
+DEFAULTS = Line("defaults")
 LINES = (
     Line("model.use_remove_padding=False", {"use_remove_padding": False}, needs_gpu=True),
     Line("model.use_fused_kernels=True", {"use_fused_kernels": True}),
@@ -104,7 +103,7 @@ def example() -> DataProto:
 
 
 def engine_of(folder: Path, line: Line) -> Engine:
-    model = ModelConfig(path=str(folder), **{"share_prefixes": False, **line.model})
+    model = ModelConfig(path=str(folder), **line.model)
     engine = TrainEngines.create(
         "language_model", "fsdp2", model=model, engine=FSDPConfig(**line.engine), optim=OptimConfig(lr=1e-6)
     )

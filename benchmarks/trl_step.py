@@ -2,7 +2,7 @@
 
     python benchmarks/trl_step.py                 # the quickstart's model: 0.33 M parameters, prompts of 19, 8 new
     python benchmarks/trl_step.py --case long     # 10 M parameters, prompts of 64, responses of mean 64, limit 256
-    python benchmarks/trl_step.py actor_rollout_ref.model.share_prefixes=False     # further settings of our side
+    python benchmarks/trl_step.py actor_rollout_ref.model.share_prefixes=True     # further settings of our side
 
 Both sides have the same model, prompts, samples per prompt, learning rate and number of threads, one update per
 batch, no reference model and no pass for old log-probabilities. A step is the wall-clock time from one optimizer

@@ -67,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**SIZES, **LATENT, **ROUTED, "first_k_dense_replace": 1},
 }
 SHARED = {"share_prefixes": True}
+AUTO = {"share_prefixes": None}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -227,15 +228,15 @@ def test_rows_that_share_nothing_and_a_mini_batch_without_responses(llama: Path)
     assert "shared_prefix_frac" not in shared.train_batch(batch, MicroBatching(), policy_loss)
 
 
-def test_the_default_shares_where_it_pays(llama: Path, llamas: tuple[Any, Any], capfd: pytest.CaptureFixture) -> None:
+def test_null_shares_where_it_pays(llama: Path, llamas: tuple[Any, Any], capfd: pytest.CaptureFixture) -> None:
     """Bit for bit as with True, where it saves enough tokens of the batch, and as with False elsewhere."""
-    default: Any = make_engine(llama)
+    engine: Any = make_engine(llama, model=AUTO)
     unrelated = make_fields(seed=4)
     for fields, equal in ((FIELDS, llamas[0]), (unrelated, llamas[1])):
         for micro in (MicroBatching(), MicroBatching(max_tokens=40)):
-            found = default.infer(make_batch(fields), micro, TEMPERATURE)["log_probs"]
+            found = engine.infer(make_batch(fields), micro, TEMPERATURE)["log_probs"]
             assert torch.equal(found, equal.infer(make_batch(fields), micro, TEMPERATURE)["log_probs"])
-        found, metrics = gradients(default, policy_loss, MicroBatching(), fields)
+        found, metrics = gradients(engine, policy_loss, MicroBatching(), fields)
         expected, others = gradients(equal, policy_loss, MicroBatching(), fields)
         assert metrics == others and ("shared_prefix_frac" in metrics) == (fields is FIELDS)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -244,17 +245,17 @@ def test_the_default_shares_where_it_pays(llama: Path, llamas: tuple[Any, Any], 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"model": {"use_remove_padding": False}}, {"model": {"override_config": {"attn_implementation": "eager"}}}],
+    [{"use_remove_padding": False}, {"override_config": {"attn_implementation": "eager"}}],
 )
-def test_the_default_gives_way_to_other_settings(settings: dict[str, Any], llama: Path) -> None:
-    engine: Any = make_engine(llama, **settings)
+def test_null_gives_way_to_other_settings(settings: dict[str, Any], llama: Path) -> None:
+    engine: Any = make_engine(llama, model={**AUTO, **settings})
     assert engine.shares_prefixes is False
     TrainEngines.get("language_model", "fsdp2").check(engine.model_config, FSDPConfig(use_torch_compile=True), 1)
 
 
-def test_the_default_computes_rows_apart_whose_tokens_have_something_of_their_own(llama: Path) -> None:
-    engine: Any = make_engine(llama)
-    mixed = make_engine(llama), make_engine(llama, model={"share_prefixes": False})
+def test_null_computes_rows_apart_whose_tokens_have_something_of_their_own(llama: Path) -> None:
+    engine: Any = make_engine(llama, model=AUTO)
+    mixed = make_engine(llama, model=AUTO), make_engine(llama, model={"share_prefixes": False})
     for reference in mixed:  # one that reads trees, and one that does not
         engine.compare_with(reference)
         _, metrics = gradients(engine, full_kl_loss, MicroBatching(size=5), ref_kl=True)
@@ -333,8 +334,8 @@ def test_models_whose_tokens_see_more_than_their_path(config: PreTrainedConfig, 
 
 def test_a_model_that_cannot_share_says_so_and_trains(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     AutoModelForCausalLM.from_config(transformers.Gemma2Config(**GROUPED, head_dim=8)).save_pretrained(tmp_path)
-    make_engine(tmp_path)
-    assert "share_prefixes" not in capfd.readouterr().err  # the default asks for nothing
+    make_engine(tmp_path, model=AUTO)
+    assert "share_prefixes" not in capfd.readouterr().err  # it asks for nothing
     engine = make_engine(tmp_path, model=SHARED)
     assert "model.share_prefixes has no effect, because" in capfd.readouterr().err
     assert "shared_prefix_frac" not in engine.train_batch(make_batch(FIELDS), MicroBatching(), policy_loss)
@@ -351,7 +352,7 @@ def test_a_model_that_hides_the_paths_is_refused(llama: Path) -> None:
 
 def test_a_layer_with_an_attention_of_its_own_is_refused(llama: Path) -> None:
     """It would see all tokens of the flat row before it, without an error of its own."""
-    engine: Any = make_engine(llama)
+    engine: Any = make_engine(llama, model=AUTO)
     engine.module.model.layers[1].self_attn.forward = lambda hidden_states, **options: (hidden_states, None)
     with pytest.raises(ModelError, match=r"1 of the 2 layers of this llama model .* model\.share_prefixes=False"):
         engine.infer(make_batch(FIELDS), MicroBatching())
