@@ -10,7 +10,7 @@ from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateway_of
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
-from hybridrl.agents.parsers.base import ToolParser
+from hybridrl.agents.parsers.base import ToolParser, tool_parser_of
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.tools.load import close_tools, load_tools
 from hybridrl.agents.turns import Turns
@@ -19,7 +19,7 @@ from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, TOOL_PARSERS
+from hybridrl.registry import AGENT_LOOPS
 from hybridrl.utils.user_code import load_class
 
 SINGLE_TURN, TOOLS = "single_turn_agent", "tool_agent"
@@ -136,7 +136,7 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     environments = _environments(rollout.agent, loops, datasets, turns)
     acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
-    parser = TOOL_PARSERS.get(settings.format)()
+    parser = tool_parser_of(settings.format, own_tokenizer)
     gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in loops.values()), turns)
     return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway)
 

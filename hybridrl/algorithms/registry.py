@@ -337,7 +337,8 @@ def estimate_advantages(
         (advantages, returns), [B, T] each.
 
     Rows that share a `session_id` (and a uid) are one trajectory, in the order of `trajectory_index` or, without it, in
-    the order of the batch. They are joined for the estimator and split again; see `sessions`.
+    the order of the batch. They are joined for the estimator and split again; see `sessions`. Components of the reward
+    are summed over the rows, as the reward is.
 
     Raises:
         AlgorithmError: the name is unknown, or an input is missing.
@@ -346,6 +347,9 @@ def estimate_advantages(
     if (sessions := split_sessions(non_tensors, len(mask))) is not None:
         fields = {k: sessions.join(v) for k, v in tensors.items() if v.dim() == 1 or v.shape == mask.shape}
         others = {k: sessions.pick(v) for k, v in non_tensors.items() if k != SESSION_KEY}
+        if ADV_ESTIMATORS.facts(_name(adv_estimator)).reads_components:
+            parts = setting(config, "gdpo_reward_keys", None, who=_name(adv_estimator), root="algorithm") or ()
+            others |= {k: sessions.totals(non_tensors[k]) for k in parts if k in non_tensors}
         joined = estimate_advantages(adv_estimator, fields, others, config)
         advantages, returns = (sessions.split(x, mask.shape[-1]) for x in joined)
         return advantages, returns

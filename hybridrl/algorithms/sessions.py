@@ -66,6 +66,14 @@ class Sessions:
         parts = joined.unflatten(1, (self.longest, width))
         return parts[self.groups.ids.to(joined.device), self.place.to(joined.device)]
 
+    def totals(self, values: Any) -> Any:
+        """Return the sum of a non-tensor field over each session's rows, without None; None where all are None."""
+        found = np.full(self.groups.count, None, dtype=object)
+        for session, value in zip(self.groups.ids.tolist(), values, strict=True):
+            if value is not None:
+                found[session] = value if found[session] is None else found[session] + value
+        return found
+
     def pick(self, values: Any) -> Any:
         """Return a non-tensor field per session: the value of its last row."""
         return np.asarray(values, dtype=object)[self.last.numpy()]

@@ -125,6 +125,9 @@ class TurnClient:
                 raise RolloutError("the rollout was closed")
             if request.id in self._futures:
                 raise ValueError(f"a request with id {request.id} is in flight already")
+            if request.sampling.json_schema is not None:
+                error = "generating in place keeps no response to a JSON schema; use an engine that does, such as vllm"
+                return Completion(request.id, [], [], "error", error=error)
             if len(request.prompt_ids) >= self._max_len:
                 error = f"the prompt has {len(request.prompt_ids)} tokens; prompt and response may have {self._max_len}"
                 return Completion(request.id, [], [], "error", error=error)

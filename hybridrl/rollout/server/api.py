@@ -25,7 +25,14 @@ from hybridrl.rollout.server.dialects.base import Dialect, Exchange, event
 from hybridrl.rollout.server.pending import ClientGone, PendingRequests
 from hybridrl.rollout.server.replies import Reply, reply_of
 from hybridrl.rollout.server.responses import Answer, answer_in_tokens
-from hybridrl.rollout.server.schema import ApiError, ChatRequest, CompletionRequest, GenerateRequest, check_encodable
+from hybridrl.rollout.server.schema import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    check_encodable,
+    short,
+)
 from hybridrl.rollout.server.sessions import Session, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -34,6 +41,7 @@ _KEEP_ALIVE_S = 15.0  # proxies end a stream that is silent for longer than a mi
 _MAX_SAMPLES = 1024  # of one call
 _BYTES_PER_TOKEN = 32  # text with more is not tokenised, because it takes seconds to find out how long it is
 _MAX_SESSION = 256
+_TAIL = 8  # tokens of a prompt among which the opening of a thought is looked for
 _RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's and Anthropic's clients
 
 Body = ChatRequest | CompletionRequest | GenerateRequest
@@ -59,6 +67,7 @@ class Served:
         turns: renders conversations; None: by the tokenizer's chat template and its EOS.
         parser: reads tool calls; None: `hermes`.
         eos_token_ids: end a turn; None: the tokenizer's EOS.
+        constrains: the engine keeps responses to a JSON schema.
     """
 
     name: str
@@ -69,6 +78,7 @@ class Served:
     turns: Turns | None = None
     parser: ToolParser | None = None
     eos_token_ids: Sequence[int] | None = None
+    constrains: bool = False
 
 
 class Api:
@@ -143,6 +153,37 @@ class Api:
         self._check_length(_text_bytes(text), "messages")
         return self.turns.encoded(text)
 
+    def _begun(
+        self,
+        body: ChatRequest,
+        messages: list[Message],
+        tools: Sequence[Mapping[str, Any]],
+        session: Session | None,
+    ) -> tuple[str, list[int]]:
+        """The beginning of the turn that the model does not write, and the prompt with it.
+
+        Args:
+            messages: the conversation; a last message whose text the model goes on with is taken out of it.
+
+        Raises:
+            ApiError: see `chat_prompt`; or the format of calls has no beginning.
+        """
+        given = str(messages.pop()["content"]) if body.continue_final_message else ""
+        prompt = self.chat_prompt(messages, tools, session)
+        if body.forces_call:
+            opening = self.parser.opening(body.forced_function)
+            if opening is None:
+                raise ApiError(
+                    400,
+                    f"tool_choice={short(body.tool_choice)} is not supported for the model's format of calls "
+                    "(rollout.multi_turn.format), in which not every call begins alike. Take 'auto'",
+                    param="tool_choice",
+                    code="unsupported_parameter",
+                )
+            _, thought, after = self.served.tokenizer.decode(prompt[-_TAIL:]).rpartition("<think>")
+            given = f"\n</think>\n\n{opening}" if thought and not after.strip() else opening
+        return given, [*prompt, *self.turns.encoded(given)] if given else prompt
+
     def _of_text(self, prompt: str) -> list[int]:
         """Token ids of a text; the tokenizer adds special tokens."""
         check_encodable(prompt, "prompt")
@@ -189,7 +230,7 @@ class Api:
         """The tokens that a conversation would have as a prompt."""
         body.check_extras()
         messages, tools = await self.in_thread(self.conversation, body)
-        return len(await self.in_thread(self.chat_prompt, messages, tools, session))
+        return len((await self.in_thread(self._begun, body, messages, tools, session))[1])
 
     # ------------------------------------------------------------------ what is refused
 
@@ -205,6 +246,20 @@ class Api:
                 400,
                 "seed: this engine does not use it; with rollout.full_determinism=True SGLang does on a GPU",
                 param="seed",
+                code="unsupported_parameter",
+            )
+        if body.json_schema is not None and (not self.served.constrains or (session and session.settings.fixed)):
+            why = (
+                "this engine cannot keep to a schema; vllm can"
+                if not self.served.constrains
+                else "what it leaves of the model's distribution is not what training computes log-probabilities with, "
+                "and this session samples as training does (rollout.agent.sampling=run)"
+            )
+            raise ApiError(
+                400,
+                f"response_format={short(getattr(body, 'response_format', None))} is not supported here: {why}. Ask "
+                "for the format in the prompt",
+                param="response_format",
                 code="unsupported_parameter",
             )
         name = self.served.name
@@ -274,7 +329,7 @@ class Api:
         messages, tools = await self.in_thread(self.conversation, body)
         if session is not None and tools and (fault := await self.in_thread(self.fault_in_template, True)):
             raise ApiError(400, f"tools: {fault}", param="tools", code="unsupported_parameter")
-        prompt = await self.in_thread(self.chat_prompt, messages, tools, session)
+        given, prompt = await self.in_thread(self._begun, body, messages, tools, session)
         self._check(body, session)  # others have come meanwhile
         id = f"{dialect.id_prefix}-{uuid.uuid4().hex}"
         exchange = Exchange(id, body.model or self.served.name, self.served.tokenizer, body, prompt)
@@ -292,12 +347,12 @@ class Api:
 
         def read(index: int, completion: Completion) -> Reply:
             new_id = _new_id if session is None else session.new_call_id
-            reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id)
+            reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id, given)
             replies[index] = reply
             if session is not None and completion.finish_reason != "abort":
                 session.add(messages, tools, prompt, reply)
                 if keep_from is not None:
-                    session.store(id, [*messages[keep_from:], *inner_messages([reply.message()])])
+                    session.store(id, [*messages[keep_from:], *inner_messages([reply.whole_message()])])
                 if len(replies) == len(requests):
                     session.remember(same, [replies[index] for index in sorted(replies)])
             return reply
