@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridrl.agents.turns import Turns
@@ -24,11 +25,12 @@ from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils.agent_host import KEY, Job, Program, Result, framed
+from hybridrl.utils.files import check_writable
 
 _START_S = 300.0
 _CALL_S = 60.0
 _PAUSE_S = 1.0
-_SETTINGS = ("function", "command", "timeout_s", "max_running", "sampling", "match")
+_SETTINGS = ("function", "command", "timeout_s", "max_running", "sampling", "match", "trace_dir")
 _THREADS = 16  # that open and close sessions
 
 
@@ -47,10 +49,12 @@ class Closed:
     Attributes:
         too_long: requests that did not fit the session's length.
         messages: the conversation of its last call.
+        trace: its calls as OpenEnv's `TrainingTrace`, where `agent.trace_dir` asks for it and the server has it.
     """
 
     too_long: int = 0
     messages: Sequence[Mapping[str, Any]] | None = None
+    trace: Mapping[str, Any] | None = None
 
 
 class Gateway:
@@ -70,6 +74,8 @@ class Gateway:
         self._places = asyncio.Semaphore(config.agent.max_running)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
+        if config.agent.trace_dir is not None:
+            _check_folder(Path(config.agent.trace_dir))
         self._host = _Host(program_of(config))
 
     def connect(self, server: RunServer | None) -> None:
@@ -155,6 +161,10 @@ class Gateway:
         Raises:
             RolloutError: it does not answer again.
         """
+        trace = None
+        if self._config.agent.trace_dir is not None:
+            with contextlib.suppress(RolloutError):  # the session's own record has its tokens
+                trace = await self._call("GET", f"/sessions/{id}/trace")
         try:
             try:
                 found = await self._call("DELETE", f"/sessions/{id}")
@@ -165,7 +175,7 @@ class Gateway:
                 found = await self._call("DELETE", f"/sessions/{id}")
         except _UnknownSession:
             return Closed()
-        return Closed(int(found["too_long"]), found["messages"])
+        return Closed(int(found["too_long"]), found["messages"], trace)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, method, path, body)
@@ -192,6 +202,13 @@ class Gateway:
         """End the agents that still run."""
         self._host.close()
         self._threads.shutdown(wait=False)
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise RolloutError(f"{KEY}.trace_dir={folder}: traces cannot be written there ({error})") from error
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

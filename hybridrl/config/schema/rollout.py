@@ -199,6 +199,11 @@ class AgentConfig(ConfigNode):
         "spaces around text and the types of arguments may differ",
         choices=("strict", "loose"),
     )
+    trace_dir: str | None = key(
+        None,
+        "gateway_agent: folder for the trace of each session, a JSON file of OpenEnv's TrainingTrace; null: none is "
+        "written",
+    )
     retries: int = key(
         1, "times that a failed session is run again at once, beside the others; not after a time limit", ge=0
     )
