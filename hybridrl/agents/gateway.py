@@ -30,7 +30,7 @@ from hybridrl.utils.files import check_writable
 _START_S = 300.0
 _CALL_S = 60.0
 _PAUSE_S = 1.0
-_SETTINGS = ("function", "command", "timeout_s", "max_running", "sampling", "match", "trace_dir")
+_SETTINGS = ("function", "command", "timeout_s", "sampling", "match", "trace_dir")
 _THREADS = 16  # that open and close sessions
 
 
@@ -83,9 +83,6 @@ class Gateway:
         self._config = config
         self._runner = runner
         self._server: RunServer | None = None
-        self._running = 0
-        self._places = asyncio.Semaphore(config.agent.max_running)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
         if config.agent.trace_dir is not None:
             _check_folder(Path(config.agent.trace_dir))
@@ -116,26 +113,18 @@ class Gateway:
             TimeoutError: the agent took longer than `agent.timeout_s`.
         """
         assert self._server is not None, "connect comes first"
-        async with self._place():
-            id = (await self._call("POST", "/sessions", self._opening(sampling)))["id"]
-            self._server.process.take_session(id, generate)
+        id = (await self._call("POST", "/sessions", self._opening(sampling)))["id"]
+        self._server.process.take_session(id, generate)
+        try:
             try:
-                try:
-                    result = await self._run_agent(id, row)
-                finally:
-                    self._server.process.leave_session(id)
-            except BaseException:
-                with contextlib.suppress(RolloutError):  # why it ended is known already
-                    await self._closed(id)
-                raise
-            return result, await self._closed(id)
-
-    def _place(self) -> asyncio.Semaphore:
-        """One of the `agent.max_running` places; each batch of sessions has an event loop of its own."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._places = loop, asyncio.Semaphore(self._config.agent.max_running)
-        return self._places
+                result = await self._run_agent(id, row)
+            finally:
+                self._server.process.leave_session(id)
+        except BaseException:
+            with contextlib.suppress(RolloutError):  # why it ended is known already
+                await self._closed(id)
+            raise
+        return result, await self._closed(id)
 
     async def _run_agent(self, id: str, row: Mapping[str, Any]) -> Result | AgentFailed:
         assert self._server is not None

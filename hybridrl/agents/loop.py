@@ -308,8 +308,9 @@ def _listed(sampling: SamplingParams, names: Sequence[str]) -> str:
 class AgentLoopBase(ABC):
     """The conversation of one session. Derive from it, and register the class with `register(name)`.
 
-    There is one object per session, and all of them share one event loop: `run` must not block. What it does besides
-    `await self.server_manager.generate(...)` takes time from all others.
+    There is one object per session, and all sessions of a process share one event loop: `run` must not block. What it
+    does besides `await self.server_manager.generate(...)` takes time from the others. Sessions run in worker processes
+    (`rollout.agent.num_workers`), each with its own copy of the class.
 
     Args:
         trainer_config: `actor_rollout_ref` is read from it.
@@ -331,6 +332,7 @@ class AgentLoopBase(ABC):
         gateway: runs the agents of this loop against the run's server; None where the class has none.
         uses_gateway: of the class: its sessions are agents behind the run's server, which `start_agents` starts.
         agent_settings: of the class: the settings of `rollout.agent` that its agents read.
+        only_generates: of the class: its sessions only ask the model, which needs no worker process.
     """
 
     uses_environments: ClassVar[bool] = False
@@ -344,6 +346,12 @@ class AgentLoopBase(ABC):
         "match",
         "trace_dir",
     )
+    only_generates: ClassVar[bool] = False
+
+    @classmethod
+    def runs_on_controller(cls) -> bool:
+        """Whether its sessions run in the controller's process, whatever `rollout.agent.num_workers` is."""
+        return cls.only_generates or cls.uses_gateway
 
     def __init__(
         self,
