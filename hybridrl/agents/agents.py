@@ -8,6 +8,7 @@ from typing import Any
 from hybridrl.agents.entries import entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateway_of
+from hybridrl.agents.images import ImageReader, SeenImages
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser
@@ -18,6 +19,7 @@ from hybridrl.config import PPOTrainerConfig, RolloutConfig
 from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
+from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS, TOOL_PARSERS
 from hybridrl.utils.user_code import load_class
@@ -49,6 +51,7 @@ class Agents:
         environments: None where no loop acts on them.
         gateway: None where no loop uses it.
         interactions: simulated users; None where there are none.
+        reader: of the images of sessions; None: the model reads text alone.
     """
 
     config: PPOTrainerConfig
@@ -61,6 +64,11 @@ class Agents:
     environments: Environments | None = None
     interactions: Interactions | None = None
     gateway: Gateway | None = None
+    reader: ImageReader | None = None
+
+    def seen(self) -> SeenImages | None:
+        """What a session knows of its images; None: the model reads text alone."""
+        return None if self.reader is None else SeenImages(self.reader)
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -108,10 +116,6 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     if names.keys() == {SINGLE_TURN} and not listed:
         _tell_of_unread(rollout)
         return None
-    if any(getattr(data, "return_multi_modal_inputs", False) for data in datasets):
-        raise RolloutError(
-            f"the data have images, which agent loops ({', '.join(names)}) do not pass on yet; use text, or no agents"
-        )
     loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
     tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
     for tool in tools.values():
@@ -119,7 +123,9 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
     own_tokenizer = copy.deepcopy(tokenizer)
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
-    turns = Turns(own_tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
+    reader = _reader(config, loops)
+    processor = None if reader is None else reader.processor
+    turns = Turns(own_tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode, processor)
     users = None
     if settings.interaction_config_path is not None:
         named = "interaction_kwargs"
@@ -138,7 +144,27 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
     parser = TOOL_PARSERS.get(settings.format)()
     gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in loops.values()), turns)
-    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway)
+    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway, reader)
+
+
+def _reader(config: PPOTrainerConfig, loops: Mapping[str, LoopEntry]) -> ImageReader | None:
+    """What makes patches of the images of sessions; None for a model that reads text alone.
+
+    Raises:
+        RolloutError: a loop does not pass images on.
+    """
+    model = config.actor_rollout_ref.model
+    if not is_vision_model(config_of(model)):
+        return None
+    without = [name for name, entry in loops.items() if entry.cls.uses_gateway]
+    if without:
+        raise RolloutError(
+            f"the agent loop {without[0]} answers requests of agents behind the server, which carry no images, and "
+            f"{model.path} is a vision-language model; use tool_agent, env_agent or a loop of your own"
+        )
+    processor = processor_of(model, config.data.mm_processor_kwargs)
+    assert processor is not None  # the model reads images
+    return ImageReader(processor, config.actor_rollout_ref.rollout.limit_images)
 
 
 def _environments(

@@ -124,6 +124,7 @@ class AgentRollout(Rollout):
                 f"{uid}/{sample}",
                 self._seeds(meta, uid, sample, len(missing), sampling.do_sample),
                 trains=not meta.get("validate", False),
+                images=self._agents.seen(),
             )
             try:
                 name = row.get("agent_name")
@@ -165,7 +166,7 @@ class AgentRollout(Rollout):
         found = []
         for number, output in enumerate(several):
             name = f"sample {sample}" if len(several) > 1 else ""
-            one = trajectory_of(output, session.generated, uid, sample, name, number)
+            one = trajectory_of(output, session.generated, uid, sample, name, number, session.images)
             _check_extra(one.extra, row)
             # The reward function scores a session once, where it ended; what its other parts bring is added.
             unscored = number < len(several) - 1 and one.reward is None

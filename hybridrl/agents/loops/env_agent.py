@@ -143,13 +143,13 @@ class EnvironmentAgentLoop(AgentLoopBase):
         if episode.observations >= (settings.max_user_turns or episode.observations + 1):
             return False
         messages = messages_of(step.observation) or [{"role": "user", "content": ""}]
+        episode.messages += messages
         calls = action.shown if any(message["role"] == "tool" for message in messages) else ()
         tokens = self.turns.following(episode.response_ids[-1], messages, episode.tools or None, calls)
         longer = len(episode.response_ids) + len(tokens)
         limit = self.rollout_config.max_model_len
         if longer >= self.rollout_config.response_length or (limit and len(episode.prompt_ids) + longer >= limit):
             return False
-        episode.messages += messages
         episode.images += images_in(messages)
         episode.response_ids += tokens
         episode.response_mask += [0] * len(tokens)
