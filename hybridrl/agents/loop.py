@@ -255,9 +255,7 @@ class SessionClient:
             GenerationFailedError: nothing can be generated any more.
         """
         if any(media.values()):
-            raise RolloutError(
-                f"an agent loop asked for {', '.join(media)}, which is not supported; use text and images"
-            )
+            raise RolloutError(f"an agent loop asked for {', '.join(media)}, not supported; use text and images")
         if image_data and self.images is None:
             raise RolloutError("an agent loop gave image_data, and the model reads text alone")
         prompt, turn = list(prompt_ids), self._turns

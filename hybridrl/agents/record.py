@@ -68,8 +68,8 @@ def trajectory_of(
         if mask and log_prob is None:
             raise RolloutError(
                 f"an agent loop returned response_mask=1 for token {place} of its response (id "
-                f"{output.response_ids[place]}), which the policy did not generate behind the tokens (and images) before it; keep "
-                "generated token ids as they are, and give text of others response_mask=0"
+                f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it "
+                "(and their images); keep generated token ids as they are, and give text of others response_mask=0"
             )
     for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
         for place, value in given:

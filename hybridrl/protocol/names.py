@@ -19,7 +19,7 @@ MULTI_MODAL_INPUTS = "multi_modal_inputs"
 IMAGE_MASK = "image_mask"
 #: non-tensor: fingerprint of the images that a row's response was generated from
 IMAGE_DIGEST = "image_digest"
-#: non-tensor: `multi_modal_inputs` of the data's row that a session answered, where the session may have got more images
+#: non-tensor: `multi_modal_inputs` of the data's row that was answered, where a session may have more images
 PROMPT_IMAGES = "prompt_images"
 #: non-tensor: messages, generations and tool calls of a session (`SessionLog.record`), at its first row; else None
 SESSION_LOG = "session_log"

@@ -134,9 +134,9 @@ def batch_of(
     Returns:
         Tensors `prompts` [B, P], `responses`, `response_mask` (the trajectories' masks, holes included),
         `rollout_log_probs`, `weight_versions` [B, T], and `input_ids`, `attention_mask` (all tokens, those of tools
-        included), `position_ids` [B, P + T] or [B, k, P + T]; where trajectories have it, `routed_experts`
-        [B, P + T, L, K], 0 on padding, and `image_mask` [B, P + T]; where any has `turn_ends`, `turn_level_rewards` and `turn_states` [B, T], the
-        values of turns at their last tokens, 0 elsewhere.
+        included), `position_ids` [B, P + T] or [B, k, P + T]. Where trajectories have them, `routed_experts`
+        [B, P + T, L, K], 0 on padding, and `image_mask` [B, P + T]. Where any has `turn_ends`, `turn_level_rewards` and
+        `turn_states` [B, T], the values of turns at their last tokens, 0 elsewhere.
         Non-tensors `uid` and `sample`, each extra field (None in rows without it), and, where any trajectory has one,
         `session_id` with `trajectory_index`, `trajectory_reward` (None leaves the row to the reward function),
         `turn_rewards` and `multi_modal_inputs`.

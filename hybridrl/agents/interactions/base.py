@@ -49,8 +49,8 @@ class BaseInteraction:
 
         Returns:
             Whether the conversation is over (the answer is not shown then), the answer (text, or parts
-            `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with PIL images), the score of the turn (None: it
-            has none), and further values, which become the column `interaction_extra`.
+            `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with PIL images), the score of the
+            turn (None: it has none), and further values, which become the column `interaction_extra`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 

@@ -28,9 +28,9 @@ from hybridrl.models.vision import (
 )
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
-from hybridrl.rollout.images import join_images
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
+from hybridrl.rollout.images import join_images
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.noise import purpose_of, stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
@@ -252,7 +252,7 @@ class _Images:
 
 
 class _Prompts:
-    """The distinct prompts of a batch, [U, P], their images and where these are, and which of them each row has, [B]."""
+    """The distinct prompts of a batch, [U, P], their images with places, and which of them each row has, [B]."""
 
     def __init__(
         self,
