@@ -1,16 +1,19 @@
-"""A tool that returns images, a format in which every turn calls it twice, and an environment that shows images."""
+"""What shows images in sessions: a tool with a format in which every turn calls it twice, an environment, and a loop."""
 
 import time
 
 from vision_tools import SIZES, picture, tool_pictures
 
 from hybridrl.agents import (
+    AgentLoopBase,
+    AgentLoopOutput,
     Environment,
     FunctionCall,
     Parsed,
     ToolParser,
     ToolResponse,
     function_tool,
+    register,
     register_environment,
     register_tool_parser,
 )
@@ -52,3 +55,24 @@ class Gallery(Environment):
     def step(self, action):
         self.turn += 1
         return self.view(self.turn), 0.5, self.turn == 3
+
+
+@register("looks_again")
+class LooksAgain(AgentLoopBase):
+    """Sends an image between two turns, and returns the images in the order that a test asks for."""
+
+    swap = False
+
+    async def run(self, sampling_params, **kwargs):
+        prompt, images = list(kwargs["prompt_ids"]), self.row_images(kwargs)
+        sampling = {**sampling_params, "max_tokens": 3, "ignore_eos": True}
+        first = await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling, image_data=images)
+        image = picture((16, 16), 77)
+        messages = await self.prepared([{"role": "user", "content": [{"type": "image", "image": image}]}])
+        more = self.turns.following(first.token_ids[-1], messages)
+        whole, images = [*prompt, *first.token_ids, *more], [*images, image]
+        second = await self.server_manager.generate(prompt_ids=whole, sampling_params=sampling, image_data=images)
+        tokens = [*first.token_ids, *more, *second.token_ids]
+        mask = [1] * 3 + [0] * len(more) + [1] * 3
+        returned = images[::-1] if self.swap else images
+        return AgentLoopOutput(prompt, tokens, mask, multi_modal_data={"images": returned})

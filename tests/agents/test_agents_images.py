@@ -8,7 +8,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from vision_tools import SIZES, picture, pictures, prompts_of, tool_pictures, write_prompts
 
-from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, ToolResponse, create_agents, register
+from hybridrl.agents import AgentRollout, ToolResponse, create_agents, register
 from hybridrl.config import load_config
 from hybridrl.engine.images import BatchImages
 from hybridrl.engine.microbatch import MicroBatching
@@ -16,7 +16,7 @@ from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
 from hybridrl.protocol import DataProto
-from hybridrl.registry import import_external_lib
+from hybridrl.registry import AGENT_LOOPS, import_external_lib
 from hybridrl.rollout import HFRollout, InPlaceRollout
 from hybridrl.trainer.ppo.correction import probe_prompts
 from hybridrl.trainer.ppo.sampler import respond
@@ -175,34 +175,13 @@ def test_environments_show_images(started: Started, prompts: DataProto, tmp_path
     assert answered(started, prompts, *words).batch["turn_states"].tolist() == states.tolist()
 
 
-@register("looks_again")
-class LooksAgain(AgentLoopBase):
-    """Sends an image between two turns, and returns the images in the order that the test asks for."""
-
-    swap = False
-
-    async def run(self, sampling_params, **kwargs):
-        prompt, images = list(kwargs["prompt_ids"]), self.row_images(kwargs)
-        sampling = {**sampling_params, "max_tokens": 4, "ignore_eos": True}
-        first = await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling, image_data=images)
-        image = picture((16, 16), 77)
-        messages = await self.prepared([{"role": "user", "content": [{"type": "image", "image": image}]}])
-        more = self.turns.following(first.token_ids[-1], messages)
-        whole, images = [*prompt, *first.token_ids, *more], [*images, image]
-        second = await self.server_manager.generate(prompt_ids=whole, sampling_params=sampling, image_data=images)
-        tokens = [*first.token_ids, *more, *second.token_ids]
-        mask = [1] * 4 + [0] * len(more) + [1] * 4
-        returned = images[::-1] if self.swap else images
-        return AgentLoopOutput(prompt, tokens, mask, multi_modal_data={"images": returned})
-
-
 def test_a_loop_that_loses_the_order_of_images_is_refused(
     started: Started, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [f"{ROLLOUT}.agent.default_agent_loop=looks_again", f"{ROLLOUT}.agent.retries=0", f"{ROLLOUT}.stop=[]"]
     batch = answered(started, prompts, *words)
     check(started, batch, [[*own, picture((16, 16), 77)] for own in pictures()])
-    monkeypatch.setattr(LooksAgain, "swap", True)
+    monkeypatch.setattr(AGENT_LOOPS.get("looks_again"), "swap", True)
     with pytest.raises(RolloutError, match=r"multi_modal_data with other images .* or in another order"):
         answered(started, prompts, *words)
 
@@ -210,7 +189,7 @@ def test_a_loop_that_loses_the_order_of_images_is_refused(
 def test_tokens_that_look_like_placeholders_are_plain(started: Started, prompts: DataProto) -> None:
     """The policy may write the placeholder's id; it stands for no image, in its own turn and in later ones."""
 
-    class Writes(LooksAgain):
+    class Writes(AGENT_LOOPS.get("looks_again")):
         async def run(self, sampling_params, **kwargs):
             token = started.engine.config.image_token_id
             generate = self.server_manager._client.generate
@@ -234,7 +213,7 @@ def test_tokens_that_look_like_placeholders_are_plain(started: Started, prompts:
     computed = started.engine.infer(batch, MicroBatching(size=3), 1.0, {"log_probs"})["log_probs"]
     lengths = fields["attention_mask"][:, width:].sum(dim=1)
     for row, length in enumerate(lengths.tolist()):
-        first = length - 4  # of the second turn: what was sampled behind the token that the first turn wrote
+        first = length - 3  # of the second turn: what was sampled behind the token that the first turn wrote
         assert abs(float(computed[row, first] - fields["rollout_log_probs"][row, first])) < 1e-5
 
 
