@@ -1,4 +1,4 @@
-"""What shows images in sessions: a tool with a format in which every turn calls it twice, an environment, and a loop."""
+"""What shows images in sessions: a tool with a format in which every turn calls it, an environment and a loop."""
 
 import time
 
