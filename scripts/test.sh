@@ -36,7 +36,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ $# -eq 0 ] || skip_sglang=1
-sglang_tests=(tests/hybrid_engine/test_hybrid_engine_record_sglang.py tests/rollout/test_rollout_sglang.py
+sglang_tests=(tests/agents/test_agents_parsers_sglang.py tests/hybrid_engine/test_hybrid_engine_record_sglang.py tests/rollout/test_rollout_sglang.py
     tests/rollout/test_rollout_sglang_megatron.py tests/trainer/test_trainer_rollouts.py)
 
 engine=vllm-cpu gpu=""
