@@ -40,6 +40,7 @@ def config_for(model: Path, *more: str):
             f"{ROLLOUT}.multi_turn.max_tool_response_length=4",  # shorter than a placeholder
             f"{ROLLOUT}.multi_turn.max_assistant_turns=4",
             f"{ROLLOUT}.agent.on_error=raise",
+            f"{ROLLOUT}.agent.num_workers=0",  # tests change loops in this process
             f"{ROLLOUT}.stop=[{','.join('ABCDEFGHIJKLMNOPQ')}]",  # a random model rarely ends a turn
             *more,
         ],
@@ -143,6 +144,15 @@ def test_images_of_tools_are_trained_on_as_they_were_sampled(started: Started, p
     check(started, batch, expected)
     again = probe_prompts(batch).non_tensor_batch["multi_modal_inputs"]
     assert [len(one["image_grid_thw"]) if one else 0 for one in again] == before
+
+
+def test_images_pass_through_worker_processes(started: Started, prompts: DataProto, ray_session: None) -> None:
+    here, there = (answered(started, prompts, f"{ROLLOUT}.agent.num_workers={count}") for count in (0, 1))
+    for name in ("input_ids", "image_mask", "position_ids", "rollout_log_probs"):
+        torch.testing.assert_close(there.batch[name], here.batch[name])
+    names = "image_digest", "uid"
+    assert all(there.non_tensor_batch[name].tolist() == here.non_tensor_batch[name].tolist() for name in names)
+    BatchImages(there, started.engine.config)
 
 
 def test_images_in_another_order_end_training(started: Started, prompts: DataProto) -> None:
