@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import ray
 import torch
 
@@ -177,6 +178,7 @@ class Replica:
                 answer.token_ids += part.token_ids
                 answer.log_probs += part.log_probs
                 answer.cached_tokens += part.cached_tokens
+                answer.routed_experts = _extended(answer.routed_experts, part.routed_experts)
                 if part.token_ids:
                     answer.versions.append((version, len(part.token_ids)))
                 answer.finish_reason, answer.error = part.finish_reason, part.error
@@ -378,6 +380,18 @@ def _rest_of(request: Request, so_far: Completion) -> Request:
     seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
     sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
     return replace(request, prompt_ids=request.prompt_ids + so_far.token_ids, sampling=sampling)
+
+
+def _extended(known: np.ndarray | None, experts: np.ndarray | None) -> np.ndarray | None:
+    """The experts of a request in parts: of each token those with which the next token was sampled.
+
+    Args:
+        known: of the parts so far, [t, L, K].
+        experts: of the next part, whose prompt are these parts; the engine may have computed them with other weights.
+    """
+    if known is None or experts is None:
+        return experts if known is None else known
+    return np.concatenate([known, experts[len(known) :]])
 
 
 def compiler_hint(text: str) -> str:
