@@ -138,6 +138,7 @@ class InferenceFacts(Facts):
         sees_images: it generates from the images of prompts (`multi_modal_inputs`).
         scores: it serves classifiers with one label (`EngineSpec.task` is `score`).
         reads: it returns log-probabilities of prompts and of the likeliest tokens there (`EngineSpec.task` is `read`).
+        constrains: it keeps responses to a JSON schema (`SamplingParams.json_schema`).
     """
 
     packages: tuple[str, ...] = ()
@@ -152,6 +153,7 @@ class InferenceFacts(Facts):
     sees_images: bool = False
     scores: bool = False
     reads: bool = False
+    constrains: bool = False
 
     @property
     def has_replicas(self) -> bool:

@@ -278,6 +278,14 @@ class SessionClient:
     def _tell_of_difference(self, given: SamplingParams, who: str) -> None:
         """Warn where tokens to train on come from another distribution than that which training computes."""
         usual = self._sampling
+        if self._trains and given.json_schema is not None:
+            notify(
+                f"{who} keeps its answers to a JSON schema: their tokens are sampled from what the schema leaves of "
+                "the policy's distribution, and training computes log-probabilities without it. Ask for the format in "
+                "the prompt",
+                "warning",
+                once=True,
+            )
         if not self._trains or not (given.do_sample or usual.do_sample):
             return
         names = ("temperature", "top_p", "top_k") if given.do_sample and usual.do_sample else ("do_sample",)

@@ -36,6 +36,7 @@ PrepareFn = Callable[..., Tensor]
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = ADV_ESTIMATORS.objects
 POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = POLICY_LOSSES.objects
 _PREPARE: dict[str, tuple[PrepareFn, Callable[[Any], bool] | None]] = {}
+_WHOLE_SEQUENCES: dict[str, bool | Callable[[Any], bool]] = {}
 
 #: verl's enum of the built-in estimators
 AdvantageEstimator: Any = StrEnum(  # type: ignore[misc]
@@ -111,6 +112,7 @@ def register_policy_loss(
     prepare: PrepareFn | None = None,
     prepare_needed: Callable[[Any], bool] | None = None,
     samplers_old: bool = False,
+    whole_sequences: bool | Callable[[Any], bool] = False,
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Return a decorator that registers a policy loss. A name taken by another function is refused.
 
@@ -124,6 +126,9 @@ def register_policy_loss(
             The caller of the update runs it once per mini-batch, without gradients, on the log-probabilities of the
             policy before that update. It passes each micro-batch its rows as the keyword `prepared`.
         prepare_needed: returns whether a config needs `prepare`; None: every config does.
+        whole_sequences: whether the loss reads sums over whole sequences, or a function that returns this for a config.
+            Where sequences have several rows, such a loss gets the keyword `sequences` (`algorithms.sequences`), and
+            its `prepare` the keyword `sequence_ids` [B].
     """
 
     def decorate(fn: PolicyLossFn) -> PolicyLossFn:
@@ -131,6 +136,7 @@ def register_policy_loss(
         POLICY_LOSSES.add(name, fn, facts)
         if prepare is not None:
             _PREPARE[name] = (prepare, prepare_needed)
+        _WHOLE_SEQUENCES[name] = whole_sequences
         return fn
 
     return decorate
@@ -216,6 +222,14 @@ def get_policy_loss_prepare_fn(name: str, config: Any = None) -> PrepareFn | Non
     if config is not None and needed is not None and not needed(config):
         return None
     return prepare
+
+
+def reads_whole_sequences(name: str, config: Any) -> bool:
+    """Whether a policy loss reads sums over whole sequences with these settings of the actor."""
+    fn = get_policy_loss_fn(name)
+    registered = next(known for known, entry in POLICY_LOSS_REGISTRY.items() if entry is fn)
+    reads = _WHOLE_SEQUENCES.get(registered, False)
+    return reads if isinstance(reads, bool) else reads(config)
 
 
 # Where an estimator's input comes from, for messages.
@@ -323,7 +337,8 @@ def estimate_advantages(
         (advantages, returns), [B, T] each.
 
     Rows that share a `session_id` (and a uid) are one trajectory, in the order of `trajectory_index` or, without it, in
-    the order of the batch. They are joined for the estimator and split again; see `sessions`.
+    the order of the batch. They are joined for the estimator and split again; see `sessions`. Components of the reward
+    are summed over the rows, as the reward is.
 
     Raises:
         AlgorithmError: the name is unknown, or an input is missing.
@@ -332,6 +347,9 @@ def estimate_advantages(
     if (sessions := split_sessions(non_tensors, len(mask))) is not None:
         fields = {k: sessions.join(v) for k, v in tensors.items() if v.dim() == 1 or v.shape == mask.shape}
         others = {k: sessions.pick(v) for k, v in non_tensors.items() if k != SESSION_KEY}
+        if ADV_ESTIMATORS.facts(_name(adv_estimator)).reads_components:
+            parts = setting(config, "gdpo_reward_keys", None, who=_name(adv_estimator), root="algorithm") or ()
+            others |= {k: sessions.totals(non_tensors[k]) for k in parts if k in non_tensors}
         joined = estimate_advantages(adv_estimator, fields, others, config)
         advantages, returns = (sessions.split(x, mask.shape[-1]) for x in joined)
         return advantages, returns

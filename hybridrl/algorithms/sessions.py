@@ -5,7 +5,8 @@ Legend: B rows, T response tokens; S sessions of at most K rows each.
 The rows of a session are one trajectory of the policy. They are joined end to end, in order, for the estimator, which
 already supports masks with holes, and the result is split again. A session therefore counts once in its group, and
 each of its tokens gets the credit that it has in the whole session. Losses that average over sequences count it once
-too (`sequence_lengths` of `agg_loss`).
+too (`sequence_lengths` of `agg_loss`), and losses with a value per sequence read all of its rows
+(`algorithms.sequences`).
 """
 
 from __future__ import annotations
@@ -64,6 +65,14 @@ class Sessions:
         """[S, K T] -> [B, T]: each row gets its part."""
         parts = joined.unflatten(1, (self.longest, width))
         return parts[self.groups.ids.to(joined.device), self.place.to(joined.device)]
+
+    def totals(self, values: Any) -> Any:
+        """Return the sum of a non-tensor field over each session's rows, without None; None where all are None."""
+        found = np.full(self.groups.count, None, dtype=object)
+        for session, value in zip(self.groups.ids.tolist(), values, strict=True):
+            if value is not None:
+                found[session] = value if found[session] is None else found[session] + value
+        return found
 
     def pick(self, values: Any) -> Any:
         """Return a non-tensor field per session: the value of its last row."""

@@ -58,6 +58,11 @@ class Layout:
     inputs: dict[str, torch.Tensor] | None = None
     images: LayoutImages | None = None  # of a vision-language model
 
+    def row_counts(self) -> torch.Tensor:
+        """How many rows hold each token, 0 on padding: `[b * W]` or `[L]`, in main memory."""
+        assert self.origins is not None  # of a rank's part of a row, the whole row is asked
+        return (self.origins >= 0).long()
+
     def to(self, target: torch.device) -> Layout:
         if target.type == "cpu":
             return self

@@ -28,10 +28,16 @@ class TreeLayout(Layout):
     Attributes:
         paths: for the attention.
         taken: `[N]` the node of each response token of the micro-batch's rows.
+        holders: `[L]` how many rows hold each token; in main memory.
     """
 
     paths: Paths | None = None
     taken: torch.Tensor | None = None
+    holders: torch.Tensor | None = None
+
+    def row_counts(self) -> torch.Tensor:
+        assert self.holders is not None
+        return self.holders
 
     def to(self, target: torch.device) -> TreeLayout:
         if target.type == "cpu":
@@ -114,4 +120,5 @@ class PrefixPlan(BatchPlan):
             lengths=None,
             paths=Paths.of(tree),
             taken=torch.from_numpy(taken),
+            holders=torch.from_numpy(np.bincount(np.concatenate(tree.paths), minlength=tree.tokens)),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,33 +128,44 @@ class RouterLogits:
             self._collected.append(logits.reshape(-1, logits.shape[-1]))
 
 
-def load_balancing(logits: Sequence[torch.Tensor], real: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def load_balancing(
+    logits: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    top_k: int,
+    summed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The load-balancing loss of transformers (equations 4 to 6 of arXiv 2101.03961), and the tokens of each expert.
 
         loss = E * sum_i f_i P_i,    f_i = #(l, t, k: k-th choice of token t in layer l is i) / (L N),
                                      P_i = sum_(l, t) softmax(logits_lt)_i / (L N)
 
     over the N real tokens t of all layers l together. It is K where all experts are used alike. f has no gradient.
+    A token that several rows share counts once for each of them.
 
     Args:
         logits: of each layer, `[T, E]`.
-        real: `[T]` bool, false on padding.
+        rows: `[T]` how many rows hold each token, 0 on padding.
         top_k: K.
+        summed: the sum of a tensor over the ranks that hold parts of the tokens; None if there is one.
 
     Returns:
         The loss, 0 without real tokens, and how many tokens chose each expert, `[L, E]`, without gradient.
     """
-    weight = real.to(logits[0].device, torch.float32)
+    weight = rows.to(logits[0].device, torch.float32)
     counts, mass = [], []
     for layer in logits:
         probabilities = torch.softmax(layer, dim=-1, dtype=torch.float32)
         chosen = probabilities.detach().topk(top_k, dim=-1).indices.flatten()
         counts.append(weight.new_zeros(layer.shape[-1]).scatter_add_(0, chosen, weight.repeat_interleave(top_k)))
         mass.append(weight @ probabilities)
-    load = torch.stack(counts)
-    rows = (weight.sum() * len(logits)).clamp(min=1)
-    loss = load.shape[1] * ((load.sum(0) / rows) * (torch.stack(mass).sum(0) / rows)).sum()
-    return loss, load
+    totals = torch.cat([torch.stack(counts), torch.stack(mass), weight.sum().expand(len(logits), 1)], 1)
+    if summed is not None:
+        totals = summed(totals)
+    experts = logits[0].shape[-1]
+    load, masses, tokens = totals.split([experts, experts, 1], 1)
+    choices = tokens.detach().sum().clamp(min=1)
+    loss = experts * ((load.detach().sum(0) / choices) * (masses.sum(0) / choices)).sum()
+    return loss, load.detach()
 
 
 def routers_of(module: nn.Module) -> list[nn.Module]:

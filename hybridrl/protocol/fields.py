@@ -95,6 +95,7 @@ _FIELDS: dict[str, Field] = {
     "loss_mask": Field("sequence"),
     "loss_weight": Field("sequence"),
     "routed_experts": Field("sequence"),  # [B, S, L, K]: the K experts of each token in L layers
+    "sequence_sums": Field("row"),
     "position_ids": Field("sequence", dim=-1),  # [B, S], or [B, k, S] with k positions per token
     **{name: Field("response") for name in _RESPONSE_FIELDS},
 }

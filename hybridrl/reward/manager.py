@@ -288,7 +288,7 @@ class RewardManager:
         if (of_turns := tensors_of(batch).get(TURN_LEVEL_REWARDS, None)) is not None:
             tensor += of_turns
             told = _whole_scores(extras, outcomes, given_rewards(batch), of_turns.sum(-1).tolist())
-        info = self._columns(extras, told)
+        info = _with_given(self._columns(extras, told), batch)
         missing = [one.no_verdict for one in outcomes]
         metrics = self.metrics
         return {
@@ -493,6 +493,17 @@ def _is_part(batch: DataProto, given: Sequence[float | NoVerdict | None]) -> lis
     sessions = split_sessions(batch.non_tensor_batch, len(batch))
     last = set(range(len(batch)) if sessions is None else sessions.last.tolist())
     return [row not in last and reward is not None for row, reward in enumerate(given)]
+
+
+def _with_given(columns: dict[str, list[Any]], batch: DataProto) -> dict[str, list[Any]]:
+    """Columns of extra information with the values that rows brought along with their rewards (`Verdict.extra`)."""
+    given = given_rewards(batch)
+    for name in columns.keys() & batch.non_tensor_batch.keys():
+        own = batch.non_tensor_batch[name]
+        for row, reward in enumerate(given):
+            if reward is not None and columns[name][row] is None:
+                columns[name][row] = own[row]
+    return columns
 
 
 def _whole_scores(

@@ -95,10 +95,18 @@ class TurnClient:
         generate: generates a batch, as `Rollout.generate` does.
         config: `max_model_len` and `max_num_seqs` hold for requests as for an engine's.
         processes: generate side by side; a turn takes up to `max_num_seqs` requests for each.
+        version: of the weights.
     """
 
-    def __init__(self, generate: Callable[[DataProto], DataProto], config: RolloutConfig, processes: int) -> None:
+    def __init__(
+        self,
+        generate: Callable[[DataProto], DataProto],
+        config: RolloutConfig,
+        processes: int,
+        version: Callable[[], int] = lambda: NO_VERSION,
+    ) -> None:
         self._generate = generate
+        self._version = version
         self._max_len = config.max_model_len or config.prompt_length + config.response_length
         self._rows = config.max_num_seqs * processes
         self._changed = threading.Condition()
@@ -117,6 +125,9 @@ class TurnClient:
                 raise RolloutError("the rollout was closed")
             if request.id in self._futures:
                 raise ValueError(f"a request with id {request.id} is in flight already")
+            if request.sampling.json_schema is not None:
+                error = "generating in place keeps no response to a JSON schema; use an engine that does, such as vllm"
+                return Completion(request.id, [], [], "error", error=error)
             if len(request.prompt_ids) >= self._max_len:
                 error = f"the prompt has {len(request.prompt_ids)} tokens; prompt and response may have {self._max_len}"
                 return Completion(request.id, [], [], "error", error=error)
@@ -133,7 +144,9 @@ class TurnClient:
         with self._changed:
             waiting = len(self._waiting)
             running = len(self._futures) - waiting
-        return {"0": {"running": float(running), "waiting": float(waiting)}}
+        state = {"running": float(running), "waiting": float(waiting)}
+        version = self._version()
+        return {"0": state if version < 0 else state | {"weights_version": float(version)}}
 
     async def health(self) -> str | None:
         return "the rollout was closed" if self._closed else None

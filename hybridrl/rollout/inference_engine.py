@@ -222,6 +222,7 @@ class InferenceEngines:
         sees_images: bool = False,
         scores: bool = False,
         reads: bool = False,
+        constrains: bool = False,
         settings: type | str | None = None,
     ) -> Callable[[type[T]], type[T]]:
         """Class decorator: this class is the engine `name`; see `hybridrl.registry.InferenceFacts`.
@@ -244,6 +245,7 @@ class InferenceEngines:
                 sees_images=sees_images,
                 scores=scores,
                 reads=reads,
+                constrains=constrains,
                 settings=settings,
             )
             INFERENCE_ENGINES.add(name, engine, facts)

@@ -182,7 +182,7 @@ class InPlaceRollout(Rollout):
     def client(self) -> TurnClient:
         """Requests are served turn by turn: those that wait become one batch."""
         if self._client is None:
-            self._client = TurnClient(self.generate, self._config, int(self._policy.world_size))
+            self._client = TurnClient(self.generate, self._config, int(self._policy.world_size), lambda: self.version)
             self._open_or_hold()
         return self._client
 

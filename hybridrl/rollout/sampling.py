@@ -31,6 +31,7 @@ class SamplingParams:
         stop: end after the token that completes one of these strings; the token stays in the response.
         seed: of this request's noise; None draws from the engine's stream. Batches of the hf rollout ignore it, because
             their noise is keyed by the sample.
+        json_schema: the response is JSON of this schema, a JSON text; only engines with the fact `constrains` take it.
     """
 
     do_sample: bool
@@ -41,6 +42,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    json_schema: str | None = None
 
     def __post_init__(self) -> None:
         if self.do_sample and not self.temperature > 0:

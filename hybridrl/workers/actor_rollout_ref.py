@@ -280,7 +280,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 micro,
                 loss_fn,
                 entropy=needs_entropy,
-                prepass=None if loss.prepare is None else LossPrepass(loss, micro),
+                prepass=LossPrepass.of(loss, micro, batch),
                 ref_kl=compares,
             )
 

@@ -6,7 +6,7 @@ over all ranks, so that shares add up to the same loss and gradient however the 
 Shapes: B sequences, T response tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from hybridrl.algorithms import (
     kl_penalty,
 )
 from hybridrl.algorithms.config_access import ConfigView
+from hybridrl.algorithms.registry import reads_whole_sequences
+from hybridrl.algorithms.sequences import Sequences, SplitSequences
 from hybridrl.config import ActorConfig, CriticConfig, PPOTrainerConfig, RolloutCorrectionConfig
 from hybridrl.config.strategies import engine_settings
 from hybridrl.engine.capabilities import ComparesVocabulary, ReplaysRouting, require
@@ -30,7 +32,9 @@ from hybridrl.registry import POLICY_LOSSES, TRAIN_ENGINES
 from hybridrl.utils.metrics import Metric
 
 FULL_KL = "full"  # the KL form that the engine computes, from the logits of both policies
-SEQUENCE_TOKENS = "sequence_tokens"  # field [B]: response tokens of the sequence that a row is a part of
+SEQUENCE_IDS = "sequence_ids"  # field [B]: the sequence that a row is a part of
+SEQUENCE_TOKENS = "sequence_tokens"  # field [B]: response tokens of that sequence
+SEQUENCE_SUMS = "sequence_sums"  # field [B, k]: what the other rows of that sequence add to the loss's sums
 PREPARED = "prepared"  # field with what a loss found out about the whole mini-batch before its update
 
 
@@ -146,6 +150,36 @@ class PolicyLoss:
         return POLICY_LOSSES.facts(self.mode).samplers_old
 
     @property
+    def reads_whole_sequences(self) -> bool:
+        """Whether it reads sums over the tokens of whole sequences."""
+        return reads_whole_sequences(self.mode, self.settings)
+
+    def __call__(
+        self,
+        log_prob: torch.Tensor,
+        batch: DataProto,
+        loss_agg_mode: str,
+        counts: Mapping[str, Any],
+        sequences: Sequences | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss and its metrics. The fields of the batch are those of `policy_loss_fn`."""
+        tensors = batch.batch
+        more = {name: tensors[name] for name in (PREPARED, *self.needs) if name in tensors.keys()}
+        return call_policy_loss(
+            self.mode,
+            old_log_prob=tensors.get("old_log_probs", log_prob.detach()),
+            log_prob=log_prob,
+            advantages=tensors["advantages"],
+            response_mask=tensors["response_mask"],
+            loss_agg_mode=loss_agg_mode,
+            config=self.settings,
+            counts=counts,
+            rollout_is_weights=tensors.get("rollout_is_weights", None),
+            sequences=sequences,
+            **more,
+        )
+
+    @property
     def prepare(self) -> Callable[..., torch.Tensor] | None:
         """The preliminary pass over the whole mini-batch, if this loss needs one with these settings."""
         return get_policy_loss_prepare_fn(self.mode, self.settings)
@@ -157,8 +191,8 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
         L = L_pg - entropy_coeff * agg(H) + kl_loss_coef * agg(KL(pi || pi_ref))
 
     The batch holds `advantages`, `response_mask`, and where the setting needs them `old_log_probs`, `ref_log_prob`,
-    `rollout_is_weights`, `prepared` (all [B, T]). Without `old_log_probs` the update is on-policy by
-    construction (one update a batch): the detached current log-probabilities stand for them. With
+    `rollout_is_weights`, `prepared` (all [B, T]) and `sequence_sums` [B, k]. Without `old_log_probs` the update is
+    on-policy by construction (one update a batch): the detached current log-probabilities stand for them. With
     `kl_loss_type=full` the outputs hold `ref_kl` in place of the batch's `ref_log_prob`.
 
     Args:
@@ -174,25 +208,12 @@ def policy_loss_fn(config: ActorConfig, correction: RolloutCorrectionConfig | No
         mask = tensors["response_mask"]
         log_prob = outputs["log_probs"]
         normalisers = counts.for_aggregation(config.loss_scale_factor, batch)
-        old_log_prob = tensors.get("old_log_probs", None)
         metrics: dict[str, Any] = {}
-        if old_log_prob is None:
-            old_log_prob = log_prob.detach()
-            if "rollout_log_probs" in tensors.keys():
-                metrics |= _mismatch(old_log_prob, tensors["rollout_log_probs"], mask)
-        more = {name: tensors[name] for name in (PREPARED, *chosen.needs) if name in tensors.keys()}
-        loss, policy_metrics = call_policy_loss(
-            chosen.mode,
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=tensors["advantages"],
-            response_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            config=chosen.settings,
-            counts=normalisers,
-            rollout_is_weights=tensors.get("rollout_is_weights", None),
-            **more,
-        )
+        if "old_log_probs" not in tensors.keys() and "rollout_log_probs" in tensors.keys():
+            metrics |= _mismatch(log_prob.detach(), tensors["rollout_log_probs"], mask)
+        others = tensors.get(SEQUENCE_SUMS, None)
+        sequences = None if others is None else SplitSequences(others)
+        loss, policy_metrics = chosen(log_prob, batch, config.loss_agg_mode, normalisers, sequences)
         # Metrics of a policy loss are token means, except those whose name ends in `_max`.
         metrics |= {k: Metric(v, kind="max") if k.endswith("_max") else v for k, v in policy_metrics.items()}
         metrics["actor/pg_loss"] = Metric(loss.detach(), kind="sum")

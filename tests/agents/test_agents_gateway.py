@@ -20,6 +20,9 @@ from template_families import BROKEN, ENDS, FAMILIES, MARKS, write_model
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
+from hybridrl.rollout.server.replies import Reply
+from hybridrl.rollout.server.schema import SessionSettings
+from hybridrl.rollout.server.sessions import Session
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, trajectories_of
 
@@ -309,7 +312,22 @@ def test_a_fault_of_the_engine_is_told_in_each_dialect(qwen: GatewayStage) -> No
 @pytest.mark.parametrize(
     ("path", "changed", "words"),
     [
-        ("chat/completions", {"tool_choice": "required"}, "tool_choice='required'"),
+        ("chat/completions", {"tool_choice": "required"}, "tools has no function"),
+        ("chat/completions", {"tool_choice": "auto or none"}, "tool_choice='auto or none'"),
+        (
+            "chat/completions",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sum"}}},
+            "tools has echo",
+        ),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "vllm can"),
+        ("chat/completions", {"response_format": {"type": "json_schema"}}, "json_schema with a schema"),
+        (
+            "chat/completions",
+            {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            "response_format with tools",
+        ),
+        ("chat/completions", {"continue_final_message": True}, "must be the assistant's"),
+        ("chat/completions", {"add_generation_prompt": False}, "add_generation_prompt=False"),
         ("chat/completions", {"tools": [{"type": "web_search"}]}, "the server runs no tools"),
         (
             "chat/completions",
@@ -317,19 +335,15 @@ def test_a_fault_of_the_engine_is_told_in_each_dialect(qwen: GatewayStage) -> No
             "no function with a name",
         ),
         ("responses", {"tools": [{"type": "web_search"}]}, "'web_search'"),
-        ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "vllm can"),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ("responses", {"previous_response_id": "resp-1"}, "no response 'resp-1'"),
         ("responses", {"background": True}, "background=True"),
         ("responses", {"temperature": -1}, "temperature"),
-        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice={'type': 'any'}"),
+        ("messages", {"tool_choice": {"type": "any"}}, "tools has no function"),
+        ("messages", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "vllm can"),
         ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124'"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "{"}]},
-            "beginning",
-        ),
         ("messages", {"max_tokens": None}, "max_tokens"),
         ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ],
@@ -411,6 +425,29 @@ def test_sessions_side_by_side(qwen: GatewayStage) -> None:
         text = qwen.tokenizer.decode([*one.prompt_ids, *one.token_ids])
         assert [text.count(words) for words in asked] == [1, 1, 1] and len(trace["turns"]) == 3
         qwen.http.delete(f"/sessions/{session}")
+
+
+def test_a_long_session_keeps_each_message_once() -> None:
+    """Each call brings all messages again."""
+    session = Session("session-a", SessionSettings())
+    messages: list[dict[str, Any]] = []
+    ids: list[int] = [1]
+    for turn in range(50):
+        messages = [*json.loads(json.dumps(messages)), {"role": "user", "content": f"question {turn}"}]
+        tools = json.loads(json.dumps(TOOLS))
+        reply = Reply(Completion(str(turn), [turn], [-1.0], "stop"), f"answer {turn}")
+        session.add(messages, tools, ids, reply)
+        session.store(f"resp-{turn}", [*messages, reply.message()])
+        messages.append(reply.message())
+        ids = [*ids, turn, 1]
+    rewritten = [{"role": "user", "content": "another"}, *messages[1:3]]
+    session.add(rewritten, TOOLS, [1], Reply(Completion("x", [7], [-1.0], "stop"), "so"))
+    assert len(session._history) == 100 + 3
+    assert session.messages() == [*rewritten, {"role": "assistant", "content": "so"}]
+    assert session.stored("resp-49") == messages
+    turns = session.trace()["turns"]
+    assert [turn["request"]["messages"] for turn in turns[:50]] == [messages[: 2 * turn + 1] for turn in range(50)]
+    assert all(turn["request"]["tools"] == TOOLS for turn in turns)
 
 
 # ------------------------------------------------------------------ the tree of tokens, and its trace

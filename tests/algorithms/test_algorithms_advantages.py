@@ -381,6 +381,10 @@ def sessions(batch: Batch) -> tuple[Batch, Batch, torch.Tensor, torch.Tensor]:
         peers.append(i)
     others["session_id"] = np.array(session, dtype=object)[origin.numpy()]
     others["trajectory_index"] = part.numpy()
+    for name in CONFIG.gdpo_reward_keys:  # of a session's rows, both have a share of a component, or one has it all
+        shares = [None if int(i) % 2 and p else 1.0 if int(i) % 2 else 0.5 for i, p in zip(origin, part, strict=True)]
+        values = [share and share * value for share, value in zip(shares, others[name], strict=True)]
+        others[name] = np.array(values, dtype=object)
     return Batch(whole, batch.others), Batch(pieces, others), origin, part
 
 

@@ -42,6 +42,25 @@ def make_fields(rows: int = ROWS, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def related(fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows as samples of three prompts, with responses that share their first tokens, and one row twice."""
+    fields = {name: tensor.clone() for name, tensor in fields.items()}
+    ids, attention = fields["input_ids"], fields["attention_mask"]
+    for row in range(len(ids)):
+        first = row // 4 * 4
+        for tensor in (ids, attention):
+            tensor[row, :PROMPT] = tensor[first, :PROMPT]
+        if row % 4 == 1:  # branches off within the response
+            ids[row, PROMPT : PROMPT + 3] = ids[first, PROMPT : PROMPT + 3]
+        if row % 4 == 2:  # one of the two rows is a prefix of the other
+            ids[row, PROMPT:] = ids[first, PROMPT:]
+    for name in ("input_ids", "attention_mask", "response_mask"):
+        fields[name][11] = fields[name][8]
+    fields["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
+    fields["prompts"], fields["responses"] = ids[:, :PROMPT].clone(), ids[:, PROMPT:].clone()
+    return fields
+
+
 def make_batch(fields: dict[str, torch.Tensor], rows: slice = slice(None)) -> DataProto:
     """The rows as a batch that knows the token count of all of them."""
     count = int(fields["response_mask"].sum())

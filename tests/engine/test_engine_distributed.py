@@ -7,6 +7,7 @@ import importlib.util
 import io
 import random
 import shutil
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,17 @@ from ranks import spawn
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hybridrl.config import load_config
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.errors import ModelError
 from hybridrl.models.tiny import build_tiny_model
+from hybridrl.protocol import DataProto
+from hybridrl.trainer.ppo.batching import spread_over_ranks
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
 from hybridrl.utils.rng import seed_rng
+from hybridrl.workers.loss_prepass import ROW_IDS, LossPrepass
+from hybridrl.workers.losses import LossCounts, PolicyLoss, policy_loss_fn
 
 FIELDS = make_fields()
 # Each token uses the given 2 of 4 experts in 2 layers.
@@ -45,6 +51,7 @@ SETTINGS = {"override_optimizer_config": {"eps": 1e-5}}
 # Its fused kernel does not know shards; its state is empty or holds no step counter.
 SGD = {"optimizer": "SGD", "override_optimizer_config": {"momentum": 0.9}}
 
+SESSION_SGD = {**SGD, "lr": 0.3}
 MUON = {"optimizer": "Muon", "override_optimizer_config": {"adamw_eps": 1e-5}}
 EIGHT_BIT = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim", **SETTINGS}
 OPTIMIZERS = {"muon": MUON, **({"eight_bit": EIGHT_BIT} if importlib.util.find_spec("torchao") else {})}
@@ -234,6 +241,71 @@ def check_distillation(rank: int, model: Path, work: Path) -> None:
         assert sum(shares) == pytest.approx(expected["distillation/loss"], rel=1e-4), name
 
 
+@cache
+def session_loss(mode: str) -> tuple[PolicyLoss, Any]:
+    """A loss with a value per sequence."""
+    words = ["clip_ratio_low=0.5", "clip_ratio_high=0.5", f"policy_loss.loss_mode={mode}"]
+    words = [f"actor_rollout_ref.actor.{word}" for word in [*words, "loss_agg_mode=seq-mean-token-mean"]]
+    actor = load_config("ppo_trainer", [*words, "actor_rollout_ref.model.path=unused"]).actor_rollout_ref.actor
+    return PolicyLoss.of(actor, None), policy_loss_fn(actor)
+
+
+def sessions(cut: bool) -> DataProto:
+    """Four sessions of two turns; cut, each turn is a row that has what came before as its prompt."""
+    generator = torch.Generator().manual_seed(8)
+    rows = []
+    for number in range(4):
+        ids = torch.randint(10, 200, (14 + number,), generator=generator)
+        turns, advantage = (slice(4, 7 + number), slice(9 + number, len(ids))), number - 1.5
+        old = -4 * torch.rand(len(ids), generator=generator)
+        parts = [(turn.start, turn.stop, [turn]) for turn in turns] if cut else [(4, len(ids), turns)]
+        rows += [(number, advantage, ids, old, *part) for part in parts]
+    prompt, response = max(start for *_, start, _, _ in rows), max(stop - start for *_, start, stop, _ in rows)
+    names = ("input_ids", "attention_mask", "response_mask", "old_log_probs", "advantages")
+    fields: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for _, advantage, ids, old, start, stop, turns in rows:
+        left, right = prompt - start, response - (stop - start)
+        mask = torch.zeros(len(ids), dtype=torch.int64)
+        for turn in turns:
+            mask[turn] = 1
+        values = (ids[:stop], torch.ones(stop).long(), mask[start:stop], old[start:stop], mask[start:stop] * advantage)
+        for name, value in zip(names, values, strict=True):
+            fields[name].append(torch.nn.functional.pad(value, (left if len(value) == stop else 0, right)))
+    tensors = {name: torch.stack(values) for name, values in fields.items()}
+    tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    tensors["prompts"], tensors["responses"] = tensors["input_ids"].split([prompt, response], 1)
+    tensors[ROW_IDS] = torch.arange(len(rows))
+    batch = DataProto.from_dict(tensors)
+    ids = np.array([number for number, *_ in rows]) if cut else None
+    shards = 2 if cut else 1
+    order = [np.array([0, 3, 4, 7, 1, 2, 5, 6])] if cut else [np.arange(len(rows))]
+    spread, (planned,) = spread_over_ranks(batch, order, shards, sessions=ids)
+    spread.meta_info["counts"] = LossCounts(planned.tokens, planned.sequences)
+    return spread
+
+
+def trained_on_sessions(engine, mode: str, batch: DataProto) -> None:  # type: ignore[no-untyped-def]
+    (loss, loss_fn), micro = session_loss(mode), MicroBatching(size=1)
+    counts = batch.meta_info["counts"]
+    for _ in range(2):
+        prepass = LossPrepass.of(loss, micro, batch)
+        if prepass is not None:
+            prepass.add_to(batch, engine, 0, TEMPERATURE)
+        engine.train_batch(batch, micro, partial(loss_fn, counts=counts), TEMPERATURE)
+
+
+def check_sessions(rank: int, model: Path, work: Path) -> None:
+    """The rows of each session are on both ranks, and the update is that of whole sessions on one."""
+    expected = torch.load(work / "sessions.pt", weights_only=True)
+    batch = sessions(cut=True)
+    own = batch.chunk(2)[rank]
+    assert len(own) == 4
+    for mode, after in expected.items():
+        engine = make_engine(model, optim=SESSION_SGD)
+        trained_on_sessions(engine, mode, own.select())
+        close(weights(engine), after)
+
+
 def check_new_rank_is_seeded(rank: int, model: Path, work: Path) -> None:
     """A checkpoint of one rank has no random state for rank 1: it gets one that only the run decides."""
     draws, said = [], []
@@ -403,6 +475,7 @@ def body(rank: int, model: Path, tied: Path, odd: Path, routed: Path, work: Path
     check_optimizers(rank, odd, work)
     check_full_kl(rank, model, work)
     check_distillation(rank, model, work)
+    check_sessions(rank, model, work)
     check_new_rank_is_seeded(rank, model, work)
     check_nonfinite(rank, model)
     check_memory_error(rank, model)
@@ -474,6 +547,15 @@ def test_two_ranks_do_what_one_does(
     record = engine.infer(batch, MicroBatching(), outputs=("routed_experts",))
     record = {"experts": record["routed_experts"], "metrics": train_routers(engine, make_batch(ROUTED))}
     torch.save({**record, "after": weights(engine)}, tmp_path / "routers.pt")
+
+    whole = {}
+    for mode in ("gspo", "geo_mean", "sppo"):
+        engine = make_engine(micro_model, optim=SESSION_SGD)
+        before = weights(engine)
+        trained_on_sessions(engine, mode, sessions(cut=False))
+        whole[mode] = weights(engine)
+        assert max(float((whole[mode][name] - tensor).abs().max()) for name, tensor in before.items()) > 1e-3
+    torch.save(whole, tmp_path / "sessions.pt")
 
     # Of a vocabulary of the policy's size, and with sizes of its own.
     teacher = make_engine(build_tiny_model(tmp_path / "teacher", hidden=36, heads=3, kv_heads=1, seed=3))

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from engine_helpers import (
-    PROMPT,
     ROWS,
     TEMPERATURE,
     full_kl_loss,
@@ -18,6 +17,7 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
+    related,
     value_loss,
     weights,
 )
@@ -83,25 +83,6 @@ def saved(name: str, folder: Path) -> Path:
         parameter.data.mul_(2)
     model.save_pretrained(folder)
     return folder
-
-
-def related(fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows as samples of three prompts, with responses that share their first tokens, and one row twice."""
-    fields = {name: tensor.clone() for name, tensor in fields.items()}
-    ids, attention = fields["input_ids"], fields["attention_mask"]
-    for row in range(len(ids)):
-        first = row // 4 * 4
-        for tensor in (ids, attention):
-            tensor[row, :PROMPT] = tensor[first, :PROMPT]
-        if row % 4 == 1:  # branches off within the response
-            ids[row, PROMPT : PROMPT + 3] = ids[first, PROMPT : PROMPT + 3]
-        if row % 4 == 2:  # one of the two rows is a prefix of the other
-            ids[row, PROMPT:] = ids[first, PROMPT:]
-    for name in ("input_ids", "attention_mask", "response_mask"):
-        fields[name][11] = fields[name][8]
-    fields["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
-    fields["prompts"], fields["responses"] = ids[:, :PROMPT].clone(), ids[:, PROMPT:].clone()
-    return fields
 
 
 FIELDS = related(make_fields())

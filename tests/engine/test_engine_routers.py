@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import TEMPERATURE, make_batch, make_engine, make_fields, plain_outputs, policy_loss, value_loss
+from engine_helpers import (
+    TEMPERATURE,
+    make_batch,
+    make_engine,
+    make_fields,
+    plain_outputs,
+    policy_loss,
+    related,
+    value_loss,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DogeConfig, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
@@ -68,19 +77,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in CONFIGS}
 
 
-def plain_step(path: Path, micro_batches: list[list[int]]) -> tuple[dict[str, torch.Tensor], float]:
+def plain_step(
+    path: Path, micro_batches: list[list[int]], fields: dict[str, torch.Tensor] = FIELDS
+) -> tuple[dict[str, torch.Tensor], float]:
     """The weights after one step of SGD on the policy loss and transformers' own router loss, and that loss."""
     plain: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    mask = FIELDS["response_mask"]
-    log_probs, _ = plain_outputs(plain, FIELDS)
-    loss = -(log_probs * FIELDS["advantages"] * mask).sum() / mask.sum()
+    mask = fields["response_mask"]
+    log_probs, _ = plain_outputs(plain, fields)
+    loss = -(log_probs * fields["advantages"] * mask).sum() / mask.sum()
     used = [row for rows in micro_batches for row in rows]
-    total, balance = int(FIELDS["attention_mask"][used].sum()), torch.zeros(())
+    total, balance = int(fields["attention_mask"][used].sum()), torch.zeros(())
     for rows in micro_batches:
-        attention = FIELDS["attention_mask"][rows]
+        attention = fields["attention_mask"][rows]
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         out = plain(
-            input_ids=FIELDS["input_ids"][rows],
+            input_ids=fields["input_ids"][rows],
             attention_mask=attention,
             position_ids=positions,
             output_router_logits=True,
@@ -129,6 +140,21 @@ def test_an_update_adds_the_router_loss_of_transformers(models: dict[str, Path],
     metrics = step(engine, batch, micro)
     assert metrics["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
     assert balance > CONFIGS[name].num_experts_per_tok
+    assert_close(engine, expected)
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("qwen3_moe", False), ("mixtral", True)])
+def test_a_shared_token_counts_once_for_each_of_its_rows(models: dict[str, Path], name: str, recompute: bool) -> None:
+    fields = related(FIELDS)
+    settings = {"share_prefixes": True, "enable_gradient_checkpointing": recompute}
+    engine: Any = make_engine(models[name], optim=SGD, model=settings, router_aux_loss_coef=COEFFICIENT)
+    batch, micro = make_batch(fields), MicroBatching(size=6)
+    groups = engine._plan(batch, micro).groups
+    assert len(groups) > 1
+    expected, balance = plain_step(models[name], groups, fields)
+    metrics = step(engine, batch, micro)
+    assert metrics["shared_prefix_frac"] > 0.3
+    assert metrics["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
     assert_close(engine, expected)
 
 
@@ -196,8 +222,6 @@ def test_load_balancing_equals_a_count_by_hand_and_ignores_padding(seed: int, to
     [
         ({}, {}, r"router_aux_loss_coef=0\.5: transformers defines no such loss for qwen2 "),
         ({}, {"forward_only": True}, "is not trained"),
-        ({"share_prefixes": True}, {}, "model.share_prefixes"),
-        ({}, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
         ({}, {"use_torch_compile": True}, "use_torch_compile"),
         (
             {"override_config": {"output_router_logits": True}},

@@ -17,6 +17,7 @@ from engine_helpers import (
     make_engine,
     make_fields,
     policy_loss,
+    related,
     value_loss,
     weights,
 )
@@ -148,6 +149,41 @@ def check_models(models: dict[str, Path], expected: dict[str, Any]) -> None:
             alike(trained(engine), expected[name], f"{name}, {size} ranks")
 
 
+#: sharing of prefixes, ranks that share sequences, rows of a micro-batch: all of one shard, or one each
+ROUTED_STEPS = {"tree": (True, 4, 6), "packed": (False, 4, 6), "two shards": (False, 2, 1)}
+
+
+def routed_step(model: Path, share: bool, ranks: int, size: int) -> dict[str, Any]:
+    """Metrics and gradients of a step whose loss is nearly that of the routers, on packed rows also on one rank."""
+    engine: Any = make_engine(
+        model,
+        optim=OPTIM,
+        model={"share_prefixes": True} if share else {"override_config": {"attn_implementation": attention.VARLEN}},
+        router_aux_loss_coef=10.0,
+        ulysses_sequence_parallel_size=ranks,
+    )
+    gradients: dict[str, torch.Tensor] = {}
+    engine.apply_gradients = lambda norm: gradients.update(
+        {name: whole(p.grad).clone() for name, p in engine._trainable.items() if p.grad is not None}
+    )
+    geometry, cuts = engine.geometry, (*CUTS[engine.geometry.dp_size], ROWS)
+    batch = make_batch(related(FIELDS), slice(cuts[geometry.dp_rank], cuts[geometry.dp_rank + 1]))
+    own = engine.train_batch(batch, MicroBatching(size=size), policy_loss, TEMPERATURE)
+    parts = distributed.all_gather_object((geometry.collects, own))
+    merged = merge_metrics([part for collects, part in parts if collects])
+    return {"gradients": gradients, "metrics": {name: float(metric.value) for name, metric in merged.items()}}
+
+
+def check_router_loss(model: Path, record: dict[str, Any]) -> None:
+    """The load-balancing loss of ranks that hold parts of the tokens, of separate rows and of a prefix tree."""
+    for name, (share, ranks, size) in ROUTED_STEPS.items():
+        found, expected = routed_step(model, share, ranks, size), record[name]
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6), name
+        for weight, tensor in expected["gradients"].items():
+            off = float((found["gradients"][weight] - tensor).norm())
+            assert off <= 1e-5 * float(tensor.norm()) + 1e-7, f"{name}: {weight}"
+
+
 def check_settings(model: Path, expected: dict[str, Any]) -> None:
     """What the engine offers otherwise, with shared sequences."""
     variants: dict[str, dict[str, Any]] = {
@@ -261,6 +297,7 @@ def body(rank: int, models: dict[str, Path], work: Path) -> None:
     check_half_precision(qwen, expected)
     check_checkpoints(qwen, expected, work)
     check_weights(qwen)
+    check_router_loss(models["Qwen3Moe"], expected["routed"])
     check_other_attention(qwen)
     dist.barrier()
 
@@ -277,6 +314,9 @@ def test_ranks_that_share_sequences_train_as_one(tmp_path: Path) -> None:
     longer = make_engine(qwen, optim=OPTIM)
     trained(longer)
     expected["resumed"] = trained(longer)
+    expected["routed"] = {
+        name: routed_step(models["Qwen3Moe"], share, 1, size) for name, (share, _, size) in ROUTED_STEPS.items()
+    }
     torch.save(expected, tmp_path / "expected.pt")
     (tmp_path / "other").mkdir()
     save_model("Qwen2", tmp_path / "other", num_hidden_layers=1).rename(tmp_path / "teacher")

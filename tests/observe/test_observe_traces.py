@@ -1,5 +1,6 @@
 """Rollouts as traces: in a real MLflow on this machine, with a service that fails, and with one of one's own."""
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from hybridrl.config import load_config
 from hybridrl.config.schema.rollout import TraceConfig
 from hybridrl.errors import RolloutError
+from hybridrl.notify import forget
 from hybridrl.observe.traces import SampleTrace, Traces, register_trace_backend
 from hybridrl.observe.traces.base import local_store, trace_of
 from hybridrl.observe.traces.sender import check_backend
@@ -133,8 +135,11 @@ def test_a_service_that_fails_costs_traces_and_is_left_after_three_in_a_row(note
     assert told.count("no service") == 4 and "it is not used any more" in told and "8 were not sent to notes" in told
 
 
-def test_a_slow_service_does_not_hold_the_run(notes, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("hybridrl.observe.traces.sender._WAITING", 3)
+@pytest.mark.parametrize(("bound", "most"), [("_WAITING", 3), ("_WAITING_BYTES", 3 * len(pickle.dumps(ROW, -1)) + 1)])
+def test_a_slow_service_does_not_hold_the_run(notes, tmp_path, monkeypatch, capsys, bound, most) -> None:
+    """Neither its time nor, with few and large traces, its memory."""
+    monkeypatch.setattr(f"hybridrl.observe.traces.sender.{bound}", most)
+    forget()  # what is told once
     notes.go.clear()
     traces = Traces(TraceConfig(backend="notes"), tmp_path)
     traces.send([ROW] * 10, 1, False)  # returns though nothing is taken

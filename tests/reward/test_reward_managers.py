@@ -9,11 +9,15 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_tokenizers import made
 
+from hybridrl.algorithms.registry import estimate_advantages
+from hybridrl.errors import AlgorithmError
 from hybridrl.reward import RewardError, RewardFunction, RewardPool, Sample, create_reward_manager
 from hybridrl.reward.factory import check_reward
 from hybridrl.reward.limited import LimitedPool, Rate
@@ -81,6 +85,41 @@ def test_gdpo_checks_only_what_the_function_returned(manager_for, make_batch, us
     assert found["reward_tensor"].sum(dim=-1).tolist() == [0.0, 3.0, 0.5]
     assert found["reward_extra_info"]["right"] == [0.0, 1.0, None] and found["missing"] == [None] * 3
     assert found["reward_extra_info"]["format"] == [0.0, 2, None]
+
+
+def test_gdpo_takes_the_components_that_sessions_bring_along(manager_for, make_batch, user_file, config):
+    """A session in two rows that brings a reward and its components; beside it, samples that the function scores."""
+    config.algorithm.gdpo_reward_keys = ["right", "format"]
+    config.algorithm.adv_estimator = "gdpo"
+    parts = "def compute_score(solution_str, ground_truth): return {'score': 3.0, 'right': 1.0, 'format': 2}"
+    columns = sorts("1", "1", "2", "3") | {
+        "trajectory_reward": [0.5, 2.0, None, None],
+        "right": [None, 4.0, None, None],
+        "format": [0.5, 0.25, None, None],
+        "session_id": ["one", "one", "two", "three"],
+        "trajectory_index": [0, 1, 0, 0],
+    }
+    batch = make_batch(["ab", "a", "ab", "ab"], **columns)
+    batch.non_tensor_batch["uid"] = np.array(["same"] * 4, dtype=object)
+    found = manager_for("gdpo", user_file(parts))(batch, return_dict=True)
+    info = found["reward_extra_info"]
+    assert info["right"] == [None, 4.0, 1.0, 1.0] and info["format"] == [0.5, 0.25, 2, 2]
+    others = batch.non_tensor_batch | {name: np.array(values, dtype=object) for name, values in info.items()}
+    tensors = {"token_level_rewards": found["reward_tensor"], "response_mask": batch.batch["response_mask"]}
+    advantages, _ = estimate_advantages("gdpo", tensors, others, config.algorithm)
+    totals = np.array([[4.0, 1.0, 1.0], [0.75, 2.0, 2.0]])
+    centred = totals - totals.mean(1, keepdims=True)
+    wanted = (centred / (centred.std(1, ddof=1, keepdims=True) + 1e-6)).sum(0)
+    tokens = batch.batch["response_mask"].sum(1).numpy()
+    counts = np.array([tokens[0] + tokens[1], tokens[2], tokens[3]])
+    mean = (wanted * counts).sum() / counts.sum()
+    scale = np.sqrt((counts * (wanted - mean) ** 2).sum() / (counts.sum() - 1) + 1e-8)
+    assert advantages[:, 0].tolist() == pytest.approx(((wanted - mean) / scale)[[0, 0, 1, 2]], abs=1e-3)
+
+    info["right"] = [None, None, 1.0, 1.0]
+    others |= {"right": np.array(info["right"], dtype=object)}
+    with pytest.raises(AlgorithmError, match=r"'right' .* missing.*rows \[0\].*Verdict.extra"):
+        estimate_advantages("gdpo", tensors, others, config.algorithm)
 
 
 class Clock:
@@ -301,6 +340,32 @@ def test_scores_of_steps_stand_where_steps_end(manager_for, make_batch, user_fil
         rewards = found["reward_tensor"][row]
         assert {place: rewards[place].item() for place in rewards.nonzero()[:, 0].tolist()} == places
     assert found["reward_extra_info"]["step_scores"][0] == [1.0, 2.0, 3.0]
+
+
+TOKENIZERS = {kind: made(kind) for kind in ("bytes", "words")}
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_step_ends_with_the_first_tokens_that_hold_its_text(manager_for, kind, cleans):
+    manager, tokenizer = manager_for("steps", reward_kwargs={"separator": "b"}), TOKENIZERS[kind]
+    manager.tokenizer, tokenizer.clean_up_tokenization_spaces = tokenizer, cleans
+
+    @settings(max_examples=30)
+    @given(text=st.text("ab; .é世", min_size=1, max_size=25), special=st.integers(0, 25))
+    @example(text=";bb . b", special=3)
+    def check(text, special):
+        ids = tokenizer("a " + text, add_special_tokens=False)["input_ids"]
+        ids.insert(special % (len(ids) + 1), tokenizer.eos_token_id)
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        prefixes = [tokenizer.decode(ids[: count + 1], skip_special_tokens=True) for count in range(len(ids))]
+        wanted, end = [], 0
+        for step in steps_of(whole, "b"):
+            end += len(step)
+            wanted.append(next(n for n, prefix in enumerate(prefixes) if prefix.startswith(whole[:end])))
+        assert manager._ends(ids, [1] * len(ids)) == wanted
+
+    check()
 
 
 @given(st.text("ab;", max_size=20))

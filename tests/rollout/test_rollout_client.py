@@ -221,7 +221,9 @@ def test_workers_in_place_serve_sessions_between_training_phases(ray_session, se
             early = asyncio.ensure_future(client.generate(Request("early", [6, 7], SAMPLED)))
             await asyncio.sleep(0.3)
             assert not early.done()  # there is no version yet
+            assert "weights_version" not in (await client.stats())["0"]
             rollout.update_weights(4)
+            assert (await client.stats())["0"]["weights_version"] == 4
             assert (await early).versions[0][0] == 4
             eos = (model.config.eos_token_id,)
             answered = await sessions_of(client, 9, version=4)  # an odd number for two workers

@@ -15,9 +15,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -244,6 +246,24 @@ def test_a_client_is_a_guest_whatever_it_says(run: Run) -> None:
     )
     (request,) = run.seen
     assert (request.priority, request.session) == (GUEST_PRIORITY, "episode 1")
+
+
+def test_a_pause_holds_clients_and_no_training(run: Run) -> None:
+    """Neither the run's own requests nor those of its agents."""
+    root, sent = run.access.url.removesuffix("/v1"), {"Authorization": f"Bearer {run.access.token}"}
+    own = httpx.post(f"{root}/sessions", headers=sent).json()["id"]
+    run.server.take_session(own, run.generate)
+    agent = openai.OpenAI(base_url=f"{root}/sessions/{own}/v1", api_key="-", max_retries=0)
+    with ThreadPoolExecutor(1) as threads:
+        assert httpx.post(f"{root}/pause", params={"mode": "keep"}, headers=sent).json() == {"status": "paused"}
+        run.seen.clear()
+        client = threads.submit(served, run)
+        agent.completions.create(model="any", prompt=[5, 6], max_tokens=2)
+        run.trains()
+        assert [request.session for request in run.seen] == [own] and not client.done()
+        assert httpx.post(f"{root}/resume", headers=sent).json() == {"status": "resumed"}
+        client.result(60)
+    run.server.leave_session(own)
 
 
 def test_the_process_is_restarted_at_its_address_and_the_run_is_told(

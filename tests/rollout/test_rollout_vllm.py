@@ -1,5 +1,6 @@
 """Real vLLM engines beside real FSDP2 workers: the engine's log-probabilities are the trainer's, after every update."""
 
+import json
 import os
 import signal
 import sys
@@ -274,6 +275,26 @@ def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
     assert {future.result(timeout=60).finish_reason for future in busy} == {"abort"}
 
 
+def assert_a_schema_is_kept(pool, tokenizer) -> None:
+    """Log-probabilities are those of what the schema leaves of the distribution."""
+    allowed = [{"a": "x"}, {"a": "yy"}]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "yy"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    sampling = SamplingParams(True, 2.0, 1.0, -1, LONG - 4, json_schema=json.dumps(schema))
+    found = pool.generate([Request(f"schema {number}", [6, 7, 8], sampling) for number in range(4)])
+    texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in found if one.finish_reason == "stop"]
+    assert texts and all(json.loads(text) in allowed for text in texts)
+    # random weights leave no token without a choice; the schema does
+    assert all(max(one.log_probs) > -1e-4 for one in found if one.finish_reason == "stop")
+    wrong = replace(sampling, json_schema='{"type": "nonsense"}')
+    (future,) = pool.submit([Request("no schema", [6, 7, 8], wrong)])
+    assert future.result(60).finish_reason == "error"
+
+
 @pytest.mark.parametrize("own_devices", [False, True], ids=["shared devices, TP=2", "own devices, broadcast"])
 def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_devices) -> None:
     own = RayResourcePool([1], use_gpu=False) if own_devices else None
@@ -309,6 +330,7 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
         )  # a stop string stays in the response that it ends
         assert {answer[-1] for answer in answers} >= ends
         assert_training_comes_before_guests_inside_the_engine(rollout.pool)
+        assert_a_schema_is_kept(rollout.pool, tokenizer_of(config.model))
     finally:
         rollout.close()
         if own:

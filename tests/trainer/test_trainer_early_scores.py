@@ -7,6 +7,7 @@ from sampler_tools import WIDTH, OwnRollout, prompts_of
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import RewardError
 from hybridrl.models.tiny import build_tokenizer
+from hybridrl.protocol import object_array
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.batch import names_of, prompt_ids_of
 from hybridrl.rollout.trajectory import Trajectory
@@ -87,6 +88,39 @@ def test_rows_with_other_tokens_or_in_another_order_are_scored_as_they_are(manag
     manager = manager_for()
     batch, early = scored(manager, Telling(change=change))
     assert torch.equal(early["reward_tensor"], manager(batch, return_dict=True)["reward_tensor"])
+
+
+class Adjusted(RewardManager):
+    def adjust(self, score, extra, sample, length):
+        return score + 1000, extra
+
+
+def test_a_session_of_which_a_row_changed_is_scored_as_a_whole(manager_for) -> None:
+    """Its first row brought a reward along, which is adjusted only where a session ends."""
+
+    def change(answer, prompts):
+        wide = answer.select_idxs([0, 0, 1, 2, 3, 4, 5])
+        wide.non_tensor_batch |= {
+            "session_id": object_array(["s", "s", 1, 2, 3, 4, 5]),
+            "trajectory_index": object_array([0, 1, 0, 0, 0, 0, 0]),
+            "trajectory_reward": object_array([0.5, 7.0, *[None] * 5]),
+        }
+        wide.batch["responses"][0] = 40  # the other row of the session is as it was told
+        return wide
+
+    class TwoRows(Telling):
+        def generate(self, prompts):
+            self.on_finished([two_rows(0, 0.5), two_rows(1, 7.0)])
+            return super().generate(prompts)
+
+    def two_rows(turn, reward):
+        return Trajectory("a", 0, [1, 1], [10], [1], [0.0], [(0, 1)], session="s", turn=turn, reward=reward)
+
+    manager = manager_for(kind=Adjusted)
+    batch, early = scored(manager, TwoRows(skipped=(0,), change=change))
+    later = manager(batch, return_dict=True)
+    assert torch.equal(early["reward_tensor"], later["reward_tensor"])
+    assert early["reward_tensor"].sum(1)[:2].tolist() == [0.5, 1007.0]
 
 
 def test_a_function_that_fails_says_so_where_the_batch_is_scored(manager_for) -> None:

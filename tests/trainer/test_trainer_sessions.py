@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from math import exp
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -205,6 +206,31 @@ def test_scores_are_normalised_and_reported_by_session(sessions) -> None:
     metrics = compute_data_metrics(batch, use_critic=False)
     assert metrics["critic/score/mean"] == pytest.approx(centre, abs=1e-5)
     assert metrics["critic/score/max"] == max(rewards) and metrics["critic/rewards/min"] == pytest.approx(min(wanted))
+
+
+@settings(max_examples=15)
+@given(sessions=groups, seed=st.integers(0, 99))
+def test_the_rollout_correction_weighs_and_rejects_sessions(sessions, seed) -> None:
+    """A weight is the product over all rows of a session, and a session is rejected as a whole."""
+    batch = batch_of(sessions)
+    mask, numbers = batch.batch["response_mask"].bool(), batch.non_tensor_batch["sample"]
+    drawn = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed)) / 4
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] - drawn
+    keys = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
+    words = [f"algorithm.rollout_correction.{key}={value}" for key, value in keys.items()]
+    metrics = learner_of(*words, "algorithm.rollout_correction.probe_threshold=null").correct(batch, None, PhaseTimer())
+    rejected = 0
+    for number, one in enumerate(sessions):
+        rows = [row for row, sample in enumerate(numbers) if sample == number]
+        ratios = [float(x) for row in rows for x in drawn[row][mask[row]]]
+        assert len(ratios) == sum(one.turns)
+        kept = 0.9 <= exp(-mean(ratios)) <= 1.1
+        rejected += not kept
+        for row in rows:
+            weights, trained = (batch.batch[name][row] for name in ("rollout_is_weights", "trained_mask"))
+            torch.testing.assert_close(weights, mask[row] * min(exp(sum(ratios)), 2.0))
+            assert torch.equal(trained.bool(), mask[row] & kept)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(rejected / len(sessions))
 
 
 CUT = [Session(0, (2, 1), (False, True), 1.0), Session(0, (3,), (False,), 0.0)]

@@ -70,6 +70,14 @@ class ToolParser(ABC):
             tools: the descriptions of the session's tools; formats without types read values by them.
         """
 
+    def opening(self, name: str | None) -> str | None:
+        """The text that begins a call, for turns that have to be one; None where the format has no single one.
+
+        Args:
+            name: of the function; None: the model chooses it.
+        """
+        return None
+
 
 def register_tool_parser(name: str) -> Callable[[T], T]:
     """Class decorator: `multi_turn.format=NAME` is this parser."""

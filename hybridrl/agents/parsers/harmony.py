@@ -36,3 +36,7 @@ class HarmonyParser(ToolParser):
             elif "<|channel|>analysis" not in header:
                 content.append(body if mark else _END.sub("", header))
         return Parsed("".join(content).strip(), calls)
+
+    def opening(self, name: str | None) -> str:
+        begun = "<|channel|>commentary to=functions."
+        return begun if name is None else f"{begun}{name} <|constrain|>json<|message|>"

@@ -38,6 +38,10 @@ class HermesParser(ToolParser):
                 content.append(part)
         return Parsed("".join(content).strip(), calls)
 
+    def opening(self, name: str | None) -> str:
+        begun = '<tool_call>\n{"name":'
+        return begun if name is None else f'{begun} {json.dumps(name)}, "arguments":'
+
 
 @register_tool_parser("llama3_json")
 class LlamaParser(ToolParser):
@@ -71,6 +75,9 @@ class LlamaParser(ToolParser):
             rest = rest[used:].lstrip(" \n;,")
         return Parsed(content.strip(), calls)
 
+    def opening(self, name: str | None) -> str:
+        return '{"name":' if name is None else f'{{"name": {json.dumps(name)}, "parameters":'
+
 
 @register_tool_parser("kimi")
 class KimiParser(ToolParser):
@@ -90,6 +97,10 @@ class KimiParser(ToolParser):
             else:
                 calls.append(with_arguments(name["name"], _until_token(arguments), part, head.strip()))
         return Parsed(_until_token("".join(content)).strip(), calls)
+
+    def opening(self, name: str | None) -> str:
+        begun = "<|tool_calls_section_begin|><|tool_call_begin|>functions."
+        return begun if name is None else f"{begun}{name}:0<|tool_call_argument_begin|>"
 
 
 @register_tool_parser("deepseek")

@@ -36,6 +36,9 @@ class QwenCoderParser(ToolParser):
                 content.append(part)
         return Parsed("".join(content).strip(), calls)
 
+    def opening(self, name: str | None) -> str:
+        return "<tool_call>\n<function=" if name is None else f"<tool_call>\n<function={name}>\n"
+
     def _call(self, part: str, tools: Sequence[Mapping[str, Any]]) -> Call:
         found = _FUNCTION.match(part)
         name = found["name"].strip() if found else ""
@@ -64,6 +67,9 @@ class GlmParser(ToolParser):
             else:
                 content.append(part)
         return Parsed(re.sub(r"<\|\w+\|>", "", "".join(content)).strip(), calls)
+
+    def opening(self, name: str | None) -> str:
+        return "<tool_call>" if name is None else f"<tool_call>{name}\n"
 
     def _call(self, part: str, tools: Sequence[Mapping[str, Any]]) -> Call:
         head, mark, rest = part.partition("<arg_key>")

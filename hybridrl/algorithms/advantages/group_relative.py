@@ -126,7 +126,9 @@ def _gdpo_components(
         if values.shape != rows.shape or bool(bad.any()):
             raise AlgorithmError(
                 f"reward component {key!r} must hold one finite number a row, {len(rows)} in all; it has shape "
-                f"{tuple(values.shape)} and is NaN or infinite in rows {bad.nonzero().squeeze(-1)[:8].tolist()}."
+                f"{tuple(values.shape)} and is missing, NaN or infinite in rows "
+                f"{bad.nonzero().squeeze(-1)[:8].tolist()}. A session that brings its reward along gives the "
+                "components in Verdict.extra."
             )
         components.append(values)
     return components, weights

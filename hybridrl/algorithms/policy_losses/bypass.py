@@ -22,6 +22,7 @@ from hybridrl.algorithms.rollout_correction.apply import LOSS_TYPES, correction_
 from hybridrl.algorithms.rollout_correction.rejection import accepted, parse_rs_options, statistic
 from hybridrl.algorithms.rollout_correction.thresholds import ROOT, parse_is_threshold, parse_rs_thresholds, safe
 from hybridrl.algorithms.rollout_correction.weights import bounded_weights, raw_weights, weights_mean
+from hybridrl.algorithms.sequences import Sequences, WholeSequences, sequences_of
 from hybridrl.errors import AlgorithmError
 
 
@@ -40,10 +41,16 @@ def needs_preparation(config: Any) -> bool:
     return loss_type == "reinforce" and chosen["rollout_is"] is not None and bool(chosen["rollout_is_batch_normalize"])
 
 
+def reads_whole_sequences(config: Any) -> bool:
+    """Whether weights, rejection or the number of tokens that remain are those of whole sequences."""
+    chosen, loss_type = _settings(config)
+    return chosen["rollout_rs"] is not None or (loss_type == "reinforce" and chosen["rollout_is"] == "sequence")
+
+
 @torch.no_grad()
-def _weights(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> Tensor:
+def _weights(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any], sequences: Sequences) -> Tensor:
     upper, lower = parse_is_threshold(chosen["rollout_is_threshold"])
-    raw, _ = raw_weights(log_ratio, mask, chosen["rollout_is"])
+    raw, _ = raw_weights(log_ratio, mask, chosen["rollout_is"], sequences)
     return bounded_weights(raw, upper, lower)
 
 
@@ -56,31 +63,46 @@ def prepare_bypass_mode(
     config: Any,
     seed: int,
     row_ids: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> Tensor:
     """Compute importance weights normalised over the whole mini-batch, [B, T]; see `needs_preparation`.
 
-    `old_log_prob` is the sampler's; `advantages`, `seed` and `row_ids` are not used.
+    `old_log_prob` is the sampler's; `sequence_ids` [B] is the sequence of each row, None if each row is one;
+    `advantages`, `seed` and `row_ids` are not used.
     """
     chosen, _ = _settings(config)
-    weights = _weights(log_prob - old_log_prob, response_mask, chosen)
-    return weights / weights_mean(weights, response_mask, chosen["rollout_is"])
+    sequences = Sequences() if sequence_ids is None else WholeSequences(sequence_ids)
+    weights = _weights(log_prob - old_log_prob, response_mask, chosen, sequences)
+    return weights / weights_mean(weights, response_mask, chosen["rollout_is"], sequences)
 
 
 @torch.no_grad()
-def _remaining(log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any]) -> tuple[Tensor, Metrics]:
-    """Return the response mask without rejected tokens and sequences, [B, T] bool, and each option's rejected share."""
-    remaining, metrics = mask, {}
+def _remaining(
+    log_ratio: Tensor, mask: Tensor, chosen: dict[str, Any], sequences: Sequences
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Return the response mask without rejected tokens and sequences, [B, T] bool; the mask without rejected tokens
+    alone; and each option's rejected share.
+    """
+    remaining, by_token, metrics = mask, mask, {}
     options = [] if chosen["rollout_rs"] is None else parse_rs_options(chosen["rollout_rs"])
     thresholds = parse_rs_thresholds(options, chosen["rollout_rs_threshold"]) if options else {}
     for option, bounds in thresholds.items():
-        passes = accepted(option, statistic(option, log_ratio, mask)[0], bounds)
+        values, of_sequence = statistic(option, log_ratio, mask, sequences)
+        passes = accepted(option, values, bounds)
         rejected = (~passes).expand_as(mask).to(log_ratio.dtype)
         metrics[f"rollout_corr/rollout_rs_{option}_masked_fraction"] = masked_mean(rejected, mask)
         remaining = remaining & passes
-    return remaining, metrics
+        by_token = by_token if of_sequence else by_token & passes
+    return remaining, by_token, metrics
 
 
-@register_policy_loss("bypass_mode", samplers_old=True, prepare=prepare_bypass_mode, prepare_needed=needs_preparation)
+@register_policy_loss(
+    "bypass_mode",
+    samplers_old=True,
+    prepare=prepare_bypass_mode,
+    prepare_needed=needs_preparation,
+    whole_sequences=reads_whole_sequences,
+)
 def compute_policy_loss_bypass_mode(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -91,6 +113,7 @@ def compute_policy_loss_bypass_mode(
     rollout_is_weights: Tensor | None = None,
     prepared: Tensor | None = None,
     counts: Mapping[str, Any] | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Two policies instead of three (Liu, Li et al. 2025, "When speed kills stability"): rho = pi / pi_rollout.
 
@@ -107,6 +130,7 @@ def compute_policy_loss_bypass_mode(
         old_log_prob: [B, T] the sampler's log-probabilities.
         rollout_is_weights: not used; the weights are recomputed from the current policy.
         prepared: [B, T] rows of `prepare_bypass_mode`, for weights that are normalised over the mini-batch.
+        sequences: sums over whole sequences, where they have several rows.
 
     Metrics: those of the loss, with rejected tokens counted as 0, and token means `rollout_corr/{kl,k3_kl,chi2_token}`,
     `rollout_corr/rollout_is_{mean,square_mean}` (the effective sample size is mean^2 / square_mean),
@@ -116,9 +140,13 @@ def compute_policy_loss_bypass_mode(
     chosen, loss_type = _settings(config)
     mask = response_mask.bool()
     log_ratio = keep(log_prob.detach() - old_log_prob, mask)
-    remaining, rejected = _remaining(log_ratio, mask, chosen)
     given = counts_of(counts, config)
+    whole = sequences_of(sequences, "sequence_lengths" in given, "policy loss bypass_mode")
+    remaining, by_token, rejected = _remaining(log_ratio, mask, chosen, whole)
     all_counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **given}
+    if chosen["rollout_rs"] is not None and (sequences is not None or "sequence_lengths" in given):
+        # Of a sequence that is not rejected as a whole. The others have no token left, whatever their length.
+        all_counts["sequence_lengths"] = whole.sum(by_token.to(log_ratio.dtype)).squeeze(-1)
     metrics: Metrics = {
         "rollout_corr/kl": masked_mean(-log_ratio, mask),
         "rollout_corr/k3_kl": masked_mean(safe(log_ratio).exp() - 1.0 - log_ratio, mask),
@@ -135,7 +163,7 @@ def compute_policy_loss_bypass_mode(
         return loss, metrics | {name: value * share for name, value in more.items()}
     weights = None
     if chosen["rollout_is"] is not None:
-        weights = _weights(log_ratio, mask, chosen) if prepared is None else prepared
+        weights = _weights(log_ratio, mask, chosen, whole) if prepared is None else prepared
         if chosen["rollout_is_batch_normalize"] and prepared is None:
             if not total_tokens_match(mask, given.get("batch_num_tokens")):
                 raise AlgorithmError(
@@ -143,7 +171,7 @@ def compute_policy_loss_bypass_mode(
                     "holds a part of it. Run get_policy_loss_prepare_fn('bypass_mode', config) on the mini-batch and "
                     "pass each part its rows as prepared=."
                 )
-            weights = weights / weights_mean(weights, mask, chosen["rollout_is"])
+            weights = weights / weights_mean(weights, mask, chosen["rollout_is"], whole)
         metrics["rollout_corr/rollout_is_mean"] = masked_mean(weights, mask)
         metrics["rollout_corr/rollout_is_square_mean"] = masked_mean(weights.square(), mask)
         metrics["rollout_corr/rollout_is_max"] = keep(weights, mask).max()

@@ -1,6 +1,7 @@
 """Losses that regress the log-ratio of whole sequences to a preference.
 
-Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a token.
+Legend: B rows of a micro-batch, T response tokens; rho = pi / pi_old of a token. Sums over t are over all response
+tokens of the sequence, which may have several rows (`algorithms.sessions`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class SPPOLossSettings:
     )
 
 
-@policy_loss("sppo", settings=SPPOLossSettings)
+@policy_loss("sppo", settings=SPPOLossSettings, weighs_itself=True, whole_sequences=True)
 def compute_policy_loss_sppo(tokens: Tokens, settings: SPPOLossSettings) -> tuple[Tensor, Metrics]:
     """SPPO (Wu et al. 2024, arXiv 2405.00675, eq. 4.4): l = (sum_t log rho_t - eta A)^2, one value per sequence.
 
@@ -31,7 +32,7 @@ def compute_policy_loss_sppo(tokens: Tokens, settings: SPPOLossSettings) -> tupl
     is the paper's mean over sequences. Settings: `sppo_eta`. Metrics: `actor/sppo_error`, the mean of abs(sum_t
     log rho_t - eta A).
     """
-    lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
-    target = settings.sppo_eta * tokens.advantages.sum(-1, keepdim=True) / lengths
-    error = (tokens.log_ratio.sum(-1, keepdim=True) - target).expand_as(tokens.log_ratio)
-    return error.square(), {"actor/sppo_error": error.detach().abs()}
+    lengths = tokens.total(tokens.mask).clamp(min=1)
+    error = tokens.total(tokens.log_ratio) - settings.sppo_eta * tokens.total(tokens.advantages) / lengths
+    metrics = {"actor/sppo_error": error.detach().abs().expand_as(tokens.log_ratio)}
+    return tokens.carry(error.square(), tokens.weights), metrics

@@ -1,7 +1,8 @@
 """Losses whose ratio belongs to the whole sequence.
 
-Legend: B sequences of a micro-batch, T response tokens; rho_t = pi / pi_old of a token, n the sequence's number of
-response tokens, sg[.] the stop-gradient.
+Legend: B rows of a micro-batch, T response tokens; rho_t = pi / pi_old of a token, n the sequence's number of response
+tokens, sg[.] the stop-gradient. Sums over t are over all response tokens of the sequence, which may have several rows
+(`algorithms.sessions`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from hybridrl.algorithms.functional import keep
 from hybridrl.algorithms.policy_losses.tokens import ClipRange, Metrics, Tokens, WideClipRange, policy_loss
 
 
-@policy_loss("gspo", settings=ClipRange, loss_agg_mode="seq-mean-token-mean")
+@policy_loss("gspo", settings=ClipRange, loss_agg_mode="seq-mean-token-mean", whole_sequences=True)
 def compute_policy_loss_gspo(tokens: Tokens, settings: ClipRange) -> tuple[Tensor, Metrics]:
     """GSPO, token form (Zheng et al. 2025, arXiv 2507.18071, eq. 13 and 14):
 
@@ -26,8 +27,8 @@ def compute_policy_loss_gspo(tokens: Tokens, settings: ClipRange) -> tuple[Tenso
     Settings: `clip_ratio_low`, `clip_ratio_high` (3e-4 and 4e-4 in the paper), else `clip_ratio`. The paper's
     objective is `loss_agg_mode=seq-mean-token-mean`; the configured mode is used.
     """
-    lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
-    sequence = (tokens.log_ratio.sum(-1, keepdim=True) / lengths).detach()
+    lengths = tokens.total(tokens.mask).clamp(min=1)
+    sequence = (tokens.total(tokens.log_ratio) / lengths).detach()
     ratio = (sequence + tokens.log_prob - tokens.log_prob.detach()).clamp(max=10.0).exp()
     plain = -tokens.advantages * ratio
     clipped = -tokens.advantages * ratio.clamp(1.0 - settings.low, 1.0 + settings.high)
@@ -35,7 +36,7 @@ def compute_policy_loss_gspo(tokens: Tokens, settings: ClipRange) -> tuple[Tenso
     return torch.maximum(plain, clipped), metrics
 
 
-@policy_loss("geo_mean", settings=WideClipRange, weighs_itself=True)
+@policy_loss("geo_mean", settings=WideClipRange, weighs_itself=True, whole_sequences=True)
 def compute_policy_loss_geo_mean(tokens: Tokens, settings: WideClipRange) -> tuple[Tensor, Metrics]:
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of the token ratios, clipped in log space.
 
@@ -51,14 +52,14 @@ def compute_policy_loss_geo_mean(tokens: Tokens, settings: WideClipRange) -> tup
     """
     sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-settings.low, settings.high))
-    lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
-    loss = -(tokens.advantages.sum(-1, keepdim=True) / lengths) * (pessimistic.sum(-1, keepdim=True) / lengths).exp()
+    lengths = tokens.total(tokens.mask).clamp(min=1)
+    loss = -(tokens.total(tokens.advantages) / lengths) * (tokens.total(pessimistic) / lengths).exp()
     if tokens.weights is not None:
         log_weights = keep((tokens.weights + 1e-10).log(), tokens.mask)
-        loss = loss * (log_weights.sum(-1, keepdim=True) / lengths).exp()
+        loss = loss * (tokens.total(log_weights) / lengths).exp()
     was_clipped = pessimistic != sign * sign * log_ratio
     metrics = {
         "actor/pg_clipfrac": was_clipped & (tokens.advantages > 0),
         "actor/pg_clipfrac_lower": was_clipped & (tokens.advantages < 0),
     }
-    return loss.expand_as(log_ratio), metrics
+    return tokens.carry(loss), metrics

@@ -6,7 +6,7 @@ Legend: B sequences of a micro-batch, T response tokens; rho = pi / pi_old of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from hybridrl.algorithms.aggregation import agg_loss, total_tokens_match
 from hybridrl.algorithms.config_access import counts_of, read_settings
 from hybridrl.algorithms.functional import keep, masked_mean
 from hybridrl.algorithms.registry import PolicyLossFn, PrepareFn, register_policy_loss
+from hybridrl.algorithms.sequences import Sequences, sequences_of
 from hybridrl.errors import AlgorithmError
 from hybridrl.settings import key
 
@@ -35,6 +36,7 @@ class Tokens:
         weights: [B, T] importance weights of the sampler's mismatch, or None.
         prepared: [B, T] the micro-batch's rows of the preliminary pass over the whole mini-batch, or None.
         more: further fields that the loss declares in `needs`, [B, T].
+        sequences: sums over whole sequences; see `total`.
     """
 
     log_prob: Tensor
@@ -44,10 +46,37 @@ class Tokens:
     weights: Tensor | None
     prepared: Tensor | None = None
     more: Mapping[str, Tensor] = field(default_factory=dict)
+    sequences: Sequences = field(default_factory=Sequences)
 
     def mean(self, values: Tensor) -> Tensor:
         """Token mean over the mask, detached, as metrics are reported."""
         return masked_mean(values.detach().to(self.log_prob.dtype), self.mask)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the response tokens of each row's whole sequence, [B, T] -> [B, 1].
+
+        A sequence may have further rows in other micro-batches and on other ranks (`algorithms.sequences`). Their
+        part is a constant, which was computed before the update. A loss that calls this is registered with
+        `whole_sequences=True`, and `values` must not depend on another total.
+        """
+        return self.sequences.sum(keep(values.to(self.log_prob.dtype), self.mask))
+
+    def carry(self, loss: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The loss of each token, where all tokens of a sequence carry the sequence's loss: [B, 1] -> [B, T].
+
+            l_t = w_t sg[l] + (sum of w over the sequence / n of the row) (l - sg[l])
+
+        The gradient of l with respect to a token comes from the row of the token alone, because the other rows hold
+        it as a constant. That row therefore has the gradient of the whole sequence, for all of its n tokens. Of a
+        sequence in one row, and without weights, l_t = l.
+
+        Args:
+            loss: l, computed from totals.
+            weights: w of each token, [B, T]; None: 1.
+        """
+        own = self.mask.sum(-1, keepdim=True).clamp(min=1)
+        each = self.mask.to(loss.dtype) if weights is None else weights
+        return each * loss.detach() + self.total(each) / own * (loss - loss.detach())
 
     def ratio(self) -> Tensor:
         """rho, with the log-ratio clamped to [-20, 20] so that it stays finite."""
@@ -89,6 +118,7 @@ def policy_loss(
     prepare: PrepareFn | None = None,
     loss_agg_mode: str = "token-mean",
     weighs_itself: bool = False,
+    whole_sequences: bool = False,
 ) -> Callable[[Callable[..., tuple[Tensor, Metrics]]], PolicyLossFn]:
     """Return a decorator that registers a per-token loss as a policy loss with verl's signature.
 
@@ -109,6 +139,7 @@ def policy_loss(
         prepare: see `register_policy_loss`; its result is `tokens.prepared`.
         loss_agg_mode: the default for a call without one. A run always sets it.
         weighs_itself: whether the function multiplies by `tokens.weights` itself.
+        whole_sequences: whether the function calls `tokens.total` or `tokens.carry`.
     """
     who = f"policy loss {name}"
 
@@ -125,6 +156,7 @@ def policy_loss(
             rollout_is_weights: Tensor | None = None,
             prepared: Tensor | None = None,
             counts: Mapping[str, Any] | None = None,
+            sequences: Sequences | None = None,
             **more: Tensor,
         ) -> tuple[Tensor, Metrics]:
             chosen = None if settings is None else read_settings(settings, config, who=who, root=ACTOR, group=GROUP)
@@ -139,7 +171,8 @@ def policy_loss(
                     )
                 prepared = prepare(old_log_prob, log_prob, advantages, response_mask, config, 0)
             kept = {given: keep(more[given], tokens.mask) for given in needs if given in more}
-            tokens = Tokens(**{**vars(tokens), "prepared": prepared, "more": kept})
+            whole = sequences_of(sequences, "sequence_lengths" in global_counts, who)
+            tokens = replace(tokens, prepared=prepared, more=kept, sequences=whole)
             loss_mat, found = body(tokens) if settings is None else body(tokens, chosen)
             if tokens.weights is not None and not weighs_itself:
                 loss_mat = loss_mat * tokens.weights
@@ -149,7 +182,14 @@ def policy_loss(
 
         loss.__doc__, loss.__name__, loss.__module__ = body.__doc__, body.__name__, body.__module__
         loss.__qualname__ = body.__qualname__
-        return register_policy_loss(name, settings=settings, needs=needs, requires=requires, prepare=prepare)(loss)
+        return register_policy_loss(
+            name,
+            settings=settings,
+            needs=needs,
+            requires=requires,
+            prepare=prepare,
+            whole_sequences=whole_sequences,
+        )(loss)
 
     return decorate
 

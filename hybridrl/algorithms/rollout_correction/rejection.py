@@ -20,6 +20,7 @@ from hybridrl.algorithms.rollout_correction.thresholds import (
     require_tokens,
     safe,
 )
+from hybridrl.algorithms.sequences import Sequences
 from hybridrl.errors import AlgorithmError
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = (
@@ -53,9 +54,15 @@ def parse_rs_options(rollout_rs: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def statistic(option: str, log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, bool]:
-    """Return the divergence that an option tests: ([B, T], False) for tokens, ([B, 1], True) for sequences."""
+def statistic(
+    option: str, log_ratio: Tensor, response_mask: Tensor, sequences: Sequences | None = None
+) -> tuple[Tensor, bool]:
+    """Return the divergence that an option tests: ([B, T], False) for tokens, ([B, 1], True) for sequences.
+
+    Without `sequences` each row is a sequence.
+    """
     level, kind = option.rsplit("_", 1)
+    whole = sequences or Sequences()
     # The log-ratio is zero outside the mask, so all three divergences are 0 there as well.
     log_rho = safe(keep(log_ratio, response_mask))
     token = {"k1": lambda: -log_rho, "k2": lambda: 0.5 * log_rho**2, "k3": lambda: log_rho.exp() - 1.0 - log_rho}[
@@ -65,9 +72,9 @@ def statistic(option: str, log_ratio: Tensor, response_mask: Tensor) -> tuple[Te
         return token, False
     if level == "seq_max":
         # k2 and k3 are never negative, so the zeros outside the mask cannot be the maximum.
-        return token.amax(-1, keepdim=True), True
-    total = token.sum(-1, keepdim=True)
-    return (total if level == "seq_sum" else total / response_mask.bool().sum(-1, keepdim=True).clamp(min=1)), True
+        return whole.max(token), True
+    total = whole.sum(token)
+    return (total if level == "seq_sum" else total / whole.sum(response_mask.bool().to(token.dtype)).clamp(min=1)), True
 
 
 def accepted(option: str, values: Tensor, bounds: tuple[float | None, float]) -> Tensor:

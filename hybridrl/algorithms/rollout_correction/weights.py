@@ -18,18 +18,24 @@ from hybridrl.algorithms.rollout_correction.thresholds import (
     require_tokens,
     safe,
 )
+from hybridrl.algorithms.sequences import Sequences
 from hybridrl.errors import AlgorithmError
 
 IS_LEVELS = ("token", "sequence")
 
 
-def raw_weights(log_ratio: Tensor, response_mask: Tensor, rollout_is: str) -> tuple[Tensor, Tensor]:
-    """Return (weights [B, T] before any bound, zero outside the mask; their log-ratio, [B, T] or [B, 1])."""
+def raw_weights(
+    log_ratio: Tensor, response_mask: Tensor, rollout_is: str, sequences: Sequences | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (weights [B, T] before any bound, zero outside the mask; their log-ratio, [B, T] or [B, 1]).
+
+    Without `sequences` each row is a sequence.
+    """
     if rollout_is not in IS_LEVELS:
         raise AlgorithmError(f"{ROOT}.rollout_is is {rollout_is!r}; known are {', '.join(IS_LEVELS)} and null.")
     log_ratio = keep(log_ratio.detach(), response_mask)
     if rollout_is == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True)
+        log_ratio = (sequences or Sequences()).sum(log_ratio)
     weights = safe(log_ratio).exp().expand(response_mask.shape)
     return keep(weights, response_mask), log_ratio
 
@@ -41,11 +47,12 @@ def bounded_weights(weights: Tensor, upper: float, lower: float | None) -> Tenso
     return torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
 
 
-def weights_mean(weights: Tensor, response_mask: Tensor, rollout_is: str) -> Tensor:
+def weights_mean(weights: Tensor, response_mask: Tensor, rollout_is: str, sequences: Sequences | None = None) -> Tensor:
     """Mean over tokens, or over sequences for sequence weights; 1 if the mean is 0."""
     if rollout_is == "sequence":
-        per_sequence = masked_mean(weights, response_mask, axis=-1)
-        mean = masked_mean(per_sequence, response_mask.bool().any(-1))
+        mask = response_mask.bool().to(weights.dtype)
+        share = mask / (sequences or Sequences()).sum(mask).clamp(min=1)  # of a token in its sequence
+        mean = keep(weights * share, response_mask).sum() / share.sum().clamp(min=1)
     else:
         mean = masked_mean(weights, response_mask)
     return torch.where(mean > 1e-8, mean, 1.0)

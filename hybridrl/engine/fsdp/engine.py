@@ -184,7 +184,7 @@ class FSDPEngine(
         if engine.router_aux_loss_coef and self.optim_config is not None:
             check_router_loss(model, engine)
             top_k = int(self.config.get_text_config().num_experts_per_tok)
-            self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k)
+            self._router_loss = RouterLoss(self.module, engine.router_aux_loss_coef, top_k, self._sequences)
         self.adapter = source.adapter
         self.exported = Exported(self.module, self._masters, self.compute_dtype, self.adapter)
         self._trainable = {name: p for name, p in self.exported.parameters.items() if p.requires_grad}

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel
 from hybridrl.engine.microbatch import Layout
+from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.errors import ModelError
 from hybridrl.models.info import config_of
 from hybridrl.models.routers import RouterLogits, check_overrides, load_balancing, why_no_router_loss
@@ -36,13 +38,6 @@ def check_router_loss(model: Any, engine: Any) -> None:
         return
     if engine.forward_only:
         problem: str | None = "this model is not trained (forward_only=True)"
-    elif model.share_prefixes:
-        problem = "model.share_prefixes=True computes shared tokens once, so that experts would count them once"
-    elif engine.ulysses_sequence_parallel_size > 1:
-        problem = (
-            f"with ulysses_sequence_parallel_size={engine.ulysses_sequence_parallel_size}, a rank's routers see a part "
-            "of the tokens"
-        )
     elif engine.use_torch_compile:
         problem = "the logits of compiled routers are not collected (use_torch_compile=True)"
     else:
@@ -60,17 +55,21 @@ class RouterLoss:
         loss = sum_m (N_m / N) * load_balancing(micro-batch m),    N = sum_m N_m
 
     Shares of it add up like those of the policy loss, so that its gradient does not depend on which rank computes a
-    micro-batch, nor on packing or padding. The loss itself is no mean over tokens: it is a product of two of them. So
-    it does depend on how the update is cut into micro-batches, as in any implementation that sees one at a time:
-    smaller ones ask for balance within fewer tokens.
+    micro-batch, nor on packing or padding. A token that rows share counts as often as without sharing. The loss itself
+    is no mean over tokens: it is a product of two of them. So it does depend on how the update is cut into
+    micro-batches, as in any implementation that sees one at a time: smaller ones ask for balance within fewer tokens.
 
     Args:
         module: the model.
         coefficient: weight of the loss.
         top_k: experts per token.
+        sequences: the ranks that share each sequence with this one; None if none does.
     """
 
-    def __init__(self, module: nn.Module, coefficient: float, top_k: int) -> None:
+    def __init__(
+        self, module: nn.Module, coefficient: float, top_k: int, sequences: SequenceParallel | None = None
+    ) -> None:
+        self._sequences = sequences
         self._routers = RouterLogits(module)
         self._coefficient, self._top_k = coefficient, top_k
         self._logits: list[torch.Tensor] = []
@@ -85,7 +84,7 @@ class RouterLoss:
             layouts: all micro-batches of this rank.
             group: one rank of each shard of the update.
         """
-        own = torch.tensor(sum(int(_real(layout).sum()) for layout in layouts), device="cpu")
+        own = torch.tensor(sum(int(layout.row_counts().sum()) for layout in layouts), device="cpu")
         self._tokens = float(sum(int(count) for count in distributed.all_gather(own, group)))
         self._value, self._load = 0.0, None
         self._logits = []  # of a micro-batch that memory did not suffice for
@@ -99,16 +98,18 @@ class RouterLoss:
 
     def share(self, layout: Layout) -> torch.Tensor:
         """The micro-batch's share of the loss, times the coefficient; 0 for a dummy."""
-        real = _real(layout)
-        wrong = [len(logits) for logits in self._logits if len(logits) != len(real)]
+        rows, sequences = layout.row_counts(), self._sequences
+        own = rows if sequences is None else sequences.part(rows)
+        wrong = [len(logits) for logits in self._logits if len(logits) != len(own)]
         if wrong:
             raise ModelError(
-                f"{KEY}={self._coefficient}: a router of this model records {wrong[0]} rows of logits for {len(real)} "
+                f"{KEY}={self._coefficient}: a router of this model records {wrong[0]} rows of logits for {len(own)} "
                 "tokens, which is not the form that the loss is defined for; set it to 0"
             )
-        loss, load = load_balancing(self._logits, real, self._top_k)
+        summed = None if sequences is None else lambda part: SharedSum.apply(part, sequences.group)
+        loss, load = load_balancing(self._logits, own, self._top_k, summed)
         self._logits = []
-        share = loss * (float(real.sum()) / max(self._tokens, 1.0))
+        share = loss * (float(rows.sum()) / max(self._tokens, 1.0))
         self._value = self._value + share.detach()
         self._load = load if self._load is None else self._load + load
         return share * self._coefficient
@@ -127,9 +128,3 @@ class RouterLoss:
             "router_load_max": Metric(float(relative.max()), kind="max"),
             "router_idle_frac": Metric(float((load == 0).float().mean())),
         }
-
-
-def _real(layout: Layout) -> torch.Tensor:
-    """`[T]`, false on padding."""
-    assert layout.origins is not None  # only of layouts that are refused with this loss
-    return layout.origins >= 0

@@ -74,8 +74,7 @@ class SequenceParallel:
         """
         length = layout.input_ids.shape[1]
         missing = -length % self.size
-        own = (length + missing) // self.size
-        begin, end = self.rank * own, (self.rank + 1) * own
+        begin, end = self._place(length)
         owned = (layout.selected >= begin) & (layout.selected < end)
         lengths = layout.lengths or [length]
         part = Layout(
@@ -87,6 +86,16 @@ class SequenceParallel:
             inputs=None if layout.inputs is None else {name: one[owned] for name, one in layout.inputs.items()},
         )
         return part, owned
+
+    def part(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `[L]` numbers of a row's tokens; 0 where the row is padded."""
+        begin, end = self._place(len(flat))
+        return pad(flat, [0, -len(flat) % self.size])[begin:end]
+
+    def _place(self, length: int) -> tuple[int, int]:
+        """Where this rank's tokens of a row begin and end."""
+        own = -(-length // self.size)
+        return self.rank * own, (self.rank + 1) * own
 
     def join(self, computed: dict[str, torch.Tensor], owned: torch.Tensor) -> dict[str, torch.Tensor]:
         """All N outputs on every rank, from those that each computed."""

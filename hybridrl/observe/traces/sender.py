@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import queue
 import sys
 import threading
@@ -19,6 +20,7 @@ from hybridrl.registry import TRACES
 
 _KEY = "actor_rollout_ref.rollout.trace"
 _WAITING = 20_000  # traces that wait for the service; further ones are left out
+_WAITING_BYTES = 2**30  # of these traces together
 _CLOSE_S = 60.0  # how long the end of a run waits for what is pending
 _FAILURES = 3  # in a row; then the service is not used any more
 
@@ -44,8 +46,9 @@ class Traces:
             self._backend: TraceBackend = TRACES.get(settings.backend)(project, experiment, folder)
         except Exception as error:  # those of services have no common base
             raise RolloutError(f"{_KEY}.backend={settings.backend}: it could not be opened: {error!r}") from error
-        self._queue: queue.Queue[tuple[Mapping[str, Any], float, dict[str, Any]] | None] = queue.Queue(_WAITING)
-        self._left_out, self._failed = 0, 0
+        self._queue: queue.Queue[tuple[Mapping[str, Any], float, dict[str, Any], int] | None] = queue.Queue(_WAITING)
+        self._left_out, self._failed, self._bytes = 0, 0, 0
+        self._lock = threading.Lock()  # of the bytes
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
@@ -53,9 +56,14 @@ class Traces:
         """Send samples as dumps have them; returns at once."""
         now, facts = time.time(), {"step": step, "validate": validate}
         for row in rows:
+            size = len(pickle.dumps(row, pickle.HIGHEST_PROTOCOL))
+            if not self._take_bytes(size):
+                self._left_out += 1
+                continue
             try:
-                self._queue.put_nowait((row, now, facts))
+                self._queue.put_nowait((row, now, facts, size))
             except queue.Full:
+                self._give_bytes(size)
                 self._left_out += 1
         if self._left_out:
             notify(
@@ -64,6 +72,18 @@ class Traces:
                 "warning",
                 once=True,
             )
+
+    def _take_bytes(self, size: int) -> bool:
+        """Count a trace that is to wait; False where it would be too much."""
+        with self._lock:
+            if self._bytes + size > _WAITING_BYTES:
+                return False
+            self._bytes += size
+            return True
+
+    def _give_bytes(self, size: int) -> None:
+        with self._lock:
+            self._bytes -= size
 
     def close(self) -> None:
         """Wait until everything is sent, at most a minute."""
@@ -79,10 +99,11 @@ class Traces:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            self._give_bytes(item[3])
             if self._failed >= _FAILURES:
                 self._left_out += 1
                 continue
-            row, now, facts = item
+            row, now, facts, _ = item
             try:
                 self._backend.send(trace_of(row, now, self._settings.token2text, facts))
                 self._failed = 0

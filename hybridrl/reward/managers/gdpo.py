@@ -13,7 +13,8 @@ class GDPORewardManager(RewardManager):
     """Like `naive`, and checks that each sample has every component of `algorithm.gdpo_reward_keys`, a number.
 
     The estimator reads the components from the columns of the batch, which every manager fills. This one tells at the
-    first sample which component is missing. Rewards that samples bring along are not checked. Where
+    first sample which component is missing. A session that brings its reward along brings its components along, too
+    (`Verdict.extra`); the estimator checks those. Where
     `reward.on_error=zero` makes a failure score 0, its components are 0.
     """
 

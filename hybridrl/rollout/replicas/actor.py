@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
 import ray
 import torch
 
@@ -20,9 +19,9 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout.images import ReceivedImages
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines
+from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, Reading, Request
 from hybridrl.rollout.sampling import SamplingParams
-from hybridrl.rollout.stop_strings import StopStrings
 from hybridrl.utils.child_processes import keep_exit_codes
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
@@ -172,17 +171,11 @@ class Replica:
                     self._busy_since = time.monotonic()
                 self._inside.add(request.id)
                 try:
-                    part = await self._engine.generate(_rest_of(request, answer))
+                    part = await self._engine.generate(rest_of(request, answer))
                 finally:
                     self._inside.discard(request.id)
-                answer.token_ids += part.token_ids
-                answer.log_probs += part.log_probs
-                answer.cached_tokens += part.cached_tokens
-                answer.routed_experts = _extended(answer.routed_experts, part.routed_experts)
-                if part.token_ids:
-                    answer.versions.append((version, len(part.token_ids)))
-                answer.finish_reason, answer.error = part.finish_reason, part.error
-                self._cut_at_stop(answer, request.sampling.stop, len(part.token_ids))
+                part.versions = [(version, len(part.token_ids))] if part.token_ids else []
+                add_part(answer, part, request, self._own_tokenizer)
                 if answer.finish_reason != "abort":
                     break
                 if not request.sampling.ignore_eos and set(answer.token_ids[-1:]) & set(self.spec.eos_token_ids):
@@ -204,21 +197,11 @@ class Replica:
         finally:
             self._inside.discard(request.id)
 
-    def _cut_at_stop(self, answer: Completion, stop: Sequence[str], new: int) -> None:
-        """End a completion at a stop string that the engine missed, because an abort divided it."""
-        whole = new == len(answer.token_ids) and answer.finish_reason != "abort"
-        if not stop or not new or whole:
-            return
+    def _own_tokenizer(self) -> Any:
+        """The model's; only stop strings need it."""
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self.spec.model)
-        end = StopStrings(self._tokenizer, stop).first_end(answer.token_ids, len(answer.token_ids) - new)
-        if end is None:
-            return
-        surplus = len(answer.token_ids) - end
-        del answer.token_ids[end:], answer.log_probs[end:]
-        version, count = answer.versions.pop()
-        answer.versions.append((version, count - surplus))
-        answer.finish_reason = "stop"
+        return self._tokenizer
 
     async def _may_generate(self, request_id: str) -> bool:
         """Wait while the replica is paused; False where the request was aborted."""
@@ -369,29 +352,6 @@ class Replica:
             task.cancel()
         if hasattr(self, "_engine"):
             await self._engine.close()
-
-
-def _rest_of(request: Request, so_far: Completion) -> Request:
-    """The rest of a request that has some tokens already."""
-    done = len(so_far.token_ids)
-    if not done:
-        return request
-    sampling = request.sampling
-    seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
-    sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
-    return replace(request, prompt_ids=request.prompt_ids + so_far.token_ids, sampling=sampling)
-
-
-def _extended(known: np.ndarray | None, experts: np.ndarray | None) -> np.ndarray | None:
-    """The experts of a request in parts: of each token those with which the next token was sampled.
-
-    Args:
-        known: of the parts so far, [t, L, K].
-        experts: of the next part, whose prompt are these parts; the engine may have computed them with other weights.
-    """
-    if known is None or experts is None:
-        return experts if known is None else known
-    return np.concatenate([known, experts[len(known) :]])
 
 
 def compiler_hint(text: str) -> str:

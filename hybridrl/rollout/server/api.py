@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +25,14 @@ from hybridrl.rollout.server.dialects.base import Dialect, Exchange, event
 from hybridrl.rollout.server.pending import ClientGone, PendingRequests
 from hybridrl.rollout.server.replies import Reply, reply_of
 from hybridrl.rollout.server.responses import Answer, answer_in_tokens
-from hybridrl.rollout.server.schema import ApiError, ChatRequest, CompletionRequest, GenerateRequest, check_encodable
+from hybridrl.rollout.server.schema import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    check_encodable,
+    short,
+)
 from hybridrl.rollout.server.sessions import Session, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -33,6 +41,7 @@ _KEEP_ALIVE_S = 15.0  # proxies end a stream that is silent for longer than a mi
 _MAX_SAMPLES = 1024  # of one call
 _BYTES_PER_TOKEN = 32  # text with more is not tokenised, because it takes seconds to find out how long it is
 _MAX_SESSION = 256
+_TAIL = 8  # tokens of a prompt among which the opening of a thought is looked for
 _RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's and Anthropic's clients
 
 Body = ChatRequest | CompletionRequest | GenerateRequest
@@ -58,6 +67,7 @@ class Served:
         turns: renders conversations; None: by the tokenizer's chat template and its EOS.
         parser: reads tool calls; None: `hermes`.
         eos_token_ids: end a turn; None: the tokenizer's EOS.
+        constrains: the engine keeps responses to a JSON schema.
     """
 
     name: str
@@ -68,6 +78,7 @@ class Served:
     turns: Turns | None = None
     parser: ToolParser | None = None
     eos_token_ids: Sequence[int] | None = None
+    constrains: bool = False
 
 
 class Api:
@@ -89,6 +100,7 @@ class Api:
         self._knows_developer = "developer" in str(getattr(served.tokenizer, "chat_template", None) or "")
         self._faults: dict[bool, str | None] = {}
         self._in_flight = 0
+        self._named: dict[tuple[str | None, str], set[str]] = {}  # session and a call's name -> ids of its requests
         # One thread: tokenizers are not made for several, and health and aborts must not wait for a long text.
         self._texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="texts")
 
@@ -141,6 +153,37 @@ class Api:
         self._check_length(_text_bytes(text), "messages")
         return self.turns.encoded(text)
 
+    def _begun(
+        self,
+        body: ChatRequest,
+        messages: list[Message],
+        tools: Sequence[Mapping[str, Any]],
+        session: Session | None,
+    ) -> tuple[str, list[int]]:
+        """The beginning of the turn that the model does not write, and the prompt with it.
+
+        Args:
+            messages: the conversation; a last message whose text the model goes on with is taken out of it.
+
+        Raises:
+            ApiError: see `chat_prompt`; or the format of calls has no beginning.
+        """
+        given = str(messages.pop()["content"]) if body.continue_final_message else ""
+        prompt = self.chat_prompt(messages, tools, session)
+        if body.forces_call:
+            opening = self.parser.opening(body.forced_function)
+            if opening is None:
+                raise ApiError(
+                    400,
+                    f"tool_choice={short(body.tool_choice)} is not supported for the model's format of calls "
+                    "(rollout.multi_turn.format), in which not every call begins alike. Take 'auto'",
+                    param="tool_choice",
+                    code="unsupported_parameter",
+                )
+            _, thought, after = self.served.tokenizer.decode(prompt[-_TAIL:]).rpartition("<think>")
+            given = f"\n</think>\n\n{opening}" if thought and not after.strip() else opening
+        return given, [*prompt, *self.turns.encoded(given)] if given else prompt
+
     def _of_text(self, prompt: str) -> list[int]:
         """Token ids of a text; the tokenizer adds special tokens."""
         check_encodable(prompt, "prompt")
@@ -187,7 +230,7 @@ class Api:
         """The tokens that a conversation would have as a prompt."""
         body.check_extras()
         messages, tools = await self.in_thread(self.conversation, body)
-        return len(await self.in_thread(self.chat_prompt, messages, tools, session))
+        return len((await self.in_thread(self._begun, body, messages, tools, session))[1])
 
     # ------------------------------------------------------------------ what is refused
 
@@ -203,6 +246,20 @@ class Api:
                 400,
                 "seed: this engine does not use it; with rollout.full_determinism=True SGLang does on a GPU",
                 param="seed",
+                code="unsupported_parameter",
+            )
+        if body.json_schema is not None and (not self.served.constrains or (session and session.settings.fixed)):
+            why = (
+                "this engine cannot keep to a schema; vllm can"
+                if not self.served.constrains
+                else "what it leaves of the model's distribution is not what training computes log-probabilities with, "
+                "and this session samples as training does (rollout.agent.sampling=run)"
+            )
+            raise ApiError(
+                400,
+                f"response_format={short(getattr(body, 'response_format', None))} is not supported here: {why}. Ask "
+                "for the format in the prompt",
+                param="response_format",
                 code="unsupported_parameter",
             )
         name = self.served.name
@@ -235,7 +292,7 @@ class Api:
         self._check(body, session)  # others have come meanwhile
         id = f"{_PREFIXES[type(body)]}-{uuid.uuid4().hex}"
         requests = self._requests(id, body, prompts, name, session)
-        pending = PendingRequests(self.client, requests, http)
+        pending = PendingRequests(self.client, requests, http, self._named_as([id, body.request_id], session, requests))
 
         def noted(index: int, completion: Completion) -> Completion:
             if session is not None and completion.finish_reason != "abort":
@@ -272,7 +329,7 @@ class Api:
         messages, tools = await self.in_thread(self.conversation, body)
         if session is not None and tools and (fault := await self.in_thread(self.fault_in_template, True)):
             raise ApiError(400, f"tools: {fault}", param="tools", code="unsupported_parameter")
-        prompt = await self.in_thread(self.chat_prompt, messages, tools, session)
+        given, prompt = await self.in_thread(self._begun, body, messages, tools, session)
         self._check(body, session)  # others have come meanwhile
         id = f"{dialect.id_prefix}-{uuid.uuid4().hex}"
         exchange = Exchange(id, body.model or self.served.name, self.served.tokenizer, body, prompt)
@@ -285,17 +342,17 @@ class Api:
                 return _Stream(self, 0, _turn_events(dialect, exchange, _as_stream(known)))
             return JSONResponse(await self.in_thread(dialect.whole, exchange, known))
         requests = self._requests(id, body, [prompt], name, session)
-        pending = PendingRequests(self.client, requests, http)
+        pending = PendingRequests(self.client, requests, http, self._named_as([id, body.request_id], session, requests))
         replies: dict[int, Reply] = {}
 
         def read(index: int, completion: Completion) -> Reply:
             new_id = _new_id if session is None else session.new_call_id
-            reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id)
+            reply = reply_of(self.served.tokenizer, self.parser, self.ends, completion, body, new_id, given)
             replies[index] = reply
             if session is not None and completion.finish_reason != "abort":
                 session.add(messages, tools, prompt, reply)
                 if keep_from is not None:
-                    session.store(id, [*messages[keep_from:], *inner_messages([reply.message()])])
+                    session.store(id, [*messages[keep_from:], *inner_messages([reply.whole_message()])])
                 if len(replies) == len(requests):
                     session.remember(same, [replies[index] for index in sorted(replies)])
             return reply
@@ -313,6 +370,40 @@ class Api:
         finally:
             self.reserve(-len(requests), session)
         return JSONResponse(await self.in_thread(dialect.whole, exchange, [replies[i] for i in sorted(replies)]))
+
+    async def abort_named(self, names: Sequence[str], session: str | None) -> int:
+        """End calls by the `request_id` that they were given, or the id of their answer; how many requests that were.
+
+        Args:
+            session: whose calls they are; None: of any session, and outside of them.
+        """
+        chosen = set(names)
+        ids = {
+            id
+            for (owner, name), requests in self._named.items()
+            if name in chosen and session in (None, owner)
+            for id in requests
+        }
+        if ids:
+            await self.client.abort(sorted(ids))
+        return len(ids)
+
+    @contextmanager
+    def _named_as(
+        self, names: Sequence[str | None], session: Session | None, requests: Sequence[Request]
+    ) -> Iterator[None]:
+        """Within the context, the requests of a call can be aborted by its names."""
+        owner, ids = None if session is None else session.id, {request.id for request in requests}
+        keys = [(owner, name) for name in names if name]
+        for key in keys:
+            self._named.setdefault(key, set()).update(ids)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self._named[key] -= ids
+                if not self._named[key]:
+                    del self._named[key]
 
     def _requests(
         self, id: str, body: Body, prompts: Sequence[list[int]], name: str, session: Session | None

@@ -14,10 +14,18 @@ from hybridrl.rollout.server.api import Api, Served
 from hybridrl.rollout.server.dialects.chat import ChatDialect
 from hybridrl.rollout.server.dialects.messages import CountRequest, MessagesDialect, MessagesRequest, inner_request
 from hybridrl.rollout.server.dialects.responses import ResponsesDialect, ResponsesRequest
+from hybridrl.rollout.server.gate import Gate, GuestGate, PauseMode
 from hybridrl.rollout.server.limits import Guard, body_of_error
 from hybridrl.rollout.server.pending import ClientGone
 from hybridrl.rollout.server.prometheus import CONTENT_TYPE, metrics_text
-from hybridrl.rollout.server.schema import ApiError, ChatRequest, CompletionRequest, GenerateRequest, OpenSession
+from hybridrl.rollout.server.schema import (
+    AbortRequest,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    OpenSession,
+)
 from hybridrl.rollout.server.sessions import Session, Sessions
 
 _MAX_SESSIONS = 16384
@@ -33,6 +41,7 @@ def create_app(
     max_requests: int = 4096,
     max_sessions: int = _MAX_SESSIONS,
     session_idle_s: float = _IDLE_S,
+    gate: Gate | None = None,
 ) -> FastAPI:
     """The application over a client, such as that of a run.
 
@@ -44,14 +53,17 @@ def create_app(
         max_requests: samples that are generated or wait at the same time.
         max_sessions: sessions that are open at the same time.
         session_idle_s: seconds without a request after which a session may be closed for another.
+        gate: generates in place of `client`, and holds requests; None: the application has one of its own.
     """
     app = FastAPI(title="hybridrl", docs_url=None, redoc_url=None, openapi_url=None)
     sessions = Sessions(max_sessions, session_idle_s)
     app.add_middleware(Guard, token=token, is_session=sessions.known)
-    api = Api(client, served, max_requests)
+    gate = gate or GuestGate(client, lambda: served.tokenizer)
+    api = Api(gate, served, max_requests)
     _add_error_answers(app)
     _add_generation(app, api, sessions)
     _add_sessions(app, api, sessions)
+    _add_control(app, api, gate)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -104,6 +116,37 @@ def _add_generation(app: FastAPI, api: Api, sessions: Sessions) -> None:
         return await api.answer(body, http, session_of(http))
 
 
+def _add_control(app: FastAPI, api: Api, gate: Gate) -> None:
+    """vLLM's endpoints that end or hold requests and tell the weights. `Guard` says who may call them."""
+
+    @app.post("/inference/v1/abort_requests")
+    async def abort_requests(body: AbortRequest, http: HttpRequest) -> dict[str, Any]:
+        count = await api.abort_named(body.request_ids, getattr(http.state, "session", None))
+        return {"status": "aborted", "aborted": count}
+
+    @app.post("/pause")
+    async def pause(mode: PauseMode = "abort") -> dict[str, str]:
+        await gate.pause(mode)
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    async def resume() -> dict[str, str]:
+        await gate.resume()
+        return {"status": "resumed"}
+
+    @app.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": await gate.is_paused()}
+
+    @app.get("/weight_info")
+    async def weight_info() -> dict[str, str]:
+        stats = await gate.stats()
+        known = [int(values["weights_version"]) for values in stats.values() if "weights_version" in values]
+        if not known:
+            raise ApiError(503, "no weights generate yet", code="no_weights")
+        return {"weight_version": str(min(known))}
+
+
 def _add_sessions(app: FastAPI, api: Api, sessions: Sessions) -> None:
     """The endpoints that open, describe, export and close sessions."""
 
@@ -139,7 +182,7 @@ def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _(http: HttpRequest, error: RequestValidationError | ValidationError) -> Response:
         first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
+        place = [str(part) for part in first["loc"] if part not in ("body", "query")]
         name = place[0] if place and first["type"] != "json_invalid" else None
         message = f"{name or 'the body'}: {first['msg']}"
         wrong = ApiError(400, message, param=name, code=str(first["type"]))

@@ -20,6 +20,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import wire
 from hybridrl.rollout.server.app import create_app
+from hybridrl.rollout.server.gate import PauseMode
 from hybridrl.rollout.server.http import OpenAIServer
 from hybridrl.rollout.server.process import Setup
 from hybridrl.rollout.server.start import served_model
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class RunClient:
-    """A `GenerationClient` that calls the run.
+    """A `GenerationClient` that calls the run, where the gate is.
 
     Args:
         reader, writer: of the socket to the run.
@@ -77,6 +78,15 @@ class RunClient:
     async def abort(self, ids: Sequence[str]) -> None:
         await self._call("abort", list(ids))
 
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("pause", mode)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def is_paused(self) -> bool:
+        return bool(await self._call("is_paused"))
+
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         found: Mapping[str, Mapping[str, float]] = await self._stats.get()
         return found
@@ -115,6 +125,7 @@ async def _serve(setup: Setup, connection: socket.socket, listening: socket.sock
         max_requests=limits.max_requests,
         max_sessions=limits.max_sessions,
         session_idle_s=limits.session_idle_s,
+        gate=client,
     )
     server = OpenAIServer(app, listening, max_connections)
     await server.start()

@@ -156,12 +156,13 @@ def keys_of(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], matcher: Callable[[Message], Any]
 ) -> list[bytes]:
     """A key of each beginning of a conversation: entry k is that of the first k messages."""
-    keys = [_digest(b"", list(tools))]
+    keys = [digest(b"", list(tools))]
     for message in messages:
-        keys.append(_digest(keys[-1], matcher(message)))
+        keys.append(digest(keys[-1], matcher(message)))
     return keys
 
 
-def _digest(before: bytes, value: Any) -> bytes:
+def digest(before: bytes, value: Any) -> bytes:
+    """A key of plain data behind what has the key `before`."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(before + text.encode("utf-8", "surrogatepass")).digest()

@@ -23,6 +23,7 @@ _TCP_USER_TIMEOUT = 18
 _OPEN_PATHS = ("/health", "/metrics")
 _SESSIONS = "/sessions/"
 _GENERATING = ("/v1/", "/inference/v1/")
+_TELLING = ("/is_paused", "/weight_info")  # of the state that answers of a session depend on
 _ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -187,8 +188,8 @@ class Guard:
         return session, None
 
     def _named_session(self, path: str, key: str) -> str | None:
-        """The session whose id is the key of a request that generates."""
-        return key if path.startswith(_GENERATING) and self._is_session(key) else None
+        """The session whose id is the key of a request that generates or tells."""
+        return key if (path.startswith(_GENERATING) or path in _TELLING) and self._is_session(key) else None
 
 
 async def _refuse(path: str, error: ApiError, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from starlette.requests import Request as HttpRequest
@@ -24,16 +25,25 @@ class PendingRequests:
         client: generates.
         requests: one per choice.
         connection: of the HTTP client; watched for its end.
+        around: entered and left with it.
     """
 
     _aborting: set["asyncio.Task[None]"] = set()  # noqa: RUF012 (kept alive until they are done, whoever started them)
 
-    def __init__(self, client: GenerationClient, requests: Sequence[Request], connection: HttpRequest) -> None:
+    def __init__(
+        self,
+        client: GenerationClient,
+        requests: Sequence[Request],
+        connection: HttpRequest,
+        around: AbstractContextManager[None],
+    ) -> None:
         self.client = client
         self.requests = requests
         self.connection = connection
+        self._around = around
 
     async def __aenter__(self) -> "PendingRequests":
+        self._around.__enter__()
         self._index: dict[asyncio.Task[Completion], int] = {
             asyncio.ensure_future(self.client.generate(request)): index for index, request in enumerate(self.requests)
         }
@@ -45,6 +55,7 @@ class PendingRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._gone.cancel()
+        self._around.__exit__(kind, error, trace)
         left = {task for task in self._index if not task.done()}
         if left:
             task = asyncio.ensure_future(self._abort(left))

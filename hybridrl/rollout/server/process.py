@@ -13,14 +13,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.models.info import tokenizer_of
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.server import wire
+from hybridrl.rollout.server.gate import GuestGate, PauseMode
 from hybridrl.rollout.server.http import STOP_S, Listener
 
 _START_S = 300.0
@@ -72,6 +74,7 @@ class ServerProcess:
         self._over = threading.Event()
         self._stopping = False
         self._loop = asyncio.new_event_loop()
+        self._gate = GuestGate(client, lambda: tokenizer_of(setup.model))
         self._writer: asyncio.StreamWriter | None = None
         self._guests: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
@@ -198,6 +201,9 @@ class ServerProcess:
             "abort": self._abort,
             "stats": lambda _: self.client.stats(),
             "health": lambda _: self.client.health(),
+            "pause": self._pause,
+            "resume": lambda _: self._gate.resume(),
+            "is_paused": lambda _: self._gate.is_paused(),
         }
         task = self._loop.create_task(self._answer(int(message["call"]), answers[method], message["argument"]))
         self._tasks.add(task)
@@ -215,17 +221,22 @@ class ServerProcess:
         request = wire.request_from_plain(argument)
         self._guests.add(request.id)
         try:
-            return asdict(await self._own.get(request.session, self.client.generate)(request))
+            return asdict(await self._own.get(request.session, self._gate.generate)(request))
         finally:
             self._guests.discard(request.id)
 
     async def _abort(self, ids: Any) -> None:
-        await self.client.abort(sorted(self._guests.intersection(ids)))  # those of clients, never those of training
+        await self._gate.abort(sorted(self._guests.intersection(ids)))  # those of clients, never those of training
+
+    async def _pause(self, mode: Any) -> None:
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode={mode!r}")
+        await self._gate.pause(mode)
 
     async def _abort_guests(self) -> None:
         """End the requests of a process that has ended; nobody waits for them."""
         if self._guests:
-            await self.client.abort(sorted(self._guests))
+            await self._gate.abort(sorted(self._guests))
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_S)

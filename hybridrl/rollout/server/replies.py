@@ -23,6 +23,7 @@ class Reply:
         calls: the tool calls, each with an id.
         malformed: what looks like calls and cannot be read; `content` has their text.
         reasoning: thoughts, where they are apart from the text.
+        given: the beginning of the text, where the client gave it; `content` is what follows.
     """
 
     completion: Completion
@@ -30,6 +31,7 @@ class Reply:
     calls: tuple[FunctionCall, ...] = ()
     malformed: tuple[MalformedCall, ...] = ()
     reasoning: str = ""
+    given: str = ""
 
     @property
     def finish_reason(self) -> str:
@@ -52,6 +54,10 @@ class Reply:
                 for call in self.calls
             ]
         return found
+
+    def whole_message(self) -> Message:
+        """The message with the beginning that the client gave."""
+        return self.message() | ({"content": self.given + self.content} if self.given else {})
 
 
 def text_of(tokenizer: Any, completion: Completion, request: SamplingRequest) -> str:
@@ -76,6 +82,7 @@ def reply_of(
     completion: Completion,
     request: ChatRequest,
     new_id: Callable[[], str],
+    given: str = "",
 ) -> Reply:
     """What a client sees of a completion.
 
@@ -85,16 +92,18 @@ def reply_of(
         ends: tokens that end a turn; they belong to no text.
         request: the call's body.
         new_id: makes the id of a call that the model gave none.
+        given: the beginning of the turn, which the model did not write.
     """
     plain = text_of(tokenizer, completion, request)
+    own = given if request.continue_final_message else ""
     if not request.separates_thoughts:
-        return Reply(completion, plain)
+        return Reply(completion, plain, given=own)
     ids = completion.token_ids
     marked = _cut(tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids), completion, request)
     if not request.reads_calls:
         thought, content = _thought_and_rest(plain)
-        return Reply(completion, content, reasoning=thought)
-    parsed = parser.parse(marked, request.tools)
+        return Reply(completion, content, reasoning=thought, given=own)
+    parsed = parser.parse(given + marked, request.tools)
     calls = [call for call in parsed.calls if isinstance(call, FunctionCall)]
     malformed = tuple(call for call in parsed.calls if isinstance(call, MalformedCall))
     content = "\n".join(filter(None, [parsed.content, *(call.text.strip() for call in malformed)]))
@@ -104,7 +113,9 @@ def reply_of(
         id = call.tool_call_id if call.tool_call_id and call.tool_call_id not in taken else new_id()
         taken.add(id)
         named.append(FunctionCall(call.name, call.arguments, id))
-    return Reply(completion, content, tuple(named), malformed, _thought_and_rest(marked)[0])
+    if own:  # of which the client knows
+        content = content.removeprefix(own.strip())
+    return Reply(completion, content, tuple(named), malformed, _thought_and_rest(marked)[0], own)
 
 
 def _thought_and_rest(text: str) -> tuple[str, str]:

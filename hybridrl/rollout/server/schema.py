@@ -1,6 +1,7 @@
 """Request bodies of OpenAI's endpoints, and which parameters are used, ignored or refused."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -18,7 +19,6 @@ IGNORED = frozenset(
         "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "request_id",
         "safety_identifier",
         "service_tier",
         "store",
@@ -131,6 +131,7 @@ class SamplingRequest(BaseModel):
     stream_options: dict[str, Any] = {}
     return_token_ids: bool = True
     session_id: str | None = Field(None, max_length=256)
+    request_id: str | None = Field(None, max_length=256)
 
     @model_validator(mode="before")
     @classmethod
@@ -160,6 +161,11 @@ class SamplingRequest(BaseModel):
                 code="unsupported_parameter",
             )
 
+    @property
+    def json_schema(self) -> str | None:
+        """What the response has to be JSON of, as JSON text."""
+        return None
+
     def sampling(self, sample: int, max_new_tokens: int) -> SamplingParams:
         """The settings of one of the `n` samples; `temperature=0` is greedy, sample i draws with `seed + i`."""
         return SamplingParams(
@@ -171,6 +177,7 @@ class SamplingRequest(BaseModel):
             ignore_eos=self.ignore_eos,
             stop=self.stops,
             seed=None if self.seed is None else self.seed + sample,
+            json_schema=self.json_schema,
         )
 
 
@@ -184,12 +191,39 @@ class ChatRequest(SamplingRequest):
     tools: list[dict[str, Any]] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+    response_format: dict[str, Any] = {"type": "text"}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
     #: answer with thoughts apart from the text; not a parameter of clients
     _separates_thoughts: bool = PrivateAttr(False)
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def forced_function(self) -> str | None:
+        """The name of the function that `tool_choice` asks for."""
+        choice = self.tool_choice
+        if not isinstance(choice, Mapping) or choice.get("type") != "function":
+            return None
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+        return name if isinstance(name, str) else None
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the turn has to be a tool call."""
+        return self.tool_choice == "required" or self.forced_function is not None
+
+    @property
+    def json_schema(self) -> str | None:
+        kind = self.response_format.get("type", "text")
+        if kind == "text":
+            return None
+        described = self.response_format.get("json_schema")
+        schema = described.get("schema") if isinstance(described, Mapping) else None
+        return json.dumps({"type": "object"} if kind == "json_object" else schema, ensure_ascii=False)
 
     @property
     def reads_calls(self) -> bool:
@@ -215,14 +249,71 @@ class ChatRequest(SamplingRequest):
                     400, f"tools: entry {number} is not supported: {fault}", "tools", code="unsupported_parameter"
                 )
         check_encodable(self.tools, "tools")
-        if self.tool_choice not in ("auto", "none"):
+        self._check_choice()
+        self._check_format()
+        last = self.messages[-1] if self.messages else {}
+        if self.continue_final_message and (last.get("role") != "assistant" or last.get("tool_calls")):
             raise ApiError(
                 400,
-                f"tool_choice={short(self.tool_choice)} is not supported: nothing forces the model to call a "
-                "tool. Take 'auto' or 'none', and ask for the call in the prompt",
-                param="tool_choice",
-                code="unsupported_parameter",
+                "continue_final_message=True: the last message must be the assistant's, with text and no tool calls",
+                "continue_final_message",
             )
+        if not self.add_generation_prompt and not self.continue_final_message:
+            raise _unsupported("add_generation_prompt=False is supported with continue_final_message=True only")
+        if self.continue_final_message and self.forces_call:
+            raise _unsupported(
+                f"tool_choice={short(self.tool_choice)} with the beginning of an answer (continue_final_message) is "
+                "not supported: leave out one of them"
+            )
+
+    def _check_choice(self) -> None:
+        """Refuse a `tool_choice` that cannot be kept.
+
+        Raises:
+            ApiError: says which can.
+        """
+        if self.tool_choice in ("auto", "none"):
+            return
+        if not self.forces_call:
+            raise _unsupported(
+                f"tool_choice={short(self.tool_choice)} is not supported: take 'auto', 'none', 'required' or a "
+                "function's name"
+            )
+        names = [tool["function"]["name"] for tool in self.tools]
+        if not names or self.forced_function not in (None, *names):
+            raise ApiError(
+                400,
+                f"tool_choice={short(self.tool_choice)}: tools has {', '.join(names) or 'no function'}",
+                "tool_choice",
+            )
+
+    def _check_format(self) -> None:
+        """Refuse a `response_format` that is none, or that cannot be kept to.
+
+        Raises:
+            ApiError: says why.
+        """
+        given = self.response_format
+        if given.get("type", "text") == "text":
+            return
+        check_encodable(given, "response_format")
+        described = given.get("json_schema")
+        has_schema = isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping)
+        if given.get("type") != "json_object" and not (given.get("type") == "json_schema" and has_schema):
+            raise _unsupported(
+                f"response_format={short(given)} is not supported: take the type text, json_object, or json_schema "
+                "with a schema"
+            )
+        if self.reads_calls or self.continue_final_message:
+            raise _unsupported(
+                "response_format with tools or continue_final_message is not supported: the whole answer would have to "
+                "be of the schema. Leave out one of them, or set tool_choice='none'"
+            )
+
+
+def _unsupported(message: str) -> ApiError:
+    """A parameter that the message begins with is refused."""
+    return ApiError(400, message, param=re.split(r"\W", message, maxsplit=1)[0], code="unsupported_parameter")
 
 
 def _fault_in_tool(tool: Mapping[str, Any]) -> str | None:
@@ -266,7 +357,6 @@ class GenerateRequest(SamplingRequest):
 
     token_ids: TokenIds
     sampling_params: dict[str, Any]
-    request_id: str | None = Field(None, max_length=256)
     logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool = False
     output_mode: Literal["tokens"] = "tokens"
@@ -283,6 +373,12 @@ class GenerateRequest(SamplingRequest):
     @property
     def limit(self) -> int | None:
         return self.max_tokens
+
+
+class AbortRequest(BaseModel):
+    """Body of `/inference/v1/abort_requests`."""
+
+    request_ids: list[str]
 
 
 class SessionSampling(BaseModel):

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybridrl.agents.turns import Turns
@@ -18,6 +19,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.server.conversation import MATCHERS, inner_messages, keys_of
+from hybridrl.rollout.server.history import History, Said
 from hybridrl.rollout.server.replies import Reply, calls_in
 from hybridrl.rollout.server.schema import ApiError, ChatRequest, SessionSettings
 from hybridrl.rollout.token_tree import TokenTree, Turn
@@ -25,6 +27,26 @@ from hybridrl.rollout.trace import training_trace
 
 ID_PREFIX = "session-"
 _KEPT_ANSWERS = 16  # of a session, for clients that ask again because an answer has not arrived
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A call as the client saw it."""
+
+    said: Said | None
+    tools: list[dict[str, Any]]
+    answer: Message
+    finish_reason: str
+
+    @property
+    def messages(self) -> list[Message]:
+        return [] if self.said is None else self.said.messages
+
+    def as_trace(self) -> dict[str, Any]:
+        return {
+            "request": {"messages": self.messages, "tools": self.tools},
+            "response": {"message": self.answer, "finish_reason": self.finish_reason},
+        }
 
 
 class Session:
@@ -44,10 +66,11 @@ class Session:
         self.in_flight = 0
         self.too_long = 0
         self._matcher = MATCHERS[settings.match]
-        self._shown: dict[int, dict[str, Any]] = {}
+        self._history = History()
+        self._shown: dict[int, _Shown] = {}
         self._ends: dict[bytes, tuple[Turn, list[Any]]] = {}  # key of a conversation -> its last call, tool calls in it
         self._answers: OrderedDict[str, list[Reply]] = OrderedDict()
-        self._stored: dict[str, list[Message]] = {}  # conversations by the id of their last answer
+        self._stored: dict[str, Said | None] = {}  # conversations by the id of their last answer
         self._calls = 0
 
     def new_call_id(self) -> str:
@@ -78,13 +101,12 @@ class Session:
     ) -> None:
         """Note an answer of the model to a conversation."""
         turn = self.tree.add(prompt_ids, reply.completion)
-        answer = inner_messages([reply.message()])
+        answer = inner_messages([reply.whole_message()])
         key = keys_of([*messages, *answer], tools, self._matcher)[-1]
         self._ends[key] = turn, calls_in(answer[0])
-        self._shown[turn.index] = {
-            "request": {"messages": list(messages), "tools": list(tools)},
-            "response": {"message": reply.message(), "finish_reason": reply.finish_reason},
-        }
+        self._shown[turn.index] = _Shown(
+            self._history.of(messages), self._history.tools(tools), reply.message(), reply.finish_reason
+        )
 
     def add_tokens(self, prompt_ids: Sequence[int], completion: Completion) -> None:
         """Note a completion that belongs to no conversation."""
@@ -124,7 +146,7 @@ class Session:
 
     def store(self, id: str, messages: list[Message]) -> None:
         """Keep a conversation under the id of its last answer."""
-        self._stored[id] = messages
+        self._stored[id] = self._history.of(messages)
 
     def stored(self, id: str) -> list[Message]:
         """The conversation that ends with an answer.
@@ -134,7 +156,8 @@ class Session:
         """
         if id not in self._stored:
             raise ApiError(404, f"previous_response_id: this session has no response {id!r}", "previous_response_id")
-        return list(self._stored[id])
+        said = self._stored[id]
+        return [] if said is None else said.messages
 
     # ------------------------------------------------------------------ what is known of it
 
@@ -158,11 +181,11 @@ class Session:
         if not self._shown:
             return []
         last = self._shown[max(self._shown)]
-        return [*last["request"]["messages"], last["response"]["message"]]
+        return [*last.messages, last.answer]
 
     def trace(self) -> dict[str, Any]:
         """Its calls as OpenEnv's `TrainingTrace`."""
-        return training_trace(self.tree, self._shown)
+        return training_trace(self.tree, {index: shown.as_trace() for index, shown in self._shown.items()})
 
 
 class Sessions:

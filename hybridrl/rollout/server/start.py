@@ -10,7 +10,7 @@ from typing import Any
 from hybridrl.agents.turns import Turns
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
-from hybridrl.registry import TOOL_PARSERS, import_external_lib
+from hybridrl.registry import INFERENCE_ENGINES, TOOL_PARSERS, import_external_lib
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.server.app import Served
 from hybridrl.rollout.server.http import Listener, new_token
@@ -74,6 +74,7 @@ def served_model(
         turns=Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode),
         parser=TOOL_PARSERS.get(settings.format)(),
         eos_token_ids=ends,
+        constrains=INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.facts(rollout.name).constrains,
     )
 
 

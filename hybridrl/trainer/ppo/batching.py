@@ -15,7 +15,7 @@ from hybridrl.algorithms.sessions import ORDER_KEY, SESSION_KEY
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.fields import Widths, narrow, padded, widen
 from hybridrl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
-from hybridrl.workers.losses import SEQUENCE_TOKENS
+from hybridrl.workers.losses import SEQUENCE_IDS, SEQUENCE_TOKENS
 from hybridrl.workers.update_plan import MiniBatch
 
 
@@ -176,7 +176,7 @@ def spread_over_ranks(
         rows_together: so many consecutive rows of a mini-batch stay together, in their order. Copies that pad it are
             copies of all of them.
         sessions: for each row of the batch the sequence that it is a part of; a sequence is in one mini-batch. The
-            batch gets the field `sequence_tokens` then. None: each row is a sequence.
+            batch gets the fields `sequence_ids` and `sequence_tokens` then. None: each row is a sequence.
 
     Returns:
         The arranged batch, and its mini-batches for an `UpdatePlan`.
@@ -192,6 +192,7 @@ def spread_over_ranks(
     if sessions is not None:
         tokens = np.bincount(sequence_of, weights=tokens_of).astype(np.int64)
         batch = batch.select()
+        batch.batch[SEQUENCE_IDS] = torch.from_numpy(sequence_of)
         batch.batch[SEQUENCE_TOKENS] = torch.from_numpy(tokens[sequence_of])
     workload = calculate_workload(lengths).numpy()
     shards: list[list[int]] = [[] for _ in range(dp_size)]

@@ -9,6 +9,7 @@ from hybridrl.algorithms import (
     rollout_probs_diff_metrics,
 )
 from hybridrl.algorithms.rollout_correction.apply import correction_settings
+from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import RolloutConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.fields import Widths, narrow
@@ -22,7 +23,7 @@ UNTRUNCATED = {"do_sample": True, "top_p": 1.0, "top_k": -1}
 
 def correct_rollout(batch: DataProto, settings: RolloutCorrectionConfig) -> dict[str, float]:
     """Measure the mismatch, and add the fields that the settings ask for: `rollout_is_weights` and `trained_mask`
-    [B, T].
+    [B, T]. The rows of a session are one sequence.
 
     In bypass mode the sampler's log-probabilities become `old_log_probs`, and the loss does the rest. Without
     `old_log_probs` nothing is done here, because the update measures the mismatch.
@@ -36,12 +37,16 @@ def correct_rollout(batch: DataProto, settings: RolloutCorrectionConfig) -> dict
         old, rollout, mask = fields["old_log_probs"], fields["rollout_log_probs"], fields["response_mask"]
         metrics = rollout_probs_diff_metrics(old, rollout, mask)
         chosen = {} if settings.bypass_mode else correction_settings(settings)
-        weights, remaining, found = compute_rollout_correction_and_rejection_mask(old, rollout, mask, **chosen)
+        sessions, width = split_sessions(batch.non_tensor_batch, len(batch)), mask.shape[-1]
+        whole = (old, rollout, mask) if sessions is None else tuple(map(sessions.join, (old, rollout, mask)))
+        weights, remaining, found = compute_rollout_correction_and_rejection_mask(*whole, **chosen)
         metrics |= found
         if weights is not None:
-            fields["rollout_is_weights"] = weights.batch["rollout_is_weights"]
+            factors = weights.batch["rollout_is_weights"]
+            fields["rollout_is_weights"] = factors if sessions is None else sessions.split(factors, width)
         if chosen.get("rollout_rs") is not None:
-            fields[TRAINED_MASK] = remaining.to(mask.dtype)
+            kept = remaining if sessions is None else sessions.split(remaining, width)
+            fields[TRAINED_MASK] = kept.to(mask.dtype)
     if settings.bypass_mode:
         apply_bypass_mode(batch)
     return metrics

@@ -8,9 +8,9 @@ import torch
 
 from hybridrl.observe.dump import dump_generations
 from hybridrl.observe.samples import first_prompts, prompt_order
-from hybridrl.observe.token_text import TokenTexts
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import SESSION_LOG
+from hybridrl.utils.token_text import TokenTexts
 
 #: name of the column with what a row's session did; see `Samples.rollouts`
 ROLLOUT = "rollout"

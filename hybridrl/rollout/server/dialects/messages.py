@@ -15,7 +15,7 @@ from hybridrl.rollout.server.schema import ApiError, ChatRequest, short
 _EMPTY: Mapping[str, dict[str, Any]] = {"text": {"text": ""}, "thinking": {"thinking": ""}, "tool_use": {"input": {}}}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 #: parameters that do not change the response; whether and how long a model thinks is up to its chat template
-_IGNORED = frozenset({"betas", "cache_control", "inference_geo", "metadata", "output_config", "service_tier"})
+_IGNORED = frozenset({"betas", "cache_control", "inference_geo", "metadata", "service_tier"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"container": (), "context_management": ({},), "mcp_servers": ([],)}
 
 
@@ -36,6 +36,7 @@ class MessagesRequest(BaseModel):
     tools: list[dict[str, Any]] = []
     tool_choice: dict[str, Any] = {}
     thinking: dict[str, Any] = {}
+    output_config: dict[str, Any] = {}  # `effort` has no effect
 
     @model_validator(mode="before")
     @classmethod
@@ -59,16 +60,12 @@ class MessagesRequest(BaseModel):
         messages = [{"role": "system", "content": _text(self.system, "system")}] if self.system else []
         for number, message in enumerate(self.messages):
             messages += _inner_messages(message, number)
-        if messages and messages[-1]["role"] == "assistant":
-            raise ApiError(
-                400,
-                "messages: the last message is the assistant's; the beginning of an answer cannot be given",
-                "messages",
-            )
         given = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "top_k")}
         return {
             **{name: value for name, value in given.items() if value is not None},
             "messages": messages,
+            "continue_final_message": messages[-1]["role"] == "assistant" if messages else False,
+            "response_format": self._inner_format(),
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "stream": self.stream,
@@ -79,7 +76,16 @@ class MessagesRequest(BaseModel):
 
     def _inner_choice(self) -> Any:
         kind = self.tool_choice.get("type", "auto")
-        return kind if kind in ("auto", "none") else dict(self.tool_choice)
+        if kind == "tool":
+            return {"type": "function", "function": {"name": self.tool_choice.get("name")}}
+        return {"auto": "auto", "none": "none", "any": "required"}.get(kind) or dict(self.tool_choice)
+
+    def _inner_format(self) -> dict[str, Any]:
+        """OpenAI's form of `output_config.format`."""
+        given = self.output_config.get("format")
+        if not isinstance(given, Mapping):
+            return {"type": "text"}
+        return {"type": given.get("type"), "json_schema": {"schema": given.get("schema")}}
 
     @property
     def thinks(self) -> bool:

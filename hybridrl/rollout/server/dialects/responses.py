@@ -79,8 +79,6 @@ class ResponsesRequest(BaseModel):
                 raise _unsupported(
                     f"{name}={short(value)} is not supported and may change the response: remove it", name
                 )
-        if self.text.get("format", {"type": "text"}) != {"type": "text"}:
-            raise _unsupported(f"text.format={short(self.text['format'])} is not supported; only text is", "text")
         before: list[Message] = []
         if self.previous_response_id is not None:
             if stored is None:
@@ -100,11 +98,19 @@ class ResponsesRequest(BaseModel):
                 "max_tokens": self.max_output_tokens,
                 "tools": [_inner_tool(tool, number) for number, tool in enumerate(self.tools)],
                 "tool_choice": self.tool_choice,
+                "response_format": self._inner_format(),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "stream": self.stream,
             }
         )
         return request.with_thoughts_apart() if self.reasoning else request
+
+    def _inner_format(self) -> dict[str, Any]:
+        """The chat API's form of `text.format`."""
+        given = self.text.get("format")
+        if not isinstance(given, Mapping):
+            return {"type": "text"}
+        return {"type": given.get("type"), "json_schema": {"schema": given.get("schema")}}
 
 
 def _unsupported(message: str, param: str) -> ApiError:
@@ -269,7 +275,7 @@ class ResponsesDialect(Dialect):
             "top_p": request.top_p,
             "tool_choice": body.tool_choice,
             "tools": body.tools,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._body.text.get("format") or {"type": "text"}},
             "truncation": "disabled",
             "usage": None,
         }
