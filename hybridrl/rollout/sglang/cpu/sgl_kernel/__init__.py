@@ -24,7 +24,7 @@ class _NoCudaRuntime:
 
 
 if not torch.cuda.is_available():
-    torch.cuda.cudart = _NoCudaRuntime  # type: ignore[assignment]
+    torch.cuda.cudart = _NoCudaRuntime
 
 
 def assign_req_to_token_pool_cpu(
