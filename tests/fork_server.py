@@ -105,6 +105,10 @@ DAEMONS_OF_RAY = (
     "ray.dashboard.agent",
     "ray._private.runtime_env.agent.main",
 )
+# vLLM's processes go without PyTorch's compiler, which takes seconds in each of them for single functions.
+WITHOUT_COMPILER = {"TORCH_COMPILE_DISABLE": "1"}
+#: milliseconds after which a process of vLLM that waits for another looks again, were it not woken
+LOOKS_AGAIN_MS = 20
 # What the processes of an engine import, with the environment of the first.
 OF_ENGINES = {
     "vllm": (
@@ -329,11 +333,28 @@ def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> N
     if package in sys.modules:
         return
     os.environ.update(request.environment)
-    if package == "sglang":
+    if package == "vllm":
+        os.environ.update(WITHOUT_COMPILER)
+    elif package == "sglang":
         importlib.import_module("hybridrl.rollout.sglang.compat").use_stand_ins()
     for name in names:
         importlib.import_module(name)
+    if package == "vllm":
+        _wait_without_spinning()
     _settle()
+
+
+def _wait_without_spinning() -> None:
+    """Let processes of one vLLM engine sleep until they are woken; they spin for a second after each message."""
+    queues = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    start = queues.SpinCondition.__init__
+
+    def start_asleep(self: Any, *arguments: Any, **keywords: Any) -> None:
+        start(self, *arguments, **keywords)
+        self.busy_loop_s = 0
+
+    queues.SpinCondition.__init__ = start_asleep
+    queues.SHM_READER_RECHECK_INTERVAL_MS = LOOKS_AGAIN_MS
 
 
 def _import_ray() -> None:

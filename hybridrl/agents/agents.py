@@ -1,7 +1,7 @@
 """What the sessions of a run share: tools, parser, templates and the loops by name; made and checked at start-up."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateway_of
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
-from hybridrl.agents.parsers.base import ToolParser
+from hybridrl.agents.parsers.base import ToolParser, tool_parser_of
 from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.tools.load import close_tools, load_tools
 from hybridrl.agents.turns import Turns
@@ -19,11 +19,13 @@ from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
 from hybridrl.notify import notify
-from hybridrl.registry import AGENT_LOOPS, TOOL_PARSERS
+from hybridrl.registry import AGENT_LOOPS
+from hybridrl.utils.cores import available_cores
 from hybridrl.utils.user_code import load_class
 
 SINGLE_TURN, TOOLS = "single_turn_agent", "tool_agent"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_MOST_WORKERS, _CORES_PER_WORKER = 8, 4  # where agent.num_workers is not set
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Agents:
         config: the whole configuration.
         tokenizer: a copy of the policy's, which no other thread uses.
         default: the loop of rows without `agent_name`.
+        ends: tokens that end a turn of the model.
         loops: by name.
         tools: by name.
         parser: of `multi_turn.format`.
@@ -54,6 +57,7 @@ class Agents:
     config: PPOTrainerConfig
     tokenizer: Any
     default: str
+    ends: Sequence[int]
     loops: Mapping[str, LoopEntry]
     tools: Mapping[str, BaseTool]
     parser: ToolParser
@@ -61,6 +65,30 @@ class Agents:
     environments: Environments | None = None
     interactions: Interactions | None = None
     gateway: Gateway | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of worker processes that run sessions; 0: the controller runs all of them."""
+        if all(entry.cls.runs_on_controller() for entry in self.loops.values()):
+            return 0
+        given = self.config.actor_rollout_ref.rollout.agent.num_workers
+        return min(_MOST_WORKERS, available_cores() // _CORES_PER_WORKER) if given is None else given
+
+    @property
+    def acts_on_controller(self) -> bool:
+        """Whether a loop acts on environments in the controller's process."""
+        classes = [entry.cls for entry in self.loops.values()]
+        return any(cls.uses_environments and (not self.workers or cls.runs_on_controller()) for cls in classes)
+
+    def runs_on_controller(self, name: str | None) -> bool:
+        """Whether sessions of this loop run in the controller's process; None: the default loop."""
+        entry = self.loops.get(name or self.default)
+        return entry is None or entry.cls.runs_on_controller()  # that there is none is told by `loop`
+
+    def uses_gateway(self, name: str | None) -> bool:
+        """Whether sessions of this loop are agents behind the gateway; None: the default loop."""
+        entry = self.loops.get(name or self.default)
+        return entry is not None and entry.cls.uses_gateway
 
     def loop(self, name: str | None, client: SessionClient) -> AgentLoopBase:
         """The loop of a session."""
@@ -112,33 +140,62 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
         raise RolloutError(
             f"the data have images, which agent loops ({', '.join(names)}) do not pass on yet; use text, or no agents"
         )
-    loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
-    tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
-    for tool in tools.values():
-        tool.check_settings(settings)
-    template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
-    own_tokenizer = copy.deepcopy(tokenizer)
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
-    turns = Turns(own_tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
-    users = None
-    if settings.interaction_config_path is not None:
+    made = make_agents(config, copy.deepcopy(tokenizer), default, names, ends)
+    turns = made.turns
+    for tool in made.tools.values():
+        tool.check_settings(settings)
+    if made.interactions is not None:
         named = "interaction_kwargs"
-        wanted = [kwargs_of(row, named) for data in datasets for row in _rows_with(data, named)]
-        users = load_interactions(settings.interaction_config_path, wanted)
+        made.interactions.check_rows(kwargs_of(row, named) for data in datasets for row in _rows_with(data, named))
         turns.check(None)
-    if TOOLS in names and (tools or users is None):
-        _check_tools(tools, turns)
+    if TOOLS in names and (made.tools or made.interactions is None):
+        _check_tools(made.tools, turns)
     if config.actor_rollout_ref.actor.router_replay.records_in_generation:
         raise RolloutError(
             f"actor_rollout_ref.actor.router_replay.mode={config.actor_rollout_ref.actor.router_replay.mode} needs the "
             "experts of a session's tokens, which agents do not record yet; set it to R2 or disabled"
         )
-    environments = _environments(rollout.agent, loops, datasets, turns)
-    acted_on = "" if environments is None else f"; environments: {', '.join(environments.entries)}"
-    notify(f"agents: {', '.join(names)}; tools: {', '.join(tools) or 'none'}{acted_on}")
-    parser = TOOL_PARSERS.get(settings.format)()
-    gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in loops.values()), turns)
-    return Agents(config, own_tokenizer, default, loops, tools, parser, turns, environments, users, gateway)
+    made.environments = _environments(rollout.agent, made.loops, datasets, turns)
+    if made.environments is not None and made.workers and not made.acts_on_controller:
+        made.environments.close()  # that they start was checked; each worker starts its own
+    acted_on = "" if made.environments is None else f"; environments: {', '.join(made.environments.entries)}"
+    notify(f"agents: {', '.join(names)}; tools: {', '.join(made.tools) or 'none'}{acted_on}")
+    made.gateway = gateway_of(rollout, any(entry.cls.uses_gateway for entry in made.loops.values()), turns)
+    if rollout.agent.num_workers and not made.workers:
+        notify(
+            f"{_ROLLOUT}.agent.num_workers={rollout.agent.num_workers} has no effect here: sessions of "
+            f"{', '.join(names)} only wait for the model or for an agent's own process, and run on the controller",
+            "warning",
+        )
+    return made
+
+
+def make_agents(
+    config: PPOTrainerConfig, tokenizer: Any, default: str, names: Iterable[str], ends: Sequence[int]
+) -> Agents:
+    """What the sessions of a process share, without environments and gateway.
+
+    Args:
+        tokenizer: which nothing else uses.
+        default: the loop of rows without `agent_name`.
+        names: the loops of the run.
+        ends: tokens that end a turn of the model.
+
+    Raises:
+        RolloutError: a loop, a tool or a simulated user cannot be made.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    settings = rollout.multi_turn
+    listed = _listed_loops(rollout.agent.agent_loop_config_path)
+    loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
+    tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
+    template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
+    turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
+    path = settings.interaction_config_path
+    users = None if path is None else load_interactions(path)
+    parser = tool_parser_of(settings.format, tokenizer)
+    return Agents(config, tokenizer, default, ends, loops, tools, parser, turns, interactions=users)
 
 
 def _environments(

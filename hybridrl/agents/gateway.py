@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridrl.agents.turns import Turns
@@ -24,11 +25,12 @@ from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.utils.agent_host import KEY, Job, Program, Result, framed
+from hybridrl.utils.files import check_writable
 
 _START_S = 300.0
 _CALL_S = 60.0
 _PAUSE_S = 1.0
-_SETTINGS = ("function", "command", "timeout_s", "max_running", "sampling", "match")
+_SETTINGS = ("function", "command", "timeout_s", "sampling", "match", "trace_dir")
 _THREADS = 16  # that open and close sessions
 
 
@@ -47,10 +49,12 @@ class Closed:
     Attributes:
         too_long: requests that did not fit the session's length.
         messages: the conversation of its last call.
+        trace: its calls as OpenEnv's `TrainingTrace`, where `agent.trace_dir` asks for it and the server has it.
     """
 
     too_long: int = 0
     messages: Sequence[Mapping[str, Any]] | None = None
+    trace: Mapping[str, Any] | None = None
 
 
 class Gateway:
@@ -66,10 +70,9 @@ class Gateway:
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
         self._server: RunServer | None = None
-        self._running = 0
-        self._places = asyncio.Semaphore(config.agent.max_running)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
+        if config.agent.trace_dir is not None:
+            _check_folder(Path(config.agent.trace_dir))
         self._host = _Host(program_of(config))
 
     def connect(self, server: RunServer | None) -> None:
@@ -99,26 +102,18 @@ class Gateway:
             TimeoutError: the agent took longer than `agent.timeout_s`.
         """
         assert self._server is not None, "connect comes first"
-        async with self._place():
-            id = (await self._call("POST", "/sessions", self._opening(sampling)))["id"]
-            self._server.process.take_session(id, generate)
+        id = (await self._call("POST", "/sessions", self._opening(sampling)))["id"]
+        self._server.process.take_session(id, generate)
+        try:
             try:
-                try:
-                    result = await self._run_agent(id, row)
-                finally:
-                    self._server.process.leave_session(id)
-            except BaseException:
-                with contextlib.suppress(RolloutError):  # why it ended is known already
-                    await self._closed(id)
-                raise
-            return result, await self._closed(id)
-
-    def _place(self) -> asyncio.Semaphore:
-        """One of the `agent.max_running` places; each batch of sessions has an event loop of its own."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._places = loop, asyncio.Semaphore(self._config.agent.max_running)
-        return self._places
+                result = await self._run_agent(id, row)
+            finally:
+                self._server.process.leave_session(id)
+        except BaseException:
+            with contextlib.suppress(RolloutError):  # why it ended is known already
+                await self._closed(id)
+            raise
+        return result, await self._closed(id)
 
     async def _run_agent(self, id: str, row: Mapping[str, Any]) -> Result | AgentFailed:
         assert self._server is not None
@@ -155,6 +150,10 @@ class Gateway:
         Raises:
             RolloutError: it does not answer again.
         """
+        trace = None
+        if self._config.agent.trace_dir is not None:
+            with contextlib.suppress(RolloutError):  # the session's own record has its tokens
+                trace = await self._call("GET", f"/sessions/{id}/trace")
         try:
             try:
                 found = await self._call("DELETE", f"/sessions/{id}")
@@ -165,7 +164,7 @@ class Gateway:
                 found = await self._call("DELETE", f"/sessions/{id}")
         except _UnknownSession:
             return Closed()
-        return Closed(int(found["too_long"]), found["messages"])
+        return Closed(int(found["too_long"]), found["messages"], trace)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, method, path, body)
@@ -192,6 +191,13 @@ class Gateway:
         """End the agents that still run."""
         self._host.close()
         self._threads.shutdown(wait=False)
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise RolloutError(f"{KEY}.trace_dir={folder}: traces cannot be written there ({error})") from error
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

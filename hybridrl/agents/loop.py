@@ -307,8 +307,9 @@ def _listed(sampling: SamplingParams, names: Sequence[str]) -> str:
 class AgentLoopBase(ABC):
     """The conversation of one session. Derive from it, and register the class with `register(name)`.
 
-    There is one object per session, and all of them share one event loop: `run` must not block. What it does besides
-    `await self.server_manager.generate(...)` takes time from all others.
+    There is one object per session, and all sessions of a process share one event loop: `run` must not block. What it
+    does besides `await self.server_manager.generate(...)` takes time from the others. Sessions run in worker processes
+    (`rollout.agent.num_workers`), each with its own copy of the class.
 
     Args:
         trainer_config: `actor_rollout_ref` is read from it.
@@ -329,10 +330,17 @@ class AgentLoopBase(ABC):
         uses_environments: of the class: its sessions act on environments, which the run starts.
         gateway: runs the user's own agents against the run's server; None where no loop of the run uses it.
         uses_gateway: of the class: its sessions are agents behind the run's server.
+        only_generates: of the class: its sessions only ask the model, which needs no worker process.
     """
 
     uses_environments: ClassVar[bool] = False
     uses_gateway: ClassVar[bool] = False
+    only_generates: ClassVar[bool] = False
+
+    @classmethod
+    def runs_on_controller(cls) -> bool:
+        """Whether its sessions run in the controller's process, whatever `rollout.agent.num_workers` is."""
+        return cls.only_generates or cls.uses_gateway
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,27 +11,29 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hybridrl.agents.agents import Agents, kwargs_of
-from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
-from hybridrl.agents.record import trajectory_of
+from hybridrl.agents.session import META, Attempt, Spent, Task, run_attempt
+from hybridrl.agents.workers.pool import SessionPool
+from hybridrl.agents.workers.setup import setup_of
+from hybridrl.config.checks.agents import MAX_AGENTS, MAX_SESSIONS
 from hybridrl.errors import RolloutError
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.missing import MissingSample
-from hybridrl.protocol.names import MISSING_SAMPLES, SESSION_LOG
+from hybridrl.protocol.names import MISSING_SAMPLES
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.client import GenerationClient
-from hybridrl.rollout.noise import purpose_of, stream_keys
 from hybridrl.rollout.request import MEMORY_TAGS
 from hybridrl.rollout.rollout import Rollout
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
-from hybridrl.verdict import NoVerdict, Reason, no_verdict_of
+from hybridrl.verdict import Reason
 
 T = TypeVar("T")
 
 
 class AgentRollout(Rollout):
-    """Runs a session per row. Weights, memory and pauses are those of the rollout that generates.
+    """Runs a session per row, in worker processes (`agent.num_workers`) or here. Weights, memory and pauses are those
+    of the rollout that generates.
 
     A session that fails is run again (`agent.retries`), unless it ran out of time, and then ends the run
     (`agent.on_error=raise`) or is listed as missing; no other session notices.
@@ -51,6 +53,7 @@ class AgentRollout(Rollout):
         self.server = inner.server
         if agents.gateway is not None:
             agents.gateway.connect(inner.server)
+        self._pool = SessionPool(setup_of(agents), agents.workers) if agents.workers else None
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -78,119 +81,60 @@ class AgentRollout(Rollout):
         return batch
 
     async def _sessions(self, prompts: DataProto) -> tuple[list[Trajectory], list[MissingSample]]:
-        rows = rows_of(prompts)
         names = list(zip(*names_of(prompts), strict=True))
-        client = self.inner.client()
         sampling = SamplingParams.from_meta(self._config, prompts.meta_info)
-        tasks = [
-            asyncio.ensure_future(self._told(self._session(client, sampling, prompts.meta_info, row, uid, sample)))
-            for row, (uid, sample) in zip(rows, names, strict=True)
+        meta = {name: prompts.meta_info[name] for name in META if name in prompts.meta_info}
+        drawn = self.in_place or self._config.full_determinism or bool(prompts.meta_info.get("seeded", False))
+        batch = _Batch(self.inner.client(), self._config.agent.max_running)
+        sessions = [
+            asyncio.ensure_future(
+                self._session(batch, Task(row, uid, sample, sampling, meta, sampling.do_sample and drawn))
+            )
+            for row, (uid, sample) in zip(rows_of(prompts), names, strict=True)
         ]
         try:
-            found = await asyncio.gather(*tasks)
+            found = await asyncio.gather(*sessions)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for session in sessions:
+                session.cancel()
+            await asyncio.gather(*sessions, return_exceptions=True)
         return [one for answered, _ in found for one in answered], [one for _, lost in found for one in lost]
 
-    async def _told(
-        self, session: Coroutine[Any, Any, tuple[list[Trajectory], list[MissingSample]]]
-    ) -> tuple[list[Trajectory], list[MissingSample]]:
-        """What a session gave, told to `on_finished` at once."""
-        found = await session
-        if self.on_finished is not None and found[0]:
-            self.on_finished(found[0])
-        return found
-
-    async def _session(
-        self,
-        client: GenerationClient,
-        sampling: SamplingParams,
-        meta: Mapping[str, Any],
-        row: Mapping[str, Any],
-        uid: str,
-        sample: int,
-    ) -> tuple[list[Trajectory], list[MissingSample]]:
-        """The trajectories of one session, and the attempts at it without a verdict."""
-        settings, longest = self._config.agent, self._config.max_model_len
-        missing: list[MissingSample] = []
-        failure: Exception | None = None
-        while not missing or missing[-1].again:
-            session = SessionClient(
-                client,
-                sampling,
-                longest or self._config.prompt_length + self._config.response_length,
-                f"{uid}/{sample}",
-                self._seeds(meta, uid, sample, len(missing), sampling.do_sample),
-                trains=not meta.get("validate", False),
-            )
-            try:
-                name = row.get("agent_name")
-                loop = self._agents.loop(name, session)
-                given = {key: getattr(sampling, key) for key in ("do_sample", "temperature", "top_p", "top_k")}
-                outputs = await loop.run(given, **row)
-                found = self._trajectories(outputs, session, uid, sample, row)
-                if not isinstance(found, NoVerdict):
-                    return found, missing
-                verdict, failure = found, None
-                tokens: int | None = _trained_tokens(outputs)
-            except GenerationFailedError as error:
-                assert error.__cause__ is not None
-                raise error.__cause__ from None
-            except Exception as error:
-                verdict, failure = no_verdict_of(error), error
-                tokens = None  # it was cut off
-            again = len(missing) < settings.retries and verdict.reason not in (Reason.DROPPED, Reason.TIMEOUT)
-            missing.append(MissingSample(uid, sample, verdict, tokens, again))
-            if verdict.reason is not Reason.DROPPED:
-                self._counts.failed(again)
-        what = f"agent session of uid {uid!r}, sample {sample} has no verdict: {verdict}"
-        if settings.on_error == "raise" and verdict.reason is not Reason.DROPPED:
-            raise RolloutError(f"{what}. rollout.agent.on_error=drop leaves such samples out") from failure
+    async def _session(self, batch: "_Batch", task: Task) -> tuple[list[Trajectory], list[MissingSample]]:
+        """The trajectories of one session, told to `on_finished` at once, and the attempts at it without a verdict."""
+        name = task.row.get("agent_name")
+        async with batch.places(self._agents.uses_gateway(name)):
+            attempt, missing = await self._attempts(batch, task, self._agents.runs_on_controller(name))
+        if attempt.verdict is None:
+            for spent in attempt.spent:
+                self._counts.add(spent)
+            if self.on_finished is not None:
+                self.on_finished(attempt.trajectories)
+            return attempt.trajectories, missing
+        what = f"agent session of uid {task.uid!r}, sample {task.sample} has no verdict: {attempt.verdict}"
+        if self._config.agent.on_error == "raise" and attempt.verdict.reason is not Reason.DROPPED:
+            raise RolloutError(f"{what}. rollout.agent.on_error=drop leaves such samples out") from attempt.failure
         notify(what, "warning")
         return [], missing
 
-    def _trajectories(
-        self, outputs: Any, session: SessionClient, uid: str, sample: int, row: Mapping[str, Any]
-    ) -> list[Trajectory] | NoVerdict:
-        """The trajectories of what a loop returned, or why it has no verdict."""
-        several = outputs if isinstance(outputs, Sequence) else [outputs]
-        if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
-            raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
-        lost = [one.reward_score for one in several if isinstance(one.reward_score, NoVerdict)]
-        if lost:
-            return lost[0]
-        several[0].extra_fields[SESSION_LOG] = session.log.record()
-        found = []
-        for number, output in enumerate(several):
-            name = f"sample {sample}" if len(several) > 1 else ""
-            one = trajectory_of(output, session.generated, uid, sample, name, number)
-            _check_extra(one.extra, row)
-            # The reward function scores a session once, where it ended; what its other parts bring is added.
-            unscored = number < len(several) - 1 and one.reward is None
-            found.append(replace(one, reward=0.0) if unscored else one)
-            if len(output.response_ids) > self._config.response_length:
-                raise RolloutError(
-                    f"an agent loop returned {len(output.response_ids)} response_ids, more than "
-                    f"response_length={self._config.response_length}; end the session, or cut it"
-                )
-            self._counts.add(output)
-        return found
-
-    def _seeds(
-        self, meta: Mapping[str, Any], uid: str, sample: int, attempt: int, do_sample: bool
-    ) -> Callable[[int], int | None]:
-        """The seed of each turn, where seeds decide what is drawn: then a resumed run draws the same again."""
-        if not do_sample or not (self.in_place or self._config.full_determinism or meta.get("seeded", False)):
-            return lambda _: None
-        step, purpose = int(meta.get("global_steps", 0)), purpose_of(meta)
-
-        def seed_of(turn: int) -> int:
-            name = f"{uid} turn {turn} attempt {attempt}"
-            return int(stream_keys(self._config.seed, step, purpose, [name], [sample])[0]) % 2**63
-
-        return seed_of
+    async def _attempts(self, batch: "_Batch", task: Task, on_controller: bool) -> tuple[Attempt, list[MissingSample]]:
+        """The last attempt at a session, and those without a verdict."""
+        missing: list[MissingSample] = []
+        while True:
+            task = replace(task, attempt=len(missing))
+            if self._pool is None or on_controller:
+                attempt = await run_attempt(self._agents, batch.client, task)
+            else:
+                attempt = await asyncio.wrap_future(self._pool.submit(task, batch.client))
+            if attempt.verdict is None:
+                return attempt, missing
+            reason = attempt.verdict.reason
+            again = len(missing) < self._config.agent.retries and reason not in (Reason.DROPPED, Reason.TIMEOUT)
+            missing.append(MissingSample(task.uid, task.sample, attempt.verdict, attempt.tokens, again))
+            if reason is not Reason.DROPPED:
+                self._counts.failed(again)
+            if not again:
+                return attempt, missing
 
     # ------------------------------------------------------------------ the rollout that generates
 
@@ -228,26 +172,47 @@ class AgentRollout(Rollout):
         """Those of the rollout, and of the sessions since the previous call.
 
         `agent_loop/{generate_sequences,tool_calls}/{mean,max}` are seconds per session, `agent_loop/tool_faults/KIND`
-        the share of sessions with such a fault, `agent_loop/sessions_{retried,failed}` counts.
+        the share of sessions with such a fault, `agent_loop/sessions_{retried,failed}` counts, and
+        `agent_loop/workers_restarted` the number of processes of sessions that died.
         """
-        return self.inner.metrics() | self._counts.take()
+        restarts = {} if self._pool is None else {"agent_loop/workers_restarted": float(self._pool.take_restarts())}
+        return self.inner.metrics() | self._counts.take() | restarts
 
     def close(self) -> None:
-        try:
-            self.inner.close()
-        finally:
-            self._agents.close()
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._agents.close)
+            ends.callback(self.inner.close)
+            if self._pool is not None:
+                ends.callback(self._pool.close)
+
+
+class _Batch:
+    """What the sessions of a batch share.
+
+    Args:
+        client: generates.
+        most: `agent.max_running`.
+    """
+
+    def __init__(self, client: GenerationClient, most: int | None) -> None:
+        self.client = client
+        others = asyncio.Semaphore(most or MAX_SESSIONS)
+        self._places = {False: others, True: others if most is not None else asyncio.Semaphore(MAX_AGENTS)}
+
+    def places(self, uses_gateway: bool) -> asyncio.Semaphore:
+        """The places of sessions that run at once."""
+        return self._places[uses_gateway]
 
 
 class _Counts:
     """What sessions did since the previous metrics."""
 
     def __init__(self) -> None:
-        self._outputs: list[AgentLoopOutput] = []
+        self._spent: list[Spent] = []
         self._retried = self._failed = 0
 
-    def add(self, output: AgentLoopOutput) -> None:
-        self._outputs.append(output)
+    def add(self, spent: Spent) -> None:
+        self._spent.append(spent)
 
     def failed(self, again: bool) -> None:
         self._retried += again
@@ -256,33 +221,13 @@ class _Counts:
     def take(self) -> dict[str, float]:
         found = {"agent_loop/sessions_retried": float(self._retried), "agent_loop/sessions_failed": float(self._failed)}
         for name in ("generate_sequences", "tool_calls"):
-            values = [_seconds(output.metrics, name) for output in self._outputs]
+            values = [float(getattr(one, name)) for one in self._spent]
             if values:
                 found[f"agent_loop/{name}/mean"], found[f"agent_loop/{name}/max"] = float(np.mean(values)), max(values)
-        faults = [output.extra_fields.get("tool_faults") or {} for output in self._outputs]
-        for kind in sorted({kind for one in faults for kind in one}):
-            found[f"agent_loop/tool_faults/{kind}"] = float(np.mean([kind in one for one in faults]))
-        self._outputs, self._retried, self._failed = [], 0, 0
+        for kind in sorted({kind for one in self._spent for kind in one.faults}):
+            found[f"agent_loop/tool_faults/{kind}"] = float(np.mean([kind in one.faults for one in self._spent]))
+        self._spent, self._retried, self._failed = [], 0, 0
         return found
-
-
-def _check_extra(extra: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-    """Refuse extra fields that would replace what the data say, such as the ground truth, in the whole batch."""
-    replaced = sorted(name for name, value in extra.items() if name in row and value is not row[name])
-    if replaced:
-        raise RolloutError(
-            f"an agent loop returned the extra field {replaced[0]!r} (extra_fields, or extra of a Verdict), which is a "
-            "column of the data; give the field another name"
-        )
-
-
-def _trained_tokens(outputs: Any) -> int:
-    several = outputs if isinstance(outputs, Sequence) else [outputs]
-    return sum(sum(map(int, output.response_mask)) for output in several)
-
-
-def _seconds(metrics: AgentLoopMetrics | Mapping[str, float], name: str) -> float:
-    return float(metrics.get(name, 0.0) if isinstance(metrics, Mapping) else getattr(metrics, name))
 
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:

@@ -1,8 +1,12 @@
 """Runs foreign code of a session (tools, environments, simulated users): within time limits, apart from all others."""
 
 import asyncio
+import contextlib
+import contextvars
 import inspect
+import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -12,6 +16,11 @@ from hybridrl.verdict import NoVerdictError, Reason
 
 _POLL_S = 0.05
 _RESPONDS_S = 1.0  # an event loop that runs nothing for so long is blocked
+#: threads with an event loop, and threads for single functions, of a process; those left behind do not count
+MOST_LOOPS, MOST_CALLS = 512, 512
+
+#: the session whose code runs
+_caller: contextvars.ContextVar["Side | None"] = contextvars.ContextVar("caller", default=None)
 
 
 class CallTimeoutError(TimeoutError):
@@ -19,10 +28,12 @@ class CallTimeoutError(TimeoutError):
 
 
 class Side:
-    """An event loop for the calls of one session, in a thread of its own.
+    """An event loop for the calls of one session, in a thread that it has to itself until `stop`.
 
     Code that blocks or hangs delays no other session. What hangs in Python cannot be ended: its thread is left behind,
-    and the next call gets a new one.
+    and the next call gets another one. Threads are used again by later sessions. Where a process has `MOST_LOOPS`
+    already, sessions share them: a call that waits for its thread does not run out of time meanwhile, and it moves to
+    another thread where this one is left behind.
 
     Args:
         what: who is called, for messages.
@@ -39,41 +50,83 @@ class Side:
             CallTimeoutError: it took longer than the limit, without the time in `clock.stopped()`.
             NoVerdictError: this process cannot have one more thread, or open one more file.
         """
-        if self._loop is None:
+        while True:
+            if self._loop is None:
+                self._loop = _LOOPS.lease(self._what)
+            side = self._loop
+            measured = clock.Clock()
+            begun = threading.Event()
+
+            async def call(measured: clock.Clock = measured, begun: threading.Event = begun) -> Any:
+                begun.set()
+                measured.go_on()
+                try:
+                    result = make()
+                    return await result if inspect.isawaitable(result) else result
+                finally:
+                    measured.stop()  # another call may have the thread before this result is passed on
+
+            token = _caller.set(self)
+            measured.stop()  # until the thread is free
             try:
-                self._loop = _SideLoop()
-            except (OSError, RuntimeError) as failure:
-                raise NoVerdictError(
-                    Reason.INFRA, f"no thread to call {self._what} can be started: {failure}"
-                ) from failure
-        side = self._loop
-        with clock.running(clock.Clock()) as measured:
-            future = asyncio.wrap_future(side.submit(make))
-        while not (await asyncio.wait([future], timeout=max(limit_s - measured.seconds, _POLL_S)))[0]:
-            if measured.is_stopped or measured.seconds < limit_s:
-                continue
+                with clock.running(measured):
+                    future = asyncio.wrap_future(side.submit(call))
+            finally:
+                _caller.reset(token)
+            if await self._ended(future, side, measured, begun, limit_s):
+                break
             future.cancel()
-            if not await side.responds() and self._loop is side:
-                side.stop()  # once what blocks it returns
+            if self._loop is side:
                 self._loop = None
-            raise CallTimeoutError(f"{self._what} did not answer within {limit_s:g} s")
         result, error = future.result()
         if error is not None:
             raise error
         return result
 
+    async def _ended(
+        self,
+        future: "asyncio.Future[Any]",
+        side: "_SideLoop",
+        measured: clock.Clock,
+        begun: threading.Event,
+        limit_s: float,
+    ) -> bool:
+        """Wait for a call; False where its thread was left behind before the call began."""
+        while True:
+            left = limit_s - measured.seconds if begun.is_set() else _POLL_S
+            if (await asyncio.wait([future], timeout=max(left, _POLL_S)))[0]:
+                return True
+            if side.is_left and not begun.is_set():
+                return False
+            if measured.is_stopped or measured.seconds < limit_s:
+                continue
+            future.cancel()
+            if not await side.responds() and self._loop is side:
+                _LOOPS.leave(side)
+                self._loop = None
+            raise CallTimeoutError(f"{self._what} did not answer within {limit_s:g} s")
+
     def stop(self) -> None:
-        """End the thread, or leave it behind where it is blocked."""
+        """End what the session's code still does, and give the thread back."""
         if self._loop is not None:
-            self._loop.stop()
+            _LOOPS.give_back(self._loop, self)
             self._loop = None
 
 
 class _SideLoop:
-    """An event loop in a thread of its own, which does not keep the process from ending."""
+    """An event loop in a thread of its own, which does not keep the process from ending.
+
+    Attributes:
+        users: sessions that have it.
+        is_left: it was blocked, and ends once what blocks it returns.
+    """
 
     def __init__(self) -> None:
+        self.users = 0
+        self.is_left = False
         self._loop = asyncio.new_event_loop()
+        self._callers: weakref.WeakKeyDictionary[asyncio.Task[Any], Side | None] = weakref.WeakKeyDictionary()
+        self._loop.set_task_factory(self._task)
         try:
             threading.Thread(target=self._run, name="tools", daemon=True).start()
         except BaseException:
@@ -86,6 +139,11 @@ class _SideLoop:
             self._loop.run_forever()
         finally:
             self._loop.close()
+
+    def _task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+        task = asyncio.Task(work, loop=loop, **options)
+        self._callers[task] = _caller.get()
+        return task
 
     def submit(self, make: Callable[[], Any]) -> Any:
         """A future of (result, None) or (None, error): an exit that foreign code raises must not end the loop."""
@@ -114,5 +172,168 @@ class _SideLoop:
         done, _ = await asyncio.wait([asyncio.wrap_future(ran)], timeout=_RESPONDS_S)
         return bool(done)
 
+    def cancel(self, caller: Side, done: Callable[[], None]) -> None:
+        """End the tasks that a session's code has left, and then call `done`: at once, unless the thread is blocked."""
+
+        def cancel() -> None:
+            for task, owner in list(self._callers.items()):
+                if owner is caller and not task.done():
+                    task.cancel()
+            done()
+
+        self._loop.call_soon_threadsafe(cancel)
+
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class _Loops:
+    """The side loops of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loops: list[_SideLoop] = []
+
+    def lease(self, what: str) -> _SideLoop:
+        """A loop that no session has; a new one; or, where there are `MOST_LOOPS`, the one that the fewest have.
+
+        Raises:
+            NoVerdictError: there is none, and none can be started.
+        """
+        with self._lock:
+            least = min(self._loops, key=lambda one: one.users, default=None)
+            if least is None or (least.users and len(self._loops) < MOST_LOOPS):
+                try:
+                    least = _SideLoop()
+                    self._loops.append(least)
+                except (OSError, RuntimeError) as failure:
+                    if least is None:
+                        raise NoVerdictError(
+                            Reason.INFRA, f"no thread to call {what} can be started: {failure}"
+                        ) from failure
+            least.users += 1
+            return least
+
+    def give_back(self, side: _SideLoop, caller: Side) -> None:
+        """A session does not need its loop any more. It is free once nothing blocks it."""
+
+        def done() -> None:
+            with self._lock:
+                side.users -= 1
+
+        with self._lock:
+            if not side.is_left:
+                side.cancel(caller, done)
+
+    def leave(self, side: _SideLoop) -> None:
+        """A loop is blocked: no session gets it any more."""
+        with self._lock:
+            if side in self._loops:
+                self._loops.remove(side)
+                side.is_left = True
+                side.stop()  # once what blocks it returns
+
+
+_LOOPS = _Loops()
+
+
+class _Calls:
+    """Threads for functions that block, which are used again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._threads = self._busy = 0
+
+    def submit(self, call: "_Call") -> None:
+        """Have a function called, as soon as a thread is free.
+
+        Raises:
+            RuntimeError: there is no thread, and none can be started.
+        """
+        with self._lock:
+            self._busy += 1
+            try:
+                self._grow()
+            except RuntimeError:
+                if not self._threads:
+                    self._busy -= 1
+                    raise
+        self._work.put(call)
+
+    def _grow(self) -> None:
+        """Start a thread where there are more calls than threads. The lock is held."""
+        if self._busy > self._threads and self._threads < MOST_CALLS:
+            threading.Thread(target=self._run, name="tool", daemon=True).start()
+            self._threads += 1
+
+    def leave(self, call: "_Call") -> None:
+        """Nobody waits for a call any more: its thread does not count until it returns."""
+        with self._lock:
+            if call.is_left or call.future.done():
+                return
+            call.is_left = True
+            if call.has_begun:
+                self._threads -= 1
+                self._busy -= 1
+                with contextlib.suppress(RuntimeError):  # the calls that wait get the thread of another call
+                    self._grow()
+
+    def _run(self) -> None:
+        while True:
+            call = self._work.get()
+            with self._lock:
+                call.has_begun = True
+                skipped = call.is_left
+            if not skipped:
+                call.run()
+            with self._lock:
+                if call.is_left and not skipped:
+                    return  # others have taken its place
+                self._busy -= 1
+
+
+class _Call:
+    """A function that is called in a thread, with the context of its caller."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # the thread ends with it, whether or not someone still waits
+        self.has_begun = self.is_left = False
+        self._function, self._context = function, contextvars.copy_context()
+        self._clock = self._context.run(clock.current)
+        if self._clock is not None:
+            self._clock.stop()  # until a thread is free
+
+    def run(self) -> None:
+        """Call it."""
+        if self._clock is not None:
+            self._clock.go_on()
+        try:
+            self.future.set_result(self._context.run(self._function))
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+_CALLS = _Calls()
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread that does not keep the process from ending.
+
+    A process has up to `MOST_CALLS` such threads. A call that waits for one does not run out of time meanwhile. Where
+    it is cancelled while it runs, its thread is left behind and does not count.
+
+    Raises:
+        NoVerdictError: no thread can be started.
+    """
+    call = _Call(function)
+    try:
+        _CALLS.submit(call)
+    except RuntimeError as error:
+        raise NoVerdictError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
+    try:
+        return await asyncio.wrap_future(call.future)
+    except asyncio.CancelledError:
+        _CALLS.leave(call)
+        raise

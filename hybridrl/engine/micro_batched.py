@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from hybridrl.engine.capabilities import ReplaysRouting
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
-from hybridrl.engine.prefix_plan import PrefixPlan
+from hybridrl.engine.prefix_plan import WORTHWHILE_SHARE, PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import ModelError, is_out_of_memory
 from hybridrl.models.work import Work
@@ -69,13 +69,13 @@ class MicroBatchedEngine(Engine):
         packed: whether micro-batches are packed into one row instead of padded.
         work: what a sequence costs this model, for micro-batches that take about the same time.
         shares_prefixes: whether tokens that rows of a micro-batch share are computed once; each of its micro-batches
-            is a `TreeLayout` then.
+            is a `TreeLayout` then. None: in the calls in which it pays.
     """
 
     model_type: str
     packed: bool = False
     work: Work = Work()
-    shares_prefixes: bool = False
+    shares_prefixes: bool | None = False
     _function: LogitsFunction | None = None  # within `computing` of an engine with `ComputesFromLogits`
 
     @functools.cached_property
@@ -133,8 +133,9 @@ class MicroBatchedEngine(Engine):
         self._check_outputs(outputs)
         function = None if self._function is None or not set(self._function.outputs) & set(outputs) else self._function
         wanted = Wanted(tuple(outputs), temperature, function)
+        tree = self._may_be_tree(batch, micro, wanted)
         plan, computed = self._within_memory(
-            "infer", batch, micro, lambda plan: self.forward_only(self._layouts(plan, function), wanted)
+            "infer", batch, micro, lambda plan: self.forward_only(self._layouts(plan, function), wanted), tree
         )
         if computed is None:
             return {}
@@ -171,7 +172,8 @@ class MicroBatchedEngine(Engine):
             self.forward_backward(self._layouts(plan, self._function), wanted, shares)
             return shares
 
-        plan, shares = self._within_memory("train_batch", batch, micro, add_gradients)
+        tree = self._may_be_tree(batch, micro, wanted)
+        plan, shares = self._within_memory("train_batch", batch, micro, add_gradients, tree)
         norm, problem = self._check_step(shares.losses, plan.groups)
         if problem is None:
             self.apply_gradients(norm)
@@ -191,7 +193,7 @@ class MicroBatchedEngine(Engine):
         return merge_metrics([*shares.metrics, own])
 
     def _within_memory(
-        self, call: str, batch: DataProto, micro: MicroBatching, compute: Callable[[BatchPlan], Computed]
+        self, call: str, batch: DataProto, micro: MicroBatching, compute: Callable[[BatchPlan], Computed], tree: bool
     ) -> tuple[BatchPlan, Computed]:
         """Plan and compute; after an out-of-memory error, plan smaller micro-batches and compute all of them again.
 
@@ -206,7 +208,7 @@ class MicroBatchedEngine(Engine):
         while True:
             if limit is not None:
                 micro = replace(micro, max_tokens=min(limit, micro.max_tokens or limit))
-            plan = self._plan(batch, micro)
+            plan = self._plan(batch, micro, tree)
             try:
                 return plan, compute(plan)
             except Exception as error:
@@ -227,12 +229,43 @@ class MicroBatchedEngine(Engine):
                 "warning",
             )
 
-    def _plan(self, batch: DataProto, micro: MicroBatching) -> BatchPlan:
-        """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each."""
+    def _may_be_tree(self, batch: DataProto, micro: MicroBatching, wanted: Wanted) -> bool:
+        """Whether micro-batches of this call may be prefix trees; the same on every rank.
+
+        With `shares_prefixes` None, they are not where something belongs to the tokens of single rows, or another
+        model reads the micro-batches and computes no trees.
+        """
+        if self.shares_prefixes is not None:
+            return self.shares_prefixes
+        function = wanted.function
+        others = [function.other if function is not None else None]
+        others += [getattr(self, "reference", None)] if "ref_kl" in wanted.outputs else []
+        return not (
+            micro.rows_together > 1
+            or ROUTED_EXPERTS in wanted.outputs
+            or (batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys())
+            or (function is not None and function.fields)
+            or any(getattr(other, "shares_prefixes", None) is False for other in others)
+        )
+
+    def _pays(self, plan: PrefixPlan) -> bool:
+        """Whether the micro-batches of all ranks save enough tokens; the same on every rank."""
+        own = torch.tensor([plan.computed_tokens, plan.row_tokens], device="cpu")
+        computed, rows = torch.stack(distributed.all_gather(own, self.geometry.dp_group)).sum(0).tolist()
+        return computed < (1 - WORTHWHILE_SHARE) * rows
+
+    def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
+        """The micro-batches of this rank's rows; ranks that share sequences hold a part of the tokens each.
+
+        Args:
+            tree: what `_may_be_tree` says.
+        """
         if micro.max_tokens is not None:
             micro = replace(micro, max_tokens=micro.max_tokens * self.geometry.cp_size)
-        if self.shares_prefixes:
-            return PrefixPlan(fields(batch), micro)
+        if tree and self.shares_prefixes is not False:
+            plan = PrefixPlan(fields(batch), micro)
+            if self.shares_prefixes or self._pays(plan):
+                return plan
         return BatchPlan(fields(batch), micro, self.packed, self.work)
 
     def _layouts(self, plan: BatchPlan, function: LogitsFunction | None) -> list[Layout]:

@@ -20,6 +20,9 @@ from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition
 from hybridrl.models.tree_attention import Paths
 from hybridrl.utils import device
 
+#: share of a batch's tokens that sharing has to save to be chosen (`model.share_prefixes=null`); docs/prefix_sharing.md
+WORTHWHILE_SHARE = 0.25
+
 
 @dataclass(slots=True)
 class TreeLayout(Layout):
@@ -67,6 +70,7 @@ class PrefixPlan(BatchPlan):
     Attributes:
         shared_tokens: the share of the batch's tokens that are not computed, because another row's are the same.
         row_tokens: tokens of the rows in micro-batches.
+        computed_tokens: tokens of the trees of all micro-batches.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], micro: MicroBatching):
@@ -89,8 +93,8 @@ class PrefixPlan(BatchPlan):
             self._order, micro.size or len(rows), micro.max_tokens, PREFERRED_CELLS[kind], WORTHWHILE_PADDING[kind]
         )
         self.row_tokens = sum(self._order.lengths)
-        computed = sum(map(self.tokens, self.groups))
-        self.shared_tokens = 1 - computed / self.row_tokens if self.row_tokens else 0.0
+        self.computed_tokens = sum(map(self.tokens, self.groups))
+        self.shared_tokens = 1 - self.computed_tokens / self.row_tokens if self.row_tokens else 0.0
 
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens of the prefix tree of these rows."""

@@ -35,6 +35,8 @@ TREE = "hybridrl_tree"
 _BLOCK = 256
 
 _sharing: ContextVar[bool] = ContextVar("hybridrl_sharing", default=False)
+#: the layers that followed paths in the innermost `flat_row`
+_followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
 
 
 def why_not_shared(config: PreTrainedConfig) -> str | None:
@@ -97,13 +99,27 @@ class Paths:
 
 
 @contextlib.contextmanager
-def flat_row() -> Iterator[None]:
-    """Within the context no attention mask is made: the attention gets the paths instead."""
-    token = _sharing.set(True)
+def flat_row(config: PreTrainedConfig) -> Iterator[None]:
+    """Within the context no attention mask is made: the attention gets the paths instead.
+
+    Args:
+        config: of the model that is called in the context.
+
+    Raises:
+        ModelError: not every layer used the paths.
+    """
+    token, counted = _sharing.set(True), _followed.set([])
     try:
         yield
+        layers, found = config.get_text_config().num_hidden_layers, len(_followed.get())
     finally:
+        _followed.reset(counted)
         _sharing.reset(token)
+    if found < layers:
+        raise ModelError(
+            f"{found} of the {layers} layers of this {config.model_type} model compute attention along the paths of a "
+            "prefix tree; set model.share_prefixes=False"
+        )
 
 
 def _mask(**arguments: Any) -> torch.Tensor | None:
@@ -150,6 +166,8 @@ def _attention(
             f"{type(module).__name__} uses {', '.join(unknown)}, which attention along the paths of a prefix tree does "
             "not compute; set model.share_prefixes=False"
         )
+    if _sharing.get():  # not while a layer is computed again
+        _followed.get().append(type(module))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if sequence_group is not None:

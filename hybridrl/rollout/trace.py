@@ -5,14 +5,19 @@ A turn of the trace is one call: `prompt_token_ids` are all tokens before the co
 call that this one continues, the reason why it ended, and which weights generated which of its tokens.
 """
 
+import json
 import math
+import re
+import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
+from hybridrl.utils.files import write_text
 
 SCHEMA_VERSION = 1
 _LOWEST = -9999.0  # JSON has no infinity
@@ -49,6 +54,29 @@ def _entry(tree: TokenTree, index: int, shown: Mapping[int, Mapping[str, Any]]) 
             "weight_versions": spans(completion.versions),
         },
     }
+
+
+def write_trace(folder: Path, name: str, trace: Mapping[str, Any]) -> Path:
+    """Write a trace into a folder, under a name that no other file there has."""
+    plain = re.sub(r"[^\w.-]", "_", name)
+    path = folder / f"{plain}-{secrets.token_hex(4)}.json"
+    write_text(path, json.dumps(trace))
+    return path
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """The trace of a file, for `trajectories_of`.
+
+    Raises:
+        RolloutError: it cannot be read as one.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RolloutError(f"{path} cannot be read as a training trace: {error}") from error
+    if not isinstance(found, dict):
+        raise RolloutError(f"{path} cannot be read as a training trace: it is no JSON object")
+    return found
 
 
 def _name(index: int) -> str:

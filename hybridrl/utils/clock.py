@@ -56,6 +56,11 @@ class Clock:
                     self._told(False)
 
 
+def current() -> Clock | None:
+    """The clock of this call; None: the call is not limited."""
+    return _current.get()
+
+
 @contextlib.contextmanager
 def running(clock: Clock) -> Iterator[Clock]:
     """What is called within this context, and the tasks and threads that copy its context, are measured by `clock`."""

@@ -24,6 +24,8 @@ from typing import Any
 from hybridrl.errors import UserError
 from hybridrl.verl_compat import alias
 
+_PREFIX = "hybridrl_user_"  # of the names of modules that are loaded from files
+
 
 def load_module(path: str, key: str, error: type[UserError] = UserError) -> ModuleType:
     """Load a file or import a module. A file that was loaded before, and has not changed, is not run again.
@@ -90,6 +92,14 @@ def load_class(
     return found
 
 
+def loaded_file(entry: Any) -> str | None:
+    """The file that `load_module` loaded and that defines this class or function; None: it comes from elsewhere."""
+    name = getattr(entry, "__module__", None) or ""
+    if not name.startswith(_PREFIX):
+        return None
+    return sys.modules[name].__file__ if name in sys.modules else None
+
+
 def defined_in(module: ModuleType, kind: Callable[[Any], bool] = callable) -> list[str]:
     """Return the public names of one kind that a module itself defines."""
     return [
@@ -101,7 +111,7 @@ def defined_in(module: ModuleType, kind: Callable[[Any], bool] = callable) -> li
 
 def _load_file(file: Path) -> ModuleType:
     stamp = zlib.crc32(file.read_bytes(), zlib.crc32(bytes(file)))
-    name = f"hybridrl_user_{file.stem}_{stamp:08x}"
+    name = f"{_PREFIX}{file.stem}_{stamp:08x}"
     if name in sys.modules:
         return sys.modules[name]
     if str(file.parent) not in sys.path:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from guess_env import Length
+from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
-from test_agents_rollout import ROLLOUT, config_for, engine, model, prompts_of, started  # noqa: F401  (fixtures)
 
 from hybridrl.agents import create_agents
 from hybridrl.agents.environments.load import load_environments
@@ -15,14 +15,14 @@ from hybridrl.verdict import Reason
 QWEN = FAMILIES["qwen"]
 
 
-def env_config(model, environment: str | None, *more: str):  # noqa: F811
+def env_config(model, environment: str | None, *more: str):
     words = [f"{ROLLOUT}.agent.default_agent_loop=env_agent", f"{ROLLOUT}.multi_turn.function_tool_path=null"]
     if environment is not None:
         words.append(f"{ROLLOUT}.agent.default_environment={environment}")
     return config_for(model, QWEN.template, *words, *more)
 
 
-def test_an_episode_is_what_was_sampled_and_rewards_stand_on_their_turns(started, model) -> None:  # noqa: F811
+def test_an_episode_is_what_was_sampled_and_rewards_stand_on_their_turns(started, model) -> None:
     Length.log.clear()
     rollout, recorded = started(env_config(model, "length", f"{ROLLOUT}.agent.environment_turn_tokens=25"))
     prompts = prompts_of(rollout, 4, sample=[0, 1, 0, 1])
@@ -74,7 +74,7 @@ def test_an_episode_is_what_was_sampled_and_rewards_stand_on_their_turns(started
     assert sum(entry[1:] == ("closed",) for entry in Length.log if isinstance(entry, tuple)) == 4
 
 
-def test_seeds_are_the_same_again_and_others_in_validation(started, model) -> None:  # noqa: F811
+def test_seeds_are_the_same_again_and_others_in_validation(started, model) -> None:
     rollout, _ = started(env_config(model, "length"))
     seeds = []
     for validate in (False, False, True):
@@ -87,7 +87,7 @@ def test_seeds_are_the_same_again_and_others_in_validation(started, model) -> No
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs", "exits", "nan", "nothing", "gives_up"])
-def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys, how) -> None:  # noqa: F811
+def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys, how) -> None:
     words = [f"{ROLLOUT}.agent.environment_timeout_s=2", f"{ROLLOUT}.agent.retries=0"]
     rollout, _ = started(env_config(model, "faulty", *words, f"{ROLLOUT}.agent.environment_turn_tokens=5"))
     batch = rollout.generate(prompts_of(rollout, 3, env_kwargs=[{"how": how}, None, {}]))
@@ -107,7 +107,7 @@ def test_a_faulty_environment_spoils_its_own_session_only(started, model, capsys
     }[how] in told
 
 
-def test_an_environment_may_declare_tools(started, model) -> None:  # noqa: F811
+def test_an_environment_may_declare_tools(started, model) -> None:
     rollout, recorded = started(env_config(model, "caller", f"{ROLLOUT}.multi_turn.max_assistant_turns=3"))
     batch = rollout.generate(prompts_of(rollout, 2))
     text = rollout._agents.tokenizer.decode(batch.batch["input_ids"][0])
@@ -117,7 +117,7 @@ def test_an_environment_may_declare_tools(started, model) -> None:  # noqa: F811
     assert len(recorded.calls) == sum(turns) and max(turns) == 3
 
 
-def test_a_turn_that_the_length_cuts_is_no_action(started, model) -> None:  # noqa: F811
+def test_a_turn_that_the_length_cuts_is_no_action(started, model) -> None:
     Length.log.clear()
     config = env_config(model, "length")
     config.actor_rollout_ref.rollout.response_length = 3
@@ -128,7 +128,7 @@ def test_a_turn_that_the_length_cuts_is_no_action(started, model) -> None:  # no
     assert cut > 0 and finished.count(0) >= 1 and not any(batch.non_tensor_batch["env_done"])
 
 
-def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:  # noqa: F811
+def test_environments_of_a_file_and_what_is_refused(model, tmp_path) -> None:
     file = tmp_path / "environments.yaml"
     file.write_text(f"environments:\n- {{name: short, class_name: {Length.__module__}.Length, config: {{steps: 1}}}}\n")
     found = load_environments(str(file), None, [])

@@ -33,6 +33,7 @@ from hybridrl.protocol.names import MISSING_SAMPLES
 from hybridrl.rollout import HFRollout, InPlaceRollout
 from hybridrl.rollout.rollout import RunServer
 from hybridrl.rollout.server import make_server
+from hybridrl.rollout.trace import read_trace, trajectories_of
 from hybridrl.trainer.ppo.run_ppo import started_trainer
 from hybridrl.utils.agent_host import Job, Program
 from hybridrl.verdict import NoVerdict, Reason, Verdict
@@ -91,7 +92,7 @@ def engine(model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def rollout(model: Path, engine: Any) -> Iterator[tuple[AgentRollout, Recorded]]:
-    config = config_for(model)
+    config = config_for(model, f"{ROLLOUT}.agent.trace_dir={model.parent / 'traces'}")
     policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
     ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
     local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
@@ -134,9 +135,33 @@ def generated(rollout: tuple[AgentRollout, Recorded], kinds: list[str], mark: st
     )
 
 
-def test_an_unmodified_agent_is_trained_on_what_was_sampled(rollout: Any, engine: Any) -> None:
+def check_traces(folder: Path, batch: DataProto) -> None:
+    """Each session has a file, which gives the rows of the batch again."""
+    files = sorted(folder.glob("*.json"))
+    assert [path.name[:6] for path in files] == ["0-0-0-", "0-1-0-"]
+    fields, row = batch.batch, 0
+    width = fields["prompts"].shape[1]
+    for path in files:
+        trace = read_trace(path)
+        assert all(turn["request"]["messages"] for turn in trace["turns"])
+        for one in trajectories_of(trace):
+            count = len(one.token_ids)
+            assert fields["attention_mask"][row].sum() == len(one.prompt_ids) + count
+            assert fields["input_ids"][row, width - len(one.prompt_ids) : width + count].tolist() == [
+                *one.prompt_ids,
+                *one.token_ids,
+            ]
+            assert fields["response_mask"][row, :count].tolist() == list(one.mask)
+            told = torch.tensor(one.log_probs) - fields["rollout_log_probs"][row, :count]
+            assert told[torch.tensor(one.mask).bool()].abs().max() < 1e-6
+            row += 1
+    assert row == len(batch)
+
+
+def test_an_unmodified_agent_is_trained_on_what_was_sampled(rollout: Any, engine: Any, model: Path) -> None:
     """Two conversations per session; all of their tokens, with the log-probabilities that training computes."""
     batch = generated(rollout, ["talks", "talks"])
+    check_traces(model.parent / "traces", batch)
     fields, calls = batch.batch, rollout[1].calls
     assert len(batch) == 4 and len(calls) == 6
     assert batch.non_tensor_batch["trajectory_index"].tolist() == [0, 1, 0, 1]

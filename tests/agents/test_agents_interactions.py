@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
-from test_agents_rollout import ROLLOUT, config_for, engine, model, prompts_of, started  # noqa: F401  (fixtures)
 
 from hybridrl.agents import create_agents
 from hybridrl.agents.interactions.gsm8k import Gsm8kInteraction
@@ -39,7 +39,7 @@ def file(tmp_path: Path) -> Path:
     return found
 
 
-def user_config(model, file, *more):  # noqa: F811
+def user_config(model, file, *more):
     words = [f"{ROLLOUT}.multi_turn.interaction_config_path={file}", f"{ROLLOUT}.multi_turn.function_tool_path=null"]
     return config_for(model, QWEN.template, f"{ROLLOUT}.multi_turn.format=hermes", *words, *more)
 
@@ -47,7 +47,7 @@ def user_config(model, file, *more):  # noqa: F811
 ROWS = Rows({"times": 1})
 
 
-def test_a_user_answers_until_it_ends_the_session(started, model, file) -> None:  # noqa: F811
+def test_a_user_answers_until_it_ends_the_session(started, model, file) -> None:
     rollout, recorded = started(user_config(model, file), ROWS)
     kwargs = [{"name": "polite", "times": 3, "mood": "good"}, {"times": 1}, None]
     batch = rollout.generate(prompts_of(rollout, 3, interaction_kwargs=kwargs))
@@ -69,7 +69,7 @@ def test_a_user_answers_until_it_ends_the_session(started, model, file) -> None:
     assert not batch.batch["turn_level_rewards"].any()  # reported, and not added to the score
 
 
-def test_scores_of_turns_may_be_trained_on(started, model, file) -> None:  # noqa: F811
+def test_scores_of_turns_may_be_trained_on(started, model, file) -> None:
     rollout, _ = started(user_config(model, file, f"{ROLLOUT}.multi_turn.turn_rewards=True"), ROWS)
     batch = rollout.generate(prompts_of(rollout, 2, interaction_kwargs=[{"times": 2}, {"times": 1}]))
     rewards, mask = batch.batch["turn_level_rewards"], batch.batch["response_mask"].bool()
@@ -79,7 +79,7 @@ def test_scores_of_turns_may_be_trained_on(started, model, file) -> None:  # noq
         assert not rewards[row][~last].any()
 
 
-def test_a_user_that_raises_spoils_its_own_session(started, model, file, capsys) -> None:  # noqa: F811
+def test_a_user_that_raises_spoils_its_own_session(started, model, file, capsys) -> None:
     rollout, _ = started(user_config(model, file, f"{ROLLOUT}.agent.retries=0"), ROWS)
     kwargs = [{"times": 1, "how": "raises"}, {"times": 1}]
     batch = rollout.generate(prompts_of(rollout, 2, interaction_kwargs=kwargs))
@@ -93,7 +93,7 @@ def test_a_conversation_about_gsm8k(tmp_path) -> None:
     file.write_text(
         "interaction:\n- {name: math, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}\n"
     )
-    users = load_interactions(str(file), [{"name": "math", "ground_truth": "18"}])
+    users = load_interactions(str(file))
     user = users.of({"name": "math"})
     assert type(user) is Gsm8kInteraction and sys.modules["verl.interactions.base"].BaseInteraction
 
@@ -113,17 +113,17 @@ def test_a_conversation_about_gsm8k(tmp_path) -> None:
         asyncio.run(InteractionSession(user, {"name": "math"}, 20).reply([]))
 
 
-def test_what_cannot_work_is_refused(model, file) -> None:  # noqa: F811
+def test_what_cannot_work_is_refused(model, file) -> None:
     with pytest.raises(RolloutError, match="no row has interaction_kwargs"):
-        load_interactions(str(file), [{}, {}])
+        load_interactions(str(file)).check_rows([{}, {}])
     with pytest.raises(RolloutError, match=r"interaction_kwargs\.name is 'rude'; .* has polite"):
-        load_interactions(str(file), [{"name": "polite"}, {"name": "rude"}])
+        load_interactions(str(file)).check_rows([{"name": "polite"}, {"name": "rude"}])
     file.write_text("interaction:\n- {name: a, class_name: pathlib.Path}\n")
     with pytest.raises(RolloutError, match="BaseInteraction"):
-        load_interactions(str(file), [{"name": "a"}])
+        load_interactions(str(file))
     file.write_text("interaction:\n- {class_name: guess}\n")
     with pytest.raises(RolloutError, match="known are gsm8k"):
-        load_interactions(str(file), [{"name": "a"}])
+        load_interactions(str(file))
     config = user_config(model, "nowhere.yaml")
     with pytest.raises(RolloutError, match="no such file"):
         create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from rollout_stage import ROLLOUT, config_for, prompts_of
 from template_families import FAMILIES
-from test_agents_rollout import ROLLOUT, config_for, engine, model, prompts_of, started  # noqa: F401  (fixtures)
 from websockets.exceptions import ConnectionClosedError
 
 from hybridrl.agents.environments.base import Action
@@ -99,7 +99,7 @@ def test_sessions_wait_for_a_place_on_the_server(config, told) -> None:
     assert asyncio.run(together()) == [str(number) for number in range(6)]
 
 
-def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, model, tmp_path, capsys) -> None:  # noqa: F811
+def test_a_server_that_dies_spoils_its_sessions_only_and_starts_again(started, model, tmp_path, capsys) -> None:
     file = tmp_path / "environments.yaml"
     settings = "".join(f"    {name}: {value}\n" for name, value in {**CONFIG, **TEXT}.items())
     file.write_text(f"environments:\n- name: echo\n  class_name: openenv\n  config:\n{settings}")

@@ -4,115 +4,24 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
-from template_families import FAMILIES, write_model
+from rollout_stage import ROLLOUT, config_for, prompts_of
+from template_families import FAMILIES
 
 from hybridrl.agents import AgentLoopBase, AgentLoopOutput, AgentRollout, create_agents, register
 from hybridrl.agents.rollout import _run
 from hybridrl.config import load_config
 from hybridrl.engine.microbatch import MicroBatching
-from hybridrl.engine.train_engine import TrainEngines
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
+from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol import DataProto, object_array
-from hybridrl.registry import import_external_lib
 from hybridrl.reward import create_reward_manager
-from hybridrl.rollout import HFRollout, InPlaceRollout, Rollout
+from hybridrl.rollout import Rollout
 from hybridrl.trainer.ppo.early_scores import EarlyScores
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
-
-ECHO = Path(__file__).with_name("echo_tools.py")
-PROMPT, RESPONSE = 1200, 400
-ROLLOUT = "actor_rollout_ref.rollout"
-
-
-@pytest.fixture(scope="module")
-def model(micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import_external_lib(str(ECHO))
-    return write_model(micro_model, tmp_path_factory.mktemp("families"))
-
-
-def config_for(model: Path, template: str, *more: str):
-    config = load_config(
-        "ppo_trainer",
-        [
-            f"actor_rollout_ref.model.path={model}",
-            f"actor_rollout_ref.model.external_lib={ECHO}",
-            f"data.max_prompt_length={PROMPT}",
-            f"data.max_response_length={RESPONSE}",
-            f"{ROLLOUT}.multi_turn.enable=True",
-            f"{ROLLOUT}.multi_turn.function_tool_path={ECHO}",
-            f"{ROLLOUT}.multi_turn.format=every_turn",
-            f"{ROLLOUT}.stop=[{','.join('ABCDEFGHIJKLMNOPQ')}]",  # a random model rarely ends a turn
-            *more,
-        ],
-    )
-    config.actor_rollout_ref.model.custom_chat_template = template
-    return config
-
-
-class Recorded:
-    """A client that notes what passes."""
-
-    def __init__(self, client) -> None:
-        self.client, self.calls = client, []
-
-    async def generate(self, request):
-        completion = await self.client.generate(request)
-        self.calls.append((list(request.prompt_ids), completion))
-        return completion
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path):
-    settings = config_for(model, "").actor_rollout_ref
-    engine = TrainEngines.create("language_model", "fsdp2", model=settings.model, engine=settings.actor.fsdp_config)
-    engine.initialize()
-    return engine
-
-
-@pytest.fixture
-def started(engine):
-    """Makes a rollout of agents over the engine; ends it afterwards."""
-    made = []
-
-    def start(config, *datasets) -> tuple[AgentRollout, Recorded]:
-        policy, tokenizer = config.actor_rollout_ref, tokenizer_of(config.actor_rollout_ref.model)
-        ends = eos_token_ids(policy.model.path, config_of(policy.model), tokenizer)
-        local = HFRollout(policy.rollout, engine, ends, tokenizer.pad_token_id, tokenizer)
-        inner = InPlaceRollout(SimpleNamespace(generate_sequences=local.generate, world_size=1), policy.rollout)
-        inner.update_weights(0)
-        recorded = Recorded(inner.client())
-        inner.client = lambda: recorded
-        agents = create_agents(config, tokenizer, datasets)
-        assert agents is not None
-        made.append(AgentRollout(inner, agents))
-        return made[-1], recorded
-
-    yield start
-    for rollout in made:
-        rollout.close()
-
-
-def prompts_of(rollout: AgentRollout, count: int, **columns) -> DataProto:
-    """Prompts of different lengths."""
-    messages = [[{"role": "user", "content": "Sort: " + "3 1 2 " * (number + 1)}] for number in range(count)]
-    turns, schemas = rollout._agents.turns, [tool.tool_schema for tool in rollout._agents.tools.values()]
-    ids = [turns.prompt(one, schemas) for one in messages]
-    width = max(map(len, ids))
-    tensor = torch.tensor([[0] * (width - len(one)) + one for one in ids])
-    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in ids])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    names = {"uid": [f"0-{n}" for n in range(count)], "sample": [0] * count, "raw_prompt": messages, **columns}
-    return DataProto.from_dict(
-        tensors={"input_ids": tensor, "attention_mask": mask, "position_ids": positions},
-        non_tensors={name: object_array(values) for name, values in names.items()},
-        meta_info={"global_steps": 1},
-    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -87,6 +87,7 @@ def overrides(run: list[str], model: Path, folder: Path) -> list[str]:
         "trainer.test_freq=2",
         "trainer.dump_freq=1",
         "trainer.report=False",
+        "reward.timeout_s=600",  # a reward that is late on a busy machine would be generated again, in one run only
         # What carries state from step to step besides the weights: schedule, adaptive KL, critic, epochs with a
         # shuffle.
         f"actor_rollout_ref.model.external_lib={folder.parent / 'held.py'}",
@@ -174,6 +175,7 @@ def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
         "trainer.save_freq=2",
         "trainer.dump_freq=1",
         "trainer.report=False",
+        "reward.timeout_s=600",
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     job = start_real(*words, f"trainer.default_local_dir={whole}")

@@ -67,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**SIZES, **LATENT, **ROUTED, "first_k_dense_replace": 1},
 }
 SHARED = {"share_prefixes": True}
+AUTO = {"share_prefixes": None}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -227,6 +228,48 @@ def test_rows_that_share_nothing_and_a_mini_batch_without_responses(llama: Path)
     assert "shared_prefix_frac" not in shared.train_batch(batch, MicroBatching(), policy_loss)
 
 
+def test_null_shares_where_it_pays(llama: Path, llamas: tuple[Any, Any], capfd: pytest.CaptureFixture) -> None:
+    """Bit for bit as with True, where it saves enough tokens of the batch, and as with False elsewhere."""
+    engine: Any = make_engine(llama, model=AUTO)
+    unrelated = make_fields(seed=4)
+    for fields, equal in ((FIELDS, llamas[0]), (unrelated, llamas[1])):
+        for micro in (MicroBatching(), MicroBatching(max_tokens=40)):
+            found = engine.infer(make_batch(fields), micro, TEMPERATURE)["log_probs"]
+            assert torch.equal(found, equal.infer(make_batch(fields), micro, TEMPERATURE)["log_probs"])
+        found, metrics = gradients(engine, policy_loss, MicroBatching(), fields)
+        expected, others = gradients(equal, policy_loss, MicroBatching(), fields)
+        assert metrics == others and ("shared_prefix_frac" in metrics) == (fields is FIELDS)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert "share_prefixes" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_remove_padding": False}, {"override_config": {"attn_implementation": "eager"}}],
+)
+def test_null_gives_way_to_other_settings(settings: dict[str, Any], llama: Path) -> None:
+    engine: Any = make_engine(llama, model={**AUTO, **settings})
+    assert engine.shares_prefixes is False
+    TrainEngines.get("language_model", "fsdp2").check(engine.model_config, FSDPConfig(use_torch_compile=True), 1)
+
+
+def test_null_computes_rows_apart_whose_tokens_have_something_of_their_own(llama: Path) -> None:
+    engine: Any = make_engine(llama, model=AUTO)
+    mixed = make_engine(llama, model=AUTO), make_engine(llama, model={"share_prefixes": False})
+    for reference in mixed:  # one that reads trees, and one that does not
+        engine.compare_with(reference)
+        _, metrics = gradients(engine, full_kl_loss, MicroBatching(size=5), ref_kl=True)
+        assert ("shared_prefix_frac" in metrics) == (reference is mixed[0])
+        assert metrics["ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert "shared_prefix_frac" in gradients(engine, policy_loss, MicroBatching())[1]
+    pairs = engine.train_batch(make_batch(without_empty_rows()), MicroBatching(rows_together=2), policy_loss)
+    assert "shared_prefix_frac" not in pairs
+
+
+def without_empty_rows() -> dict[str, torch.Tensor]:
+    return {name: tensor[[row for row in range(ROWS) if row not in (4, 5)]] for name, tensor in FIELDS.items()}
+
+
 def test_limits_count_the_tokens_of_the_tree() -> None:
     """Also that of a retry after an out-of-memory error."""
     plan = PrefixPlan(FIELDS, MicroBatching())
@@ -291,6 +334,8 @@ def test_models_whose_tokens_see_more_than_their_path(config: PreTrainedConfig, 
 
 def test_a_model_that_cannot_share_says_so_and_trains(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     AutoModelForCausalLM.from_config(transformers.Gemma2Config(**GROUPED, head_dim=8)).save_pretrained(tmp_path)
+    make_engine(tmp_path, model=AUTO)
+    assert "share_prefixes" not in capfd.readouterr().err  # it asks for nothing
     engine = make_engine(tmp_path, model=SHARED)
     assert "model.share_prefixes has no effect, because" in capfd.readouterr().err
     assert "shared_prefix_frac" not in engine.train_batch(make_batch(FIELDS), MicroBatching(), policy_loss)
@@ -302,6 +347,14 @@ def test_a_model_that_hides_the_paths_is_refused(llama: Path) -> None:
         forward = layer.self_attn.forward
         layer.self_attn.forward = lambda *args, f=forward, prefix_paths=None, **kwargs: f(*args, **kwargs)
     with pytest.raises(ModelError, match=r"LlamaAttention .* model.share_prefixes=False"):
+        engine.infer(make_batch(FIELDS), MicroBatching())
+
+
+def test_a_layer_with_an_attention_of_its_own_is_refused(llama: Path) -> None:
+    """It would see all tokens of the flat row before it, without an error of its own."""
+    engine: Any = make_engine(llama, model=AUTO)
+    engine.module.model.layers[1].self_attn.forward = lambda hidden_states, **options: (hidden_states, None)
+    with pytest.raises(ModelError, match=r"1 of the 2 layers of this llama model .* model\.share_prefixes=False"):
         engine.infer(make_batch(FIELDS), MicroBatching())
 
 
@@ -368,12 +421,13 @@ def test_random_trees_in_float64(
 # ------------------------------------------------------------------ several ranks
 
 
-def steps(folder: Path, rows: slice, share: bool, **engine_settings: Any) -> dict[str, torch.Tensor]:
+def steps(folder: Path, rows: slice, share: bool | None, **engine_settings: Any) -> dict[str, torch.Tensor]:
     """The weights after two steps, and the log-probabilities of the rows."""
     optim = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}
     engine = make_engine(folder, optim=optim, model={"share_prefixes": share}, **engine_settings)
     for _ in range(2):
-        engine.train_batch(make_batch(FIELDS, rows), MicroBatching(max_tokens=60), policy_loss, TEMPERATURE)
+        found = engine.train_batch(make_batch(FIELDS, rows), MicroBatching(max_tokens=60), policy_loss, TEMPERATURE)
+        assert ("shared_prefix_frac" in found) == (share is not False)  # on every rank
     after = engine.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
     return {**weights(engine), **after}
 
@@ -384,6 +438,10 @@ def on_two_ranks(rank: int, folder: Path) -> None:
     rows = slice(0, 3) if rank == 0 else slice(3, 12)  # within a group; the second has more micro-batches
     expected["log_probs"] = expected["log_probs"][rows]
     assert_close(steps(folder, rows, True), expected, 1e-5)
+    # Whether it pays is decided for the rows of both ranks: the first has one row, which shares nothing.
+    rows = slice(0, 1) if rank == 0 else slice(1, 12)
+    expected["log_probs"] = torch.load(folder / "apart.pt", weights_only=True)["log_probs"][rows]
+    assert_close(steps(folder, rows, None), expected, 1e-5)
 
 
 @pytest.mark.slow

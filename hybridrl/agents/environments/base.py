@@ -95,7 +95,10 @@ class Environment:
 
     @classmethod
     def start(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Called once before the run's first session, for example to check the settings or to start a server.
+        """Called once in each process that runs sessions, before its first one, for example to start a server.
+
+        With worker processes (`rollout.agent.num_workers`), the controller calls it and `stop` once at start-up, so
+        that mistakes are found early.
 
         Returns:
             The arguments of each object.
@@ -104,7 +107,7 @@ class Environment:
 
     @classmethod
     def stop(cls, config: dict[str, Any]) -> None:
-        """The run has ended.
+        """No further session runs in this process.
 
         Args:
             config: what `start` returned.

@@ -36,6 +36,7 @@ class Environments:
     def __init__(self, entries: Mapping[str, EnvironmentEntry], default: str | None) -> None:
         self.entries = entries
         self.default = default
+        self._open = True
 
     def entry(self, kwargs: Mapping[str, Any]) -> EnvironmentEntry:
         """The environment of a row with these `env_kwargs`.
@@ -52,7 +53,10 @@ class Environments:
         return self.entries[name]
 
     def close(self) -> None:
-        """End what the environments started for the run."""
+        """End what the environments started in this process. A second call has no effect."""
+        if not self._open:
+            return
+        self._open = False
         for name, entry in self.entries.items():
             if hasattr(entry.cls, "stop"):
                 try:

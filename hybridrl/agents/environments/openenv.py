@@ -51,7 +51,8 @@ class OpenEnvEnvironment(Environment):
         python: the Python of an environment that is there already; None: one is made on first use.
         action_field: the field of an action that gets the text of a turn; None: the text is the action as JSON.
         observation_field: the field of an observation that the model sees; None: all of it as JSON.
-        max_sessions: episodes at once, as many as the server allows; further sessions wait, which is no time of a call.
+        max_sessions: episodes at once of each process that runs sessions; further sessions wait, which is no time of a
+            call. Give what the server allows, divided by `agent.num_workers` where `url` names one for all.
             None: any number, and `reset` waits for a server that is full.
         start_timeout_s: seconds until a server that is started must answer.
     """

@@ -35,16 +35,31 @@ class Interactions:
             )
         return self.found[name]
 
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Check that rows name the users.
 
-def load_interactions(path: str, rows: Iterable[Mapping[str, Any]]) -> Interactions:
-    """Load the users of a file, and check that rows name them.
+        Args:
+            rows: `interaction_kwargs` of each row.
+
+        Raises:
+            RolloutError: a row names a user that there is not, or no row names one.
+        """
+        answered = [self.of(kwargs) is not None for kwargs in rows]  # each row is checked
+        if not any(answered):
+            raise RolloutError(
+                f"{_KEY}={self._path}: no row has interaction_kwargs (a column, or that entry of extra_info), so no "
+                "user would answer; add {name: ..., further arguments}, or remove the setting"
+            )
+
+
+def load_interactions(path: str) -> Interactions:
+    """Load the users of a file.
 
     Args:
         path: `multi_turn.interaction_config_path`: `{interaction: [{name, class_name, config}]}`.
-        rows: `interaction_kwargs` of each row.
 
     Raises:
-        RolloutError: the file or an entry is wrong, a row names a user that there is not, or no row names one.
+        RolloutError: the file or an entry is wrong.
     """
     found: dict[str, BaseInteraction] = {}
     for name, (class_name, config) in named_entries(path, _KEY, "interaction").items():
@@ -56,11 +71,4 @@ def load_interactions(path: str, rows: Iterable[Mapping[str, Any]]) -> Interacti
             raise RolloutError(f"{where}: {error}") from error
         except Exception as error:  # the user's class may raise anything
             raise RolloutError(f"{where}: making {class_name} failed: {type(error).__name__}: {error}") from error
-    users = Interactions(found, path)
-    answered = [users.of(kwargs) is not None for kwargs in rows]  # each row is checked
-    if not any(answered):
-        raise RolloutError(
-            f"{_KEY}={path}: no row has interaction_kwargs (a column, or that entry of extra_info), so no user would "
-            "answer; add {name: ..., further arguments}, or remove the setting"
-        )
-    return users
+    return Interactions(found, path)

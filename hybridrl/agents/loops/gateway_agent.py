@@ -1,12 +1,16 @@
 """An agent of the user's own, which talks to the run's server."""
 
+import asyncio
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.token_tree import TokenTree
+from hybridrl.rollout.trace import training_trace, write_trace
 from hybridrl.verdict import NoVerdict, NoVerdictError
 
 
@@ -30,6 +34,7 @@ class GatewayAgentLoop(AgentLoopBase):
         result, closed = await self.gateway.run(session.complete, session.sampling, row)
         session.raise_failure()
         session.log.messages = closed.messages
+        await self._write_trace(closed.trace, f"{row.get('uid', '')}-{row.get('sample', 0)}")
         if isinstance(result, AgentFailed):
             if not (closed.too_long and session.generated):
                 raise result
@@ -55,3 +60,12 @@ class GatewayAgentLoop(AgentLoopBase):
         generating = min(session.seconds, seconds)
         outputs[-1].metrics = AgentLoopMetrics(generate_sequences=generating, tool_calls=seconds - generating)
         return outputs
+
+    async def _write_trace(self, trace: Mapping[str, Any] | None, name: str) -> None:
+        """Keep the session's trace in `agent.trace_dir`; without the server's, that of what was generated."""
+        folder = self.rollout_config.agent.trace_dir
+        if folder is None:
+            return
+        if trace is None:  # the server has restarted meanwhile
+            trace = training_trace(TokenTree(self.server_manager.generated))
+        await asyncio.to_thread(write_trace, Path(folder), name, trace)

@@ -1,6 +1,6 @@
 """One answer to the prompt."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopOutput, register
 
@@ -8,6 +8,8 @@ from hybridrl.agents.loop import AgentLoopBase, AgentLoopOutput, register
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
     """Answers the prompt once: what a rollout without agents does, next to rows with other loops."""
+
+    only_generates: ClassVar[bool] = True
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt = kwargs["prompt_ids"]

@@ -61,6 +61,13 @@ class Parsed:
 class ToolParser(ABC):
     """Finds the tool calls in the text of one turn. Derive from it, and register it with `register_tool_parser`."""
 
+    def use(self, tokenizer: Any) -> None:  # noqa: B027 - for parsers that need it
+        """Take the model's tokenizer, before the first turn.
+
+        Raises:
+            RolloutError: the parser cannot work with it.
+        """
+
     @abstractmethod
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         """The calls in a turn.
@@ -87,6 +94,14 @@ def register_tool_parser(name: str) -> Callable[[T], T]:
         return parser
 
     return add
+
+
+def tool_parser_of(name: str, tokenizer: Any) -> ToolParser:
+    """The parser of `multi_turn.format`, for a model's tokenizer."""
+    parser: ToolParser = TOOL_PARSERS.get(name)()
+    if isinstance(parser, ToolParser):  # a class of the user's own needs only `parse`
+        parser.use(tokenizer)
+    return parser
 
 
 def pieces(text: str, begin: str, end: str) -> Iterator[tuple[str, bool, bool]]:

@@ -1,19 +1,16 @@
 """What a tool is: a description for the model, and something that runs when the model calls it."""
 
-import asyncio
-import contextvars
 import inspect
 import json
-import threading
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
+from hybridrl.agents.side import in_thread
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError
-from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
+from hybridrl.verdict import NoVerdict, Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,8 +39,9 @@ class ToolResponse:
 class BaseTool:
     """A tool with a state per session. Derive from it, and name the class in `multi_turn.tool_config_path`.
 
-    All calls of one session run in an event loop of that session, in a thread of its own: a tool that blocks or hangs
-    delays no other session. One object serves all sessions, so what they share has to be safe for threads.
+    All calls of one session run in one event loop, in a thread that no other session has: a tool that blocks or hangs
+    delays no other session. One object serves all sessions of a process, so what they share has to be safe for threads;
+    each process that runs sessions (`rollout.agent.num_workers`) makes its own.
 
     Args:
         config: the entry `config` of the tool's YAML entry.
@@ -115,7 +113,7 @@ class BaseTool:
 
 
 class FunctionTool(BaseTool):
-    """A Python function as a tool. Functions that are not async run in a thread per call.
+    """A Python function as a tool. Functions that are not async run in a thread.
 
     Args:
         function: its arguments are those of the model.
@@ -212,28 +210,6 @@ def as_result(value: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         raise TypeError(f"the tool returned a tuple of {len(value)}; return (result, reward, metrics) or less")
     reward = None if len(value) < 2 or value[1] is None else float(value[1])
     return _response(value[0]), reward, dict(value[2] or {}) if len(value) == 3 else {}
-
-
-async def in_thread(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own, which does not keep the process from ending.
-
-    Raises:
-        NoVerdictError: no thread can be started.
-    """
-    context, future = contextvars.copy_context(), Future[Any]()
-    future.set_running_or_notify_cancel()  # the thread ends with it, whether or not someone still waits
-
-    def run() -> None:
-        try:
-            future.set_result(context.run(function))
-        except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name="tool", daemon=True).start()
-    except RuntimeError as error:
-        raise NoVerdictError(Reason.INFRA, f"no thread for a tool can be started: {error}") from error
-    return await asyncio.wrap_future(future)
 
 
 def _response(value: Any) -> ToolResponse:

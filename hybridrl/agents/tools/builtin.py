@@ -6,7 +6,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hybridrl.agents.tools.base import BaseTool, ToolResponse, in_thread
+from hybridrl.agents.side import in_thread
+from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.errors import RolloutError
 from hybridrl.registry import TOOLS, Facts
 from hybridrl.reward.score.gsm8k import compute_score

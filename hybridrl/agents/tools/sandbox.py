@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from hybridrl.agents.tools.base import BaseTool, ToolResponse, in_thread
+from hybridrl.agents.side import in_thread
+from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.agents.tools.builtin import register_tool
 from hybridrl.config.schema.rollout import MultiTurnConfig
 from hybridrl.errors import RolloutError

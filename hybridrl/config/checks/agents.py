@@ -6,6 +6,8 @@ from hybridrl.config.checks.paths import check_source_file
 from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig, RolloutConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+#: what `agent.max_running` is where nothing is set: agents behind the gateway, and other sessions
+MAX_AGENTS, MAX_SESSIONS = 256, 4096
 
 
 def check_agents(rollout: RolloutConfig) -> Iterator[str]:
@@ -26,9 +28,9 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
             f"talks to users; set {_ROLLOUT}.multi_turn.enable=true"
         )
     places, runs_agents = rollout.server.max_connections, agent.function is not None or agent.command is not None
-    if runs_agents and agent.max_running > places:
+    if runs_agents and (at_once := agent.max_running or MAX_AGENTS) > places:
         yield (
-            f"{_ROLLOUT}.agent.max_running={agent.max_running} agents may run at once, with a connection each, "
+            f"{_ROLLOUT}.agent.max_running={at_once} agents may run at once, with a connection each, "
             f"and {_ROLLOUT}.server.max_connections={places}: the server would refuse the others (503); raise "
             "max_connections, or lower max_running"
         )

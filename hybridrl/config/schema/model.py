@@ -61,10 +61,11 @@ class ModelConfig(ConfigNode):
         "compute log-probabilities and entropy by chunks of tokens, so that logits never exist as a whole: less "
         "memory, and an update computes the output layer once more",
     )
-    share_prefixes: bool = key(
+    share_prefixes: bool | None = key(
         False,
         "fsdp2: compute tokens once that sequences of a micro-batch share (the prompt of a group, the history of "
-        "sessions), forward and backward; results are the same",
+        "sessions), forward and backward; results are the same up to rounding. null: where the model and the settings "
+        "allow it and it saves enough tokens of a batch",
     )
     use_remove_padding: bool = key(True, "compute without padding if the attention kernel supports it")
 

@@ -161,6 +161,18 @@ class AgentConfig(ConfigNode):
     agent_loop_config_path: str | None = key(
         None, "YAML file with loops of one's own, a list of {name, _target_, further arguments}; null: none"
     )
+    num_workers: int | None = key(
+        None,
+        "processes that run sessions with tools, environments, users or loops of one's own; 0: the controller runs "
+        "them; null: one for each four cores of this machine, at most 8",
+        ge=0,
+    )
+    max_running: int | None = key(
+        None,
+        "sessions of a batch that run at once, whatever their loop; the others wait. null: 256 of gateway_agent, each "
+        "with a process of its own, and 4096 others",
+        gt=0,
+    )
     default_environment: str | None = key(
         None,
         "env_agent: environment of rows without env_kwargs.name: a name of environment_config_path, a registered name, "
@@ -186,7 +198,6 @@ class AgentConfig(ConfigNode):
         "ANTHROPIC_API_KEY and HYBRIDRL_ROW in its environment; null: agent.function",
     )
     timeout_s: float = key(1800.0, "gateway_agent: seconds that an agent may take; then it is ended", gt=0)
-    max_running: int = key(256, "gateway_agent: agents that run at once, each in a process of its own", gt=0)
     sampling: str = key(
         "run",
         "gateway_agent: whose temperature, top_p and top_k hold: run: those of the rollout, whatever requests say; "
@@ -198,6 +209,11 @@ class AgentConfig(ConfigNode):
         "gateway_agent: which messages continue a conversation: strict: the same text and calls; loose: ids of calls, "
         "spaces around text and the types of arguments may differ",
         choices=("strict", "loose"),
+    )
+    trace_dir: str | None = key(
+        None,
+        "gateway_agent: folder for the trace of each session, a JSON file of OpenEnv's TrainingTrace; null: none is "
+        "written",
     )
     retries: int = key(
         1, "times that a failed session is run again at once, beside the others; not after a time limit", ge=0

@@ -14,7 +14,7 @@ def check_function(engine: MicroBatchedEngine, function: LogitsFunction) -> None
     Raises:
         ModelError: it reads fields of rows, and tokens that rows share are computed once; or see `check_same_batches`.
     """
-    if function.fields and engine.shares_prefixes:
+    if function.fields and engine.shares_prefixes is True:
         raise ModelError(
             f"{', '.join(function.fields)} belong to single rows, and model.share_prefixes=True computes tokens once "
             "that rows share; set it to False"
@@ -34,9 +34,10 @@ def check_same_batches(engine: MicroBatchedEngine, other: Engine, what: str, whe
     Raises:
         ModelError: they have other strategies, another attention, or other ranks per sequence.
     """
-    alike = isinstance(other, type(engine)) and (other.packed, other.shares_prefixes) == (
+    # Where sharing is left to the engine, it computes trees only if both can.
+    alike = isinstance(other, type(engine)) and (other.packed, other.shares_prefixes is True) == (
         engine.packed,
-        engine.shares_prefixes,
+        engine.shares_prefixes is True,
     )
     if not alike:
         raise ModelError(

@@ -45,6 +45,7 @@ from hybridrl.engine.fsdp.router_loss import RouterLoss, check_router_loss
 from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
+from hybridrl.engine.fsdp.sharing import check_sharing, sharing_of, with_attention
 from hybridrl.engine.fsdp.source import Source
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
@@ -129,7 +130,7 @@ class FSDPEngine(
         if optim is not None:
             check_optimizer(optim)
         if model.share_prefixes:
-            _check_sharing(model, engine)
+            check_sharing(model, engine)
         if engine.ulysses_sequence_parallel_size > 1:
             check_sequence_parallel(engine.ulysses_sequence_parallel_size, ranks, model, config_of(model))
 
@@ -164,10 +165,8 @@ class FSDPEngine(
             # flash attention supports half precision only
             self.config._attn_implementation = attention.plain_attention(self.config)
         self._takes_boundaries = attention.takes_boundaries(str(self.config._attn_implementation))
-        self.shares_prefixes = bool(model.share_prefixes) and self._may_share()
-        if self.shares_prefixes:
-            self.config._attn_implementation = tree_attention.TREE
-        self.packed = bool(model.use_remove_padding) and not self.shares_prefixes and self._may_pack()
+        self.shares_prefixes = sharing_of(model, engine, self.config)
+        self.packed = bool(model.use_remove_padding) and self.shares_prefixes is not True and self._may_pack()
         if self.packed:
             self.work = work_of(self.config)
         source = Source(self.model_type, model, self.config, self.model_dtype, self.compute_dtype, engine.seed)
@@ -244,14 +243,6 @@ class FSDPEngine(
             )
         return reason is None
 
-    def _may_share(self) -> bool:
-        """Whether tokens that rows share may be computed once (`share_prefixes`); tell why not."""
-        _check_sharing(self.model_config, self.engine_config)
-        reason = tree_attention.why_not_shared(self.config)
-        if reason and distributed.get_rank() == 0:
-            notify(f"{self.model_config.path}: model.share_prefixes has no effect, because {reason}")
-        return reason is None
-
     def _may_fuse(self) -> bool:
         """Whether to compute statistics of tokens without logits (`use_fused_kernels`); tell why not."""
         if not self.model_config.use_fused_kernels:
@@ -304,7 +295,7 @@ class FSDPEngine(
         for number, layout in enumerate(layouts):
             if self._sharded:
                 self._sharded.before_backward(last=number == len(layouts) - 1)
-            with self._replaying(layout):  # also while layers are computed again
+            with self._attention_for(layout), self._replaying(layout):  # also while layers are computed again
                 with contextlib.nullcontext() if self._router_loss is None else self._router_loss.watching():
                     computed = self._forward(layout, wanted)
                 loss = share_of_loss(number, computed)
@@ -331,7 +322,7 @@ class FSDPEngine(
 
     def _inferred(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
         """The outputs of a micro-batch without gradients; `routed_experts` of its real tokens, in main memory."""
-        with self._replaying(layout):
+        with self._attention_for(layout), self._replaying(layout):
             if ROUTED_EXPERTS not in wanted.outputs:
                 return self._forward(layout, wanted)
             with self._routing.recorded() as chosen:
@@ -343,8 +334,8 @@ class FSDPEngine(
     def update_metrics(self) -> dict[str, Metric]:
         return {} if self._router_loss is None else self._router_loss.metrics(self.geometry.dp_group)
 
-    def _plan(self, batch: DataProto, micro: MicroBatching) -> BatchPlan:
-        plan = super()._plan(batch, micro)
+    def _plan(self, batch: DataProto, micro: MicroBatching, tree: bool = True) -> BatchPlan:
+        plan = super()._plan(batch, micro, tree)
         if self._sees_images:
             plan.images = BatchImages(batch, self.config)
         return plan
@@ -442,7 +433,8 @@ class FSDPEngine(
 
         Where ranks share sequences, `layout` has this rank's tokens.
         """
-        logits = self._logits(layout)
+        with self._attention_for(layout):
+            logits = self._logits(layout)
         if self._sharded:
             self._sharded.reshard()
         return logits
@@ -507,16 +499,18 @@ class FSDPEngine(
     @contextlib.contextmanager
     def _attention_of_padded_rows(self) -> Iterator[None]:
         """Within the context, plain attention: flash attention would copy the whole cache for each token."""
-        config: Any = self.module.config  # which its layers read
-        chosen = config._attn_implementation
-        if not attention.is_flash_attention(str(chosen)):
+        config: Any = self.module.config
+        if not attention.is_flash_attention(str(config._attn_implementation)):
             yield
             return
-        config._attn_implementation = attention.plain_attention(config)
-        try:
+        with with_attention(self.module, attention.plain_attention(config)):
             yield
-        finally:
-            config._attn_implementation = chosen
+
+    def _attention_for(self, layout: Layout) -> contextlib.AbstractContextManager[None]:
+        """Within the context, the attention that this micro-batch needs."""
+        if not isinstance(layout, TreeLayout):
+            return contextlib.nullcontext()
+        return with_attention(self.module, tree_attention.TREE)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         return self.exported.weights(dtype)
@@ -580,20 +574,6 @@ class FSDPEngine(
         self._offload.unload(changed=True)
         if dist.is_initialized():
             distributed.barrier()
-
-
-def _check_sharing(model: Any, engine: Any) -> None:
-    """Refuse settings that `model.share_prefixes` cannot be combined with."""
-    chosen = model.override_config.get("attn_implementation")
-    if chosen is not None:
-        problem = f"model.override_config.attn_implementation={chosen}: it has an attention of its own; leave that out"
-    elif not model.use_remove_padding:
-        problem = "model.use_remove_padding=False: it computes no padding; leave that at True"
-    elif engine.use_torch_compile:
-        problem = "fsdp_config.use_torch_compile=True: its attention is not compiled; set that to False"
-    else:
-        return
-    raise ModelError(f"model.share_prefixes=True cannot be combined with {problem}, or set model.share_prefixes=False")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,9 +100,9 @@ def response_logits(
         sequence_group: the ranks that share the packed row, of which `layout` has this rank's tokens.
     """
     options: dict[str, Any] = {}
+    config: Any = module.config
     packed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if layout.lengths is not None and takes_boundaries:
-        config: Any = module.config
         packed = packed_row(shared_by=None if sequence_group is None else config)
         longest = max(layout.lengths)
         ends = (
@@ -112,7 +112,7 @@ def response_logits(
         )
         options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     if isinstance(layout, TreeLayout):
-        packed, options = flat_row(), {"prefix_paths": layout.paths}
+        packed, options = flat_row(config), {"prefix_paths": layout.paths}
     if options and sequence_group is not None:
         options["sequence_group"] = sequence_group
     images = layout.images

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridrl.agents.parsers.base import tool_parser_of
 from hybridrl.agents.turns import Turns
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.models.info import config_of, eos_token_ids, tokenizer_of
-from hybridrl.registry import INFERENCE_ENGINES, TOOL_PARSERS, import_external_lib
+from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.server.app import Served
 from hybridrl.rollout.server.http import Listener, new_token
@@ -72,7 +73,7 @@ def served_model(
         vocab_size=getattr(text, "vocab_size", None) or len(tokenizer),
         heeds_seeds=heeds_seeds,
         turns=Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode),
-        parser=TOOL_PARSERS.get(settings.format)(),
+        parser=tool_parser_of(settings.format, tokenizer),
         eos_token_ids=ends,
         constrains=INFERENCE_ENGINES.knows(rollout.name) and INFERENCE_ENGINES.facts(rollout.name).constrains,
     )

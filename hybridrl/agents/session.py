@@ -1,0 +1,166 @@
+"""One attempt at a session: from the row of a batch to trajectories, or to the reason why there are none."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybridrl.agents.agents import Agents
+from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
+from hybridrl.agents.record import trajectory_of
+from hybridrl.config import RolloutConfig
+from hybridrl.errors import RolloutError
+from hybridrl.protocol.names import ATTEMPT, SESSION_LOG
+from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.noise import purpose_of, stream_keys
+from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.trajectory import Trajectory
+from hybridrl.verdict import NoVerdict, no_verdict_of
+
+#: what a session needs to know of its batch
+META = ("global_steps", "validate", ATTEMPT)
+
+
+@dataclass(frozen=True)
+class Task:
+    """An attempt at a session.
+
+    Attributes:
+        row: the keyword arguments of `AgentLoopBase.run`.
+        uid, sample: which sample it is.
+        sampling: the settings of the step.
+        meta: entries of the batch's meta; see `META`.
+        seeded: each turn draws with a seed of its own, so that a resumed run draws the same again.
+        attempt: attempts before this one.
+    """
+
+    row: Mapping[str, Any]
+    uid: str
+    sample: int
+    sampling: SamplingParams
+    meta: Mapping[str, Any]
+    seeded: bool = False
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What an output of a loop cost.
+
+    Attributes:
+        generate_sequences, tool_calls: seconds.
+        faults: kinds of faults of its tool calls.
+    """
+
+    generate_sequences: float
+    tool_calls: float
+    faults: tuple[str, ...] = ()
+
+
+@dataclass
+class Attempt:
+    """What an attempt gave.
+
+    Attributes:
+        trajectories: of its outputs, in their order.
+        spent: by each of them.
+        verdict: why there are no trajectories; None: there are.
+        tokens: that were generated, where there are none; None: the attempt was cut off.
+        failure: the exception that ended it.
+    """
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    spent: list[Spent] = field(default_factory=list)
+    verdict: NoVerdict | None = None
+    tokens: int | None = None
+    failure: BaseException | None = None
+
+
+async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> Attempt:
+    """Run the loop of a row. An exception of the loop is a verdict.
+
+    Raises:
+        Exception: generation as a whole failed.
+    """
+    rollout = agents.config.actor_rollout_ref.rollout
+    session = SessionClient(
+        client,
+        task.sampling,
+        rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        f"{task.uid}/{task.sample}",
+        _seeds(rollout.seed, task),
+        trains=not task.meta.get("validate", False),
+    )
+    try:
+        loop = agents.loop(task.row.get("agent_name"), session)
+        given = {key: getattr(task.sampling, key) for key in ("do_sample", "temperature", "top_p", "top_k")}
+        outputs = await loop.run(given, **task.row)
+        several = outputs if isinstance(outputs, Sequence) else [outputs]
+        if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
+            raise RolloutError(f"an agent loop returned {outputs!r}, and must return AgentLoopOutput or a list of them")
+        lost = [one.reward_score for one in several if isinstance(one.reward_score, NoVerdict)]
+        if lost:
+            return Attempt(verdict=lost[0], tokens=sum(sum(map(int, one.response_mask)) for one in several))
+        return Attempt(_trajectories(several, session, task, rollout), [_spent(one) for one in several])
+    except GenerationFailedError as error:
+        assert error.__cause__ is not None
+        raise error.__cause__ from None
+    except (Exception, SystemExit) as error:  # user code may call sys.exit
+        return Attempt(verdict=no_verdict_of(error), failure=error)
+
+
+def _trajectories(
+    outputs: Sequence[AgentLoopOutput], session: SessionClient, task: Task, rollout: RolloutConfig
+) -> list[Trajectory]:
+    """The trajectories of what a loop returned."""
+    outputs[0].extra_fields[SESSION_LOG] = session.log.record()
+    found = []
+    for number, output in enumerate(outputs):
+        name = f"sample {task.sample}" if len(outputs) > 1 else ""
+        one = trajectory_of(output, session.generated, task.uid, task.sample, name, number)
+        _check_extra(one.extra, task.row)
+        # The reward function scores a session once, where it ended; what its other parts bring is added.
+        unscored = number < len(outputs) - 1 and one.reward is None
+        found.append(replace(one, reward=0.0) if unscored else one)
+        if len(output.response_ids) > rollout.response_length:
+            raise RolloutError(
+                f"an agent loop returned {len(output.response_ids)} response_ids, more than "
+                f"response_length={rollout.response_length}; end the session, or cut it"
+            )
+    return found
+
+
+def _check_extra(extra: Mapping[str, Any], row: Mapping[str, Any]) -> None:
+    """Refuse extra fields that would replace what the data say, such as the ground truth, in the whole batch."""
+    replaced = sorted(name for name, value in extra.items() if name in row and value is not row[name])
+    if replaced:
+        raise RolloutError(
+            f"an agent loop returned the extra field {replaced[0]!r} (extra_fields, or extra of a Verdict), which is a "
+            "column of the data; give the field another name"
+        )
+
+
+def _seeds(seed: int, task: Task) -> Callable[[int], int | None]:
+    """The seed of each turn, where seeds decide what is drawn."""
+    if not task.seeded:
+        return lambda _: None
+    step, purpose = int(task.meta.get("global_steps", 0)), purpose_of(task.meta)
+
+    def seed_of(turn: int) -> int:
+        name = f"{task.uid} turn {turn} attempt {task.attempt}"
+        return int(stream_keys(seed, step, purpose, [name], [task.sample])[0]) % 2**63
+
+    return seed_of
+
+
+def _spent(output: AgentLoopOutput) -> Spent:
+    metrics = output.metrics
+    seconds = metrics if isinstance(metrics, Mapping) else _seconds_of(metrics)
+    return Spent(
+        float(seconds.get("generate_sequences", 0.0)),
+        float(seconds.get("tool_calls", 0.0)),
+        tuple(output.extra_fields.get("tool_faults") or ()),
+    )
+
+
+def _seconds_of(metrics: AgentLoopMetrics) -> dict[str, float]:
+    return {"generate_sequences": metrics.generate_sequences, "tool_calls": metrics.tool_calls}

@@ -1,0 +1,140 @@
+"""A process that runs sessions: a Ray actor that takes tasks, asks the controller for generations, returns attempts."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from ray import cloudpickle
+
+from hybridrl.agents.agents import Agents
+from hybridrl.agents.session import Attempt, Task, run_attempt
+from hybridrl.agents.workers.setup import Setup, agents_of
+from hybridrl.rollout.request import Completion, Request
+from hybridrl.utils.child_processes import keep_exit_codes
+from hybridrl.verdict import NoVerdict, Reason
+
+#: (what, key of the session, value). To a worker: "run" with a pickled `Task`, "completion", "cancel". From a worker:
+#: "request", "done" with a pickled `Attempt`.
+Message = tuple[str, int, Any]
+
+
+class SessionFailedError(Exception):
+    """What ended a session in another process, as text."""
+
+
+class SessionWorker:
+    """The actor's class; `SessionPool` starts it."""
+
+    def __init__(self) -> None:
+        keep_exit_codes()
+        with contextlib.suppress(PermissionError):  # already leads a session, and so a process group
+            os.setpgid(0, 0)  # out of reach of the terminal's Ctrl-C, with everything that tools start
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError, OSError):  # sessions have sockets
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._agents: Agents
+        self._sessions: dict[int, asyncio.Task[None]] = {}
+        self._asked: dict[str, asyncio.Future[Completion]] = {}
+        self._told: list[Message] = []
+        self._news = asyncio.Event()
+
+    async def start(self, setup: Setup) -> int:
+        """Make what the sessions share; returns the id of this process.
+
+        Raises:
+            RolloutError: something cannot be made here.
+        """
+        self._agents = agents_of(setup)
+        return os.getpid()
+
+    async def deliver(self, messages: Sequence[Message]) -> None:
+        """Take messages of the controller."""
+        for kind, key, value in messages:
+            if kind == "run":
+                self._sessions[key] = asyncio.create_task(self._run(key, value))
+            elif kind == "completion":
+                asked = self._asked.pop(value.id, None)
+                if asked is not None and not asked.done():
+                    asked.set_result(value)
+            elif (session := self._sessions.get(key)) is not None:
+                session.cancel()
+
+    async def collect(self, wait_s: float) -> list[Message]:
+        """Messages to the controller since the last call; waits up to `wait_s` for the first."""
+        if not self._told:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait_s)
+        found, self._told = self._told, []
+        return found
+
+    def _tell(self, kind: str, key: int, value: Any) -> None:
+        self._told.append((kind, key, value))
+        self._news.set()
+
+    async def _run(self, key: int, data: bytes) -> None:
+        try:
+            try:
+                task: Task = cloudpickle.loads(data)
+            except Exception as error:  # a value of the row is of a class that is not there
+                attempt = _lost(f"the row cannot be read by the process of the session: {error!r}")
+            else:
+                attempt = await run_attempt(self._agents, _Client(self, key), task)
+            self._tell("done", key, _pickled(attempt))
+        finally:
+            del self._sessions[key]
+
+    async def ask(self, key: int, request: Request) -> Completion:
+        """The completion of a request of a session. Where generation fails, the controller cancels the session."""
+        self._asked[request.id] = asyncio.get_running_loop().create_future()
+        self._tell("request", key, request)
+        try:
+            return await self._asked[request.id]
+        finally:
+            self._asked.pop(request.id, None)
+
+    async def close(self) -> None:
+        """End the sessions, and what they share."""
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            session.cancel()
+        await asyncio.gather(*sessions, return_exceptions=True)
+        if hasattr(self, "_agents"):
+            await asyncio.to_thread(self._agents.close)
+
+
+class _Client:
+    """The generation client of one session."""
+
+    def __init__(self, worker: SessionWorker, key: int) -> None:
+        self._worker, self._key = worker, key
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._worker.ask(self._key, request)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        raise NotImplementedError("a session ends its own requests by ending")
+
+    async def stats(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    async def health(self) -> str | None:
+        return None
+
+
+def _lost(why: str) -> Attempt:
+    return Attempt(verdict=NoVerdict(Reason.INFRA, why))
+
+
+def _pickled(attempt: Attempt) -> bytes:
+    """An attempt as the controller reads it: the exception as text, because its class may not be there."""
+    if attempt.failure is not None:
+        attempt.failure = SessionFailedError("".join(traceback.format_exception(attempt.failure)))
+    try:
+        return cloudpickle.dumps(attempt)
+    except Exception as error:
+        return cloudpickle.dumps(_lost(f"what the session returned cannot be sent to the controller: {error!r}"))

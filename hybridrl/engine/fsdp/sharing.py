@@ -1,0 +1,89 @@
+"""Whether an engine computes tokens once that rows share (`model.share_prefixes`), and switching attention for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hybridrl.errors import ModelError
+from hybridrl.models import tree_attention
+from hybridrl.models.vision import is_vision_model
+from hybridrl.notify import notify
+from hybridrl.utils import distributed
+
+
+def check_sharing(model: Any, engine: Any) -> None:
+    """Refuse settings that `model.share_prefixes=True` cannot be combined with.
+
+    Args:
+        model: a `ModelConfig`.
+        engine: an `FSDPConfig`.
+
+    Raises:
+        ModelError: the message names both settings.
+    """
+    problem = _why_not(model, engine)
+    if problem is not None:
+        raise ModelError(
+            f"model.share_prefixes=True cannot be combined with {problem}, or set model.share_prefixes=False"
+        )
+
+
+def sharing_of(model: Any, engine: Any, config: PreTrainedConfig) -> bool | None:
+    """`MicroBatchedEngine.shares_prefixes` of these settings and this model.
+
+    Where `share_prefixes=True` asks for what the model cannot do, a notice says why.
+
+    Args:
+        model: a `ModelConfig`.
+        engine: an `FSDPConfig`.
+        config: of the model of transformers.
+
+    Raises:
+        ModelError: see `check_sharing`.
+    """
+    asked: bool | None = model.share_prefixes
+    if asked is False:
+        return False
+    if asked:
+        check_sharing(model, engine)
+    elif is_vision_model(config) or _why_not(model, engine) is not None:
+        return False
+    reason = tree_attention.why_not_shared(config)
+    if reason and asked and distributed.get_rank() == 0:
+        notify(f"{model.path}: model.share_prefixes has no effect, because {reason}")
+    return False if reason else asked
+
+
+def _why_not(model: Any, engine: Any) -> str | None:
+    """The setting that is in the way, and what to change; None if there is none."""
+    chosen = model.override_config.get("attn_implementation")
+    if chosen is not None:
+        return f"model.override_config.attn_implementation={chosen}: it has an attention of its own; leave that out"
+    if not model.use_remove_padding:
+        return "model.use_remove_padding=False: it computes no padding; leave that at True"
+    if engine.use_torch_compile:
+        return "fsdp_config.use_torch_compile=True: its attention is not compiled; set that to False"
+    return None
+
+
+@contextlib.contextmanager
+def with_attention(module: nn.Module, name: str) -> Iterator[None]:
+    """Within the context, the layers of a model use this attention of transformers."""
+    configs: dict[int, Any] = {}  # a backbone may have one of its own
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            configs[id(config)] = config
+    chosen = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = chosen[key]
