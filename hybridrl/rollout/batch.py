@@ -109,6 +109,7 @@ def requests_of(
             sampling=params if seed is None else replace(params, seed=seed),
             session=uid,
             images=own,
+            routing=bool(meta.get(ROUTED_EXPERTS, False)),
         )
         for prompt_ids, uid, seed, own in zip(prompt_ids_of(prompts), uids, seeds, images or [None] * rows, strict=True)
     ]

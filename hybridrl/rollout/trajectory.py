@@ -111,4 +111,19 @@ class Trajectory:
         """The trajectory of one request: all of its tokens are generated."""
         tokens, mask = completion.token_ids, [1] * len(completion.token_ids)
         scores, versions = completion.log_probs, completion.versions
-        return cls(uid, sample, prompt_ids, tokens, mask, scores, versions, extra=extra or {})
+        experts = _experts_of(completion, len(prompt_ids) + len(tokens))
+        return cls(uid, sample, prompt_ids, tokens, mask, scores, versions, extra=extra or {}, routed_experts=experts)
+
+
+def _experts_of(completion: Completion, tokens: int) -> torch.Tensor | None:
+    """`routed_experts` of a request with so many tokens; the last, which was not computed, has those before it."""
+    found = completion.routed_experts
+    if found is None or not completion.token_ids:
+        return None
+    if len(found) < tokens - 1:
+        raise RolloutError(
+            f"the engine returned the experts of {len(found)} tokens of request {completion.id}, which computed "
+            f"{tokens - 1}; set actor_rollout_ref.actor.router_replay.mode to R2 or disabled"
+        )
+    computed = torch.from_numpy(found[: tokens - 1])
+    return torch.cat([computed, computed[-1:]])
