@@ -34,6 +34,15 @@ def picture(size: tuple[int, int], seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
+#: of images that come during a session
+SIZES = [(16, 16), (24, 16), (9, 25)]
+
+
+def tool_pictures(seed: int) -> list[Image.Image]:
+    """What the tool of tests/agents/image_tools.py returns for a seed: one image or two, of different sizes."""
+    return [picture(SIZES[(seed + n) % 3], 100 + seed + n) for n in range(1 + seed % 2)]
+
+
 def png(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")

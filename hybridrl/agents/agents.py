@@ -8,6 +8,7 @@ from typing import Any
 from hybridrl.agents.entries import class_of, entries_of
 from hybridrl.agents.environments.load import Environments, load_environments
 from hybridrl.agents.gateway import Gateway, gateways_of
+from hybridrl.agents.images import ImageReader, SeenImages
 from hybridrl.agents.interactions.load import Interactions, load_interactions
 from hybridrl.agents.loop import AgentLoopBase, SessionClient
 from hybridrl.agents.parsers.base import ToolParser, tool_parser_of
@@ -18,6 +19,7 @@ from hybridrl.config import PPOTrainerConfig, RolloutConfig
 from hybridrl.config.schema.rollout import AgentConfig, MultiTurnConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, eos_token_ids
+from hybridrl.models.vision import is_vision_model, processor_of
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS
 from hybridrl.utils.cores import available_cores
@@ -51,6 +53,7 @@ class Agents:
         environments: None where no loop acts on them.
         gateways: what runs the agents of loops behind the run's server, by the name of the loop.
         interactions: simulated users; None where there are none.
+        reader: of the images of sessions; None: the model reads text alone.
     """
 
     config: PPOTrainerConfig
@@ -64,6 +67,11 @@ class Agents:
     environments: Environments | None = None
     interactions: Interactions | None = None
     gateways: Mapping[str, Gateway] = field(default_factory=dict)
+    reader: ImageReader | None = None
+
+    def seen(self) -> SeenImages | None:
+        """What a session knows of its images; None: the model reads text alone."""
+        return None if self.reader is None else SeenImages(self.reader)
 
     @property
     def workers(self) -> int:
@@ -135,10 +143,6 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     if names.keys() == {SINGLE_TURN} and not listed:
         _tell_of_unread(rollout)
         return None
-    if any(getattr(data, "return_multi_modal_inputs", False) for data in datasets):
-        raise RolloutError(
-            f"the data have images, which agent loops ({', '.join(names)}) do not pass on yet; use text, or no agents"
-        )
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
     made = make_agents(config, copy.deepcopy(tokenizer), default, names, ends)
     turns = made.turns
@@ -191,11 +195,33 @@ def make_agents(
     loops = listed | {name: LoopEntry(_registered(name)) for name in names if name not in listed}
     tools = {tool.name: tool for tool in load_tools(settings.tool_config_path, settings.function_tool_path)}
     template_kwargs = dict(config.data.apply_chat_template_kwargs or {})
-    turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode)
+    reader = _reader(config, loops)
+    processor = None if reader is None else reader.processor
+    turns = Turns(tokenizer, ends, template_kwargs, settings.tokenization_sanity_check_mode, processor)
     path = settings.interaction_config_path
     users = None if path is None else load_interactions(path)
     parser = tool_parser_of(settings.format, tokenizer)
-    return Agents(config, tokenizer, default, ends, loops, tools, parser, turns, interactions=users)
+    return Agents(config, tokenizer, default, ends, loops, tools, parser, turns, interactions=users, reader=reader)
+
+
+def _reader(config: PPOTrainerConfig, loops: Mapping[str, LoopEntry]) -> ImageReader | None:
+    """What makes patches of the images of sessions; None for a model that reads text alone.
+
+    Raises:
+        RolloutError: a loop does not pass images on.
+    """
+    model = config.actor_rollout_ref.model
+    if not is_vision_model(config_of(model)):
+        return None
+    without = [name for name, entry in loops.items() if entry.cls.uses_gateway]
+    if without:
+        raise RolloutError(
+            f"the agent loop {without[0]} answers requests of agents behind the server, which carry no images, and "
+            f"{model.path} is a vision-language model; use tool_agent, env_agent or a loop of your own"
+        )
+    processor = processor_of(model, config.data.mm_processor_kwargs)
+    assert processor is not None  # the model reads images
+    return ImageReader(processor, config.actor_rollout_ref.rollout.limit_images)
 
 
 def _environments(

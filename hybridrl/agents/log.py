@@ -39,6 +39,17 @@ class SessionLog:
 
     def record(self) -> dict[str, Any]:
         """`{started, seconds, messages, events}`."""
-        messages = None if self.messages is None else [dict(message) for message in self.messages]
+        messages = None if self.messages is None else without_pixels(self.messages)
         seconds = round(self.clock(), 6)
         return {"started": self.started, "seconds": seconds, "messages": messages, "events": list(self.events)}
+
+
+def without_pixels(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as JSON data: of an image only that it is there."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            content = [{name: value for name, value in part.items() if name != "image"} for part in content]
+        found.append({**message, **({"content": content} if "content" in message else {})})
+    return found

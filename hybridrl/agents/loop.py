@@ -10,6 +10,7 @@ import torch
 
 from hybridrl.agents.environments.load import Environments
 from hybridrl.agents.gateway import AgentHost, AgentRunner, Gateway, program_of
+from hybridrl.agents.images import SeenImages
 from hybridrl.agents.interactions.load import Interactions
 from hybridrl.agents.log import SessionLog
 from hybridrl.agents.parsers.base import ToolParser
@@ -17,9 +18,12 @@ from hybridrl.agents.tools.base import BaseTool
 from hybridrl.agents.turns import Turns
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.models.chat import Message
+from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.registry import AGENT_LOOPS, Facts
 from hybridrl.rollout.client import GenerationClient
+from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -60,7 +64,8 @@ class AgentLoopOutput:
         metrics: seconds by what they were spent on.
         extra_fields: further columns of the batch.
         routed_experts: integers [prompt and response tokens, L, K]; see `Trajectory`.
-        multi_modal_data: verl's field for media, which are not supported.
+        multi_modal_data: `{"images": [...]}`: all images of the trajectory in order, as the last request had them as
+            `image_data`. None takes those of that request.
         turn_rewards: (place in `response_ids`, reward) of turns: the last token of each, which the policy generated.
             They are added to the score, at that token.
         turn_states: (place, state) of turns: what identifies the situation before the turn that ends there, by its
@@ -86,8 +91,8 @@ class AgentLoopOutput:
                 f"an agent loop returned {len(self.response_ids)} response_ids and a response_mask of "
                 f"{len(self.response_mask)}; give one entry per token"
             )
-        if self.multi_modal_data:
-            raise RolloutError("an agent loop returned multi_modal_data, which is not supported; use text")
+        if others := [name for name, media in (self.multi_modal_data or {}).items() if media and name != "images"]:
+            raise RolloutError(f"an agent loop returned {others[0]} in multi_modal_data; images are supported")
 
 
 @dataclass
@@ -124,6 +129,7 @@ class SessionClient:
         session: its name, for requests that share a replica.
         seed_of: the seed of the turn with a number; None: the engine's own stream.
         trains: what is generated is trained on.
+        images: those of the session; None: the model reads text alone.
 
     Attributes:
         log: what happens in the session. `generate` is noted by itself; `log.add` notes more.
@@ -137,7 +143,9 @@ class SessionClient:
         session: str,
         seed_of: Callable[[int], int | None],
         trains: bool = True,
+        images: SeenImages | None = None,
     ) -> None:
+        self.images = images
         self._client = client
         self._sampling = sampling
         self._max_tokens = max_tokens
@@ -192,12 +200,21 @@ class SessionClient:
         finally:
             self._seconds += self.log.clock() - began
         if completion.finish_reason in ("stop", "length"):
-            self._note(list(request.prompt_ids), completion, began)
+            self._note(list(request.prompt_ids), completion, began, request.images)
         return completion
 
-    def _note(self, prompt: list[int], completion: Completion, began: float) -> None:
-        """Add what was generated to the session's record."""
+    def _note(self, prompt: list[int], completion: Completion, began: float, images: PromptImages | None) -> None:
+        """Add what was generated to the session's record.
+
+        Raises:
+            RolloutError: the engine generated from other images than it was given.
+        """
+        wanted = "" if images is None else images.digest()
+        if self.images is not None and completion.image_digest != wanted:
+            raise RolloutError("a session's response was generated from other images than those of its request")
         self.generated.append((prompt, completion))
+        if self.images is not None:
+            self.images.requests.append(images)
         self.log.add(
             "generate",
             began,
@@ -221,6 +238,7 @@ class SessionClient:
         *,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any] | None = None,
+        image_data: Sequence[Any] | None = None,
         **media: Any,
     ) -> TokenOutput:
         """What the policy writes after a prompt.
@@ -230,6 +248,7 @@ class SessionClient:
             prompt_ids: all tokens before.
             sampling_params: settings that differ from those of the step: `temperature`, `top_p`, `top_k`,
                 `max_tokens` (or `max_new_tokens`), `do_sample`, `ignore_eos`, `stop`, `seed`.
+            image_data: all images of the prompt in the order of their placeholders: PIL images, or their patches.
             media: must be empty.
 
         Raises:
@@ -237,7 +256,9 @@ class SessionClient:
             GenerationFailedError: nothing can be generated any more.
         """
         if any(media.values()):
-            raise RolloutError(f"an agent loop asked for {', '.join(media)}, which is not supported; use text")
+            raise RolloutError(f"an agent loop asked for {', '.join(media)}, not supported; use text and images")
+        if image_data and self.images is None:
+            raise RolloutError("an agent loop gave image_data, and the model reads text alone")
         prompt, turn = list(prompt_ids), self._turns
         self._turns += 1
         sampling = self._settings(sampling_params or {}, turn)
@@ -248,7 +269,12 @@ class SessionClient:
                 "raise actor_rollout_ref.rollout.max_model_len or response_length, or end the session before"
             )
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        request = Request(f"{self._session}-{request_number()}", prompt, sampling, session=self._session)
+        images = None
+        if self.images is not None:
+            read = await self.images.read(image_data or ())
+            images = self.images.reader.in_request(prompt, read, self.generated)
+        name = f"{self._session}-{request_number()}"
+        request = Request(name, prompt, sampling, session=self._session, images=images)
         began = self.log.clock()
         try:
             completion = await self._client.generate(request)
@@ -256,7 +282,7 @@ class SessionClient:
             raise GenerationFailedError from error
         if completion.finish_reason == "error":
             raise RolloutError(f"the rollout refused a session's request: {completion.error}")
-        self._note(prompt, completion, began)
+        self._note(prompt, completion, began, images)
         return TokenOutput(
             list(completion.token_ids), list(completion.log_probs), completion.finish_reason, list(completion.versions)
         )
@@ -410,7 +436,25 @@ class AgentLoopBase(ABC):
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """The tokens of a conversation, and the opening of the model's turn."""
-        return self.turns.prompt([dict(message) for message in messages], tools)
+        return self.turns.prompt(await self.prepared(messages), tools)
+
+    async def prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Messages as `turns` takes them: their images, `{"type": "image", "image": ...}`, become patches.
+
+        Raises:
+            RolloutError: an image cannot be read, or the model reads text alone.
+        """
+        if self.server_manager.images is not None:
+            return await self.server_manager.images.reader.prepared(messages)
+        parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+        if any(part.get("type") != "text" for part in parts):
+            raise RolloutError("a message of a session has an image, and the model reads text alone; use text")
+        return [dict(message) for message in messages]
+
+    def row_images(self, row: Mapping[str, Any]) -> list[ImageTensors]:
+        """The images of the data's row, each as patches."""
+        tensors = row.get("multi_modal_inputs")
+        return split_images(tensors) if tensors else []
 
 
 def register(agent_name: str) -> Callable[[T], T]:

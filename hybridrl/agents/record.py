@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
+import torch
+
+from hybridrl.agents.images import SeenImages, generated_in, tensors_of
 from hybridrl.agents.loop import AgentLoopOutput
 from hybridrl.errors import RolloutError
-from hybridrl.protocol.names import SESSION_LOG
+from hybridrl.protocol.names import IMAGE_DIGEST, SESSION_LOG
+from hybridrl.rollout.images import PromptImages
 from hybridrl.rollout.request import Completion
 from hybridrl.rollout.trajectory import NO_VERSION, Trajectory
 from hybridrl.verdict import NoVerdict, Verdict
@@ -20,6 +24,7 @@ def trajectory_of(
     sample: int,
     session: str,
     turn: int,
+    seen: SeenImages | None = None,
 ) -> Trajectory:
     """The trajectory with the sampler's log-probabilities and versions of the weights.
 
@@ -28,6 +33,8 @@ def trajectory_of(
     Args:
         generated: (prompt, completion) of each call in the session.
         session, turn: see `Trajectory`.
+        seen: the images of the session; None: the model reads text alone. The trajectory gets those that the sampler
+            saw.
 
     Raises:
         RolloutError: a token of `response_mask` 1 is not one that the policy generated here, or the score is not
@@ -45,23 +52,24 @@ def trajectory_of(
     whole = [*output.prompt_ids, *output.response_ids]
     log_probs: list[float | None] = [None] * len(output.response_ids)
     versions = [NO_VERSION] * len(output.response_ids)
-    for prompt, completion in generated:
-        first = len(prompt)
-        if first < start or whole[:first] != list(prompt):
+    by = [[version for version, count in one.versions for _ in range(count)] for _, one in generated]
+    images, calls = None, list(range(len(generated)))
+    if seen is not None:
+        given = None if output.multi_modal_data is None else output.multi_modal_data.get("images") or ()
+        images, calls = seen.of_trajectory(whole, generated, given)
+        if calls:
+            extra[IMAGE_DIGEST] = generated[calls[-1]][1].image_digest
+    for place, call, number in generated_in(whole, generated):
+        if call not in calls or len(generated[call][0]) < start:
             continue
-        by = [version for version, count in completion.versions for _ in range(count)]
-        for number, token in enumerate(completion.token_ids):
-            place = first + number
-            if place >= len(whole) or whole[place] != token:
-                break
-            log_probs[place - start] = completion.log_probs[number]
-            versions[place - start] = by[number] if number < len(by) else NO_VERSION
+        log_probs[place - start] = generated[call][1].log_probs[number]
+        versions[place - start] = by[call][number] if number < len(by[call]) else NO_VERSION
     for place, (mask, log_prob) in enumerate(zip(output.response_mask, log_probs, strict=True)):
         if mask and log_prob is None:
             raise RolloutError(
                 f"an agent loop returned response_mask=1 for token {place} of its response (id "
-                f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it; keep "
-                "generated token ids as they are, and give text of others response_mask=0"
+                f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it "
+                "(and their images); keep generated token ids as they are, and give text of others response_mask=0"
             )
     for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
         for place, value in given:
@@ -87,8 +95,15 @@ def trajectory_of(
         turn_rewards=[float(value) for _, value in output.turn_rewards],
         turn_ends=[place for place, _ in output.turn_rewards],
         turn_states=[(place, state_key(state)) for place, state in output.turn_states],
+        multimodal={} if images is None else tensors_of(images),
+        image_mask=None if seen is None else _mask(images, len(whole)),
+        positions=None if seen is None else seen.reader.positions(whole, images),
         routed_experts=output.routed_experts,
     )
+
+
+def _mask(images: PromptImages | None, length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=torch.bool) if images is None else images.mask(length)
 
 
 #: columns that every row has, so that loops of different kinds share a batch

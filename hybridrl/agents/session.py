@@ -89,6 +89,7 @@ async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> A
         f"{task.uid}/{task.sample}",
         _seeds(rollout.seed, task),
         trains=not task.meta.get("validate", False),
+        images=agents.seen(),
     )
     try:
         loop = agents.loop(task.row.get("agent_name"), session)
@@ -116,7 +117,7 @@ def _trajectories(
     found = []
     for number, output in enumerate(outputs):
         name = f"sample {task.sample}" if len(outputs) > 1 else ""
-        one = trajectory_of(output, session.generated, task.uid, task.sample, name, number)
+        one = trajectory_of(output, session.generated, task.uid, task.sample, name, number, session.images)
         _check_extra(one.extra, task.row)
         # The reward function scores a session once, where it ended; what its other parts bring is added.
         unscored = number < len(outputs) - 1 and one.reward is None

@@ -13,9 +13,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridrl.agents.images import images_in
+from hybridrl.agents.log import without_pixels
 from hybridrl.agents.parsers.base import FunctionCall
 from hybridrl.errors import RolloutError
 from hybridrl.models.chat import Message, encode
+from hybridrl.models.vision import ImageProcessor, ImageTensors, tokens_per_image
+from hybridrl.rollout.images import join_images
 
 _MARKS = ("qzxj0qzxj", "qzxj1qzxj")  # what the model writes in its turns
 _STRICT, _IGNORE, _DISABLE = "strict", "ignore_strippable", "disable"
@@ -30,6 +34,8 @@ class Turns:
         eos_token_ids: the model's turns end with one of these.
         template_kwargs: further variables of the template.
         mode: `multi_turn.tokenization_sanity_check_mode`.
+        processor: of a model that reads images. Messages may have some then, as patches (`ImageReader.prepared`); text
+            that looks like a placeholder of images is changed, so that it becomes none.
     """
 
     def __init__(
@@ -38,15 +44,19 @@ class Turns:
         eos_token_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] | None = None,
         mode: str = _STRICT,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._processor = processor
+        media = [] if processor is None else [processor.config.image_token_id, processor.config.video_token_id]
+        self._media_tokens = [str(tokenizer.convert_ids_to_tokens(token)) for token in media]
         self._ends = {tokenizer.convert_ids_to_tokens(token): token for token in eos_token_ids}
         self._kwargs = dict(template_kwargs or {})
         self._mode = mode
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """The tokens of a conversation, and the opening of the model's turn."""
-        return self.encoded(self.text(messages, tools))
+        return self._expanded(self.encoded(self.text(messages, tools)), images_in(messages))
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """A conversation as the template writes it, and the opening of the model's turn.
@@ -83,6 +93,7 @@ class Turns:
         ids = encode(self.tokenizer, [first + rest])[0]
         if self.tokenizer.convert_ids_to_tokens(ids[0]) != first:
             raise RolloutError(f"{self._name}: the end of a turn, {first!r}, is not one token; {_ADVICE}")
+        ids = self._expanded(ids, images_in(messages))
         ended = last_token == ids[0] or (first not in self._ends and last_token in self._ends.values())
         return ids[1:] if ended else ids
 
@@ -114,6 +125,38 @@ class Turns:
                 f"{self._name}: it is not append-only: a conversation that goes on changes earlier text, from "
                 f"{shorter[start : start + 40]!r} to {twice[start : start + 40]!r}; {_ADVICE}"
             )
+
+    def _expanded(self, ids: list[int], images: Sequence[ImageTensors]) -> list[int]:
+        """Token ids with each placeholder as often as its image has tokens.
+
+        Raises:
+            RolloutError: the template wrote another number of placeholders than of images.
+        """
+        if self._processor is None:
+            return ids
+        grid = join_images(images).get("image_grid_thw")
+        counts = [] if grid is None else tokens_per_image(self._processor.config, grid).tolist()
+        try:
+            return self._processor.expand(ids, counts)
+        except ValueError as error:
+            raise RolloutError(f"{self._name}: {error}; {_ADVICE}") from error
+
+    def _as_shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages as the template gets them: without pixels, and without text that would become a placeholder."""
+        shown = without_pixels(messages)
+        for message in shown:
+            content = message.get("content")
+            if isinstance(content, str):
+                message["content"] = self._harmless(content)
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part.get("text"), str):
+                    part["text"] = self._harmless(part["text"])
+        return shown
+
+    def _harmless(self, text: str) -> str:
+        for token in self._media_tokens:
+            text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
 
     def _differs(self, left: str, right: str) -> bool:
         if self._mode == _IGNORE:
@@ -166,7 +209,7 @@ class Turns:
         if tools:
             arguments["tools"] = list(tools)
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), **arguments))
+            return str(self.tokenizer.apply_chat_template(self._as_shown(messages), **arguments))
         except Exception as error:  # a template is a program, and may fail in any way
             raise RolloutError(
                 f"{self._name} refuses a conversation: {type(error).__name__}: {error}; {_ADVICE}"
@@ -183,8 +226,8 @@ _ADVICE = (
 )
 
 
-def answers_of(answered: Sequence[tuple[FunctionCall, str]]) -> list[Message]:
-    """The messages that answer calls."""
+def answers_of(answered: Sequence[tuple[FunctionCall, str | list[dict[str, Any]]]]) -> list[Message]:
+    """The messages that answer calls, each by text or by parts."""
     return [
         {"role": "tool", "name": call.name, "tool_call_id": _id_of(call, number), "content": text}
         for number, (call, text) in enumerate(answered)

@@ -53,7 +53,8 @@ class Pass:
 
     Attributes:
         phase: its name in `timing_s/<phase>`.
-        method: the method of the worker group. It gets `MODEL_INPUTS` and returns tensors with the same rows.
+        method: the method of the worker group. It gets `MODEL_INPUTS` and `OPTIONAL_INPUTS`, and returns
+            tensors with the same rows.
         needed: whether the run reads the result, by its `trainer.ppo.needs.Needs`.
         advice: what to change if the phase runs out of memory.
         per_token: whether `timing_per_token_ms/<phase>` is reported.

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from hybridrl.engine.microbatch import BatchPlan, Layout
 from hybridrl.models.vision import ImageTensors, digest, smallest_image, tokens_per_image
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS
+from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 
 
 @dataclass(slots=True)
@@ -33,10 +33,12 @@ class LayoutImages:
 class BatchImages:
     """The images of a batch's rows (`multi_modal_inputs`).
 
-    A placeholder is a token with the model's image id that was not generated: a policy may sample this id.
+    A placeholder is a token with the model's image id that was not generated: a policy may sample this id. Where images
+    come after the prompt, as those of tools do, the batch says which tokens are theirs.
 
     Args:
-        batch: with `multi_modal_inputs`, and where the sampler says what it saw, `image_digest`.
+        batch: with `multi_modal_inputs`; where the sampler says what it saw, `image_digest`; where images may come
+            after the prompt, `image_mask` [B, S].
         config: of the model.
 
     Raises:
@@ -70,13 +72,8 @@ class BatchImages:
         """Return the micro-batch with the images of its rows."""
         found = [self._rows[row] for row in rows]
         assert layout.origins is not None  # images are refused with other layouts
-        start = plan.width - plan.response_width
-        generated = torch.zeros(plan.batch_size, plan.width, dtype=torch.bool)
-        # All of a response was generated, also tokens that rejection takes out of the mask of an update.
-        generated[:, start:] = True if "responses" in plan.tensors else plan.response_mask
         origins = layout.origins
-        places = (layout.input_ids.flatten() == self._token) & (origins >= 0)
-        places &= ~generated.flatten()[origins.clamp(min=0)]
+        places = (origins >= 0) & self._placeholders(plan).flatten()[origins.clamp(min=0)]
         places = places.view_as(layout.input_ids)
         self._check_counts(places.sum(dim=1).tolist(), found, rows)
         present = [one for one in found if one]
@@ -84,6 +81,17 @@ class BatchImages:
             return layout
         tensors = {name: torch.cat([one[name] for one in present]) for name in ("pixel_values", "image_grid_thw")}
         return replace(layout, images=LayoutImages(tensors, places))
+
+    def _placeholders(self, plan: BatchPlan) -> torch.Tensor:
+        """[B, S]: true for tokens of images."""
+        given = plan.tensors.get(IMAGE_MASK)
+        found = plan.input_ids == self._token
+        if given is not None:
+            return found & given.bool()
+        # All of a response was generated, also tokens that rejection takes out of the mask of an update.
+        start = plan.width - plan.response_width
+        found[:, start:] &= False if "responses" in plan.tensors else ~plan.response_mask
+        return found
 
     def _check_counts(self, counts: Sequence[int], images: Sequence[ImageTensors], rows: Sequence[int]) -> None:
         for count, own, row in zip(counts, images, rows, strict=True):

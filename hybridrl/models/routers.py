@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.attention import model_class_of
 
 LOGITS = "router_logits"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 #: entries of config.json by which transformers adds the loss to its own training loss, which is not used here
 OF_TRANSFORMERS = ("output_router_logits", "router_aux_loss_coef")
 
@@ -182,6 +184,23 @@ def router_layers(module: nn.Module) -> list[nn.Module]:
     """The routers of a model of transformers; none for a model without experts."""
     recorder = _recorder(module)
     return list(_routers(module, recorder)) if isinstance(recorder, OutputRecorder) else []
+
+
+def layers_with_routers(config: PreTrainedConfig) -> list[int]:
+    """The numbers of the decoder layers that have a router, in order; the model is built on the meta device.
+
+    Raises:
+        ModelError: it has no routers, or they are not in numbered layers.
+    """
+    if reason := why_no_routers(config):
+        raise ModelError(reason)
+    with torch.device("meta"):
+        module = model_class_of(config)(copy.deepcopy(config))
+    routers = {id(router) for router in routers_of(module)}
+    found = [_LAYER.search(f".{name}.") for name, part in module.named_modules() if id(part) in routers]
+    if not all(found):
+        raise ModelError(f"the routers of {type(module).__name__} are not in layers with numbers")
+    return [int(each[1]) for each in found if each]
 
 
 def experts_of(config: PreTrainedConfig) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class ImageProcessor:
                     f"the image processor of {path} has {own}={found}, and the model's vision_config {expected}: "
                     "preprocessor_config.json and config.json belong to different models"
                 )
-        self._positions = _positions_only(config)
+        self._positions = RotaryPositions(config)
 
     def placeholders(self, image: Image) -> int:
         """How many tokens an image becomes, by its size alone.
@@ -117,14 +117,37 @@ class ImageProcessor:
         times = self.repeats(ids, counts)
         return [one for token, count in zip(ids, times, strict=True) for one in [token] * count]
 
-    def positions(self, ids: Sequence[int], grid: torch.Tensor | None) -> torch.Tensor:
-        """Return the positions `[4, L]` of a prompt: numbers of its tokens, and those of rotary embeddings.
+    def positions(
+        self, ids: Sequence[int], grid: torch.Tensor | None, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the positions `[4, L]` of a sequence; see `RotaryPositions.of`."""
+        return self._positions.of(ids, grid, places)
 
-        The model's own `get_rope_index` computes the latter. Both count up by one after the prompt.
+
+class RotaryPositions:
+    """Computes the positions of tokens, which images of a sequence change.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._token = int(config.image_token_id)
+        self._model = _positions_only(config)
+
+    def of(self, ids: Sequence[int], grid: torch.Tensor | None, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the positions `[4, L]` of a sequence: numbers of its tokens, and those of rotary embeddings.
+
+        The model's own `get_rope_index` computes the latter. Both count up by one after the sequence.
+
+        Args:
+            ids: the sequence.
+            grid: patches of its images, `[K, 3]`; None: it has none.
+            places: `[L]`, true for tokens of images; None: every token with the placeholder's id is one.
         """
         row = torch.tensor([list(ids)], dtype=torch.int64)
-        kinds = (row == self.image_token_id).int()
-        rotary, _ = self._positions.get_rope_index(row, mm_token_type_ids=kinds, image_grid_thw=grid)
+        kinds = row == self._token if places is None else places[None]
+        rotary, _ = self._model.get_rope_index(row, mm_token_type_ids=kinds.int(), image_grid_thw=grid)
         return torch.cat([torch.arange(row.shape[1])[None], rotary[:, 0]])
 
 

@@ -92,6 +92,7 @@ _FIELDS: dict[str, Field] = {
     "responses": Field("response", PAD_TOKEN),
     "input_ids": Field("sequence", PAD_TOKEN),
     "attention_mask": Field("sequence"),
+    "image_mask": Field("sequence"),
     "loss_mask": Field("sequence"),
     "loss_weight": Field("sequence"),
     "routed_experts": Field("sequence"),  # [B, S, L, K]: the K experts of each token in L layers

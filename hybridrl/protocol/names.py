@@ -14,7 +14,12 @@ ATTEMPT = "attempt"
 MISSING_SAMPLES = "missing_samples"
 #: non-tensor: what the model reads of the images of a row, `{"pixel_values", "image_grid_thw"}`; `{}` without any
 MULTI_MODAL_INPUTS = "multi_modal_inputs"
+#: tensor [B, S] bool: the tokens of images, where the rollout says which they are; elsewhere every placeholder of a
+#: prompt is one
+IMAGE_MASK = "image_mask"
 #: non-tensor: fingerprint of the images that a row's response was generated from
 IMAGE_DIGEST = "image_digest"
+#: non-tensor: `multi_modal_inputs` of the data's row that was answered, where a session may have more images
+PROMPT_IMAGES = "prompt_images"
 #: non-tensor: messages, generations and tool calls of a session (`SessionLog.record`), at its first row; else None
 SESSION_LOG = "session_log"

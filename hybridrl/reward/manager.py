@@ -14,7 +14,14 @@ import torch
 from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.notify import notify
-from hybridrl.protocol.names import ATTEMPT, SESSION_LOG, TRAJECTORY_REWARD, TURN_LEVEL_REWARDS
+from hybridrl.protocol.names import (
+    ATTEMPT,
+    IMAGE_DIGEST,
+    PROMPT_IMAGES,
+    SESSION_LOG,
+    TRAJECTORY_REWARD,
+    TURN_LEVEL_REWARDS,
+)
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
@@ -33,7 +40,7 @@ RESERVED = ("uid", "index", "raw_prompt", "reward_model", "extra_info")  # colum
 #: columns of a generated batch that are no columns of the data
 _NOT_OF_THE_DATA = (
     *("uid", "index", "sample", "raw_prompt", "session_id", "trajectory_index", "turn_rewards", "multi_modal_inputs"),
-    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD),
+    *("__num_turns__", "reward_scores", SESSION_LOG, TRAJECTORY_REWARD, IMAGE_DIGEST, PROMPT_IMAGES),
 )
 #: what becomes of samples that the reward function failed for, by the setting that says so
 _THEN = {

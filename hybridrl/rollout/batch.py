@@ -16,6 +16,7 @@ from hybridrl.errors import RolloutError
 from hybridrl.models.vision import is_vision_model
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.names import (
+    IMAGE_MASK,
     MULTI_MODAL_INPUTS,
     ROUTED_EXPERTS,
     TRAJECTORY_REWARD,
@@ -108,6 +109,7 @@ def requests_of(
             sampling=params if seed is None else replace(params, seed=seed),
             session=uid,
             images=own,
+            routing=bool(meta.get(ROUTED_EXPERTS, False)),
         )
         for prompt_ids, uid, seed, own in zip(prompt_ids_of(prompts), uids, seeds, images or [None] * rows, strict=True)
     ]
@@ -127,14 +129,15 @@ def batch_of(
         pad_token_id: fills prompts on the left and responses on the right.
         prompt_width: P; None takes the longest prompt.
         response_width: T; None takes the longest response.
-        prompt_positions: of the prompts' tokens, [B, P], or [B, k, P] with k positions per token; None counts them.
+        prompt_positions: of the prompts' tokens, [B, P], or [B, k, P] with k positions per token; None counts them, or
+            takes those of the trajectories.
 
     Returns:
         Tensors `prompts` [B, P], `responses`, `response_mask` (the trajectories' masks, holes included),
         `rollout_log_probs`, `weight_versions` [B, T], and `input_ids`, `attention_mask` (all tokens, those of tools
-        included), `position_ids` [B, P + T] or [B, k, P + T]; where trajectories have it, `routed_experts`
-        [B, P + T, L, K], 0 on padding; where any has `turn_ends`, `turn_level_rewards` and `turn_states` [B, T], the
-        values of turns at their last tokens, 0 elsewhere.
+        included), `position_ids` [B, P + T] or [B, k, P + T]. Where trajectories have them, `routed_experts`
+        [B, P + T, L, K], 0 on padding, and `image_mask` [B, P + T]. Where any has `turn_ends`, `turn_level_rewards` and
+        `turn_states` [B, T], the values of turns at their last tokens, 0 elsewhere.
         Non-tensors `uid` and `sample`, each extra field (None in rows without it), and, where any trajectory has one,
         `session_id` with `trajectory_index`, `trajectory_reward` (None leaves the row to the reward function),
         `turn_rewards` and `multi_modal_inputs`.
@@ -164,22 +167,53 @@ def batch_of(
             first += tokens
     if prompt_positions is None:
         prompt_positions = (attention_mask[:, :before].cumsum(dim=1) - 1).clamp(min=0)
+    counted = torch.cat([prompt_positions, prompt_positions[..., -1:] + 1 + torch.arange(after)], dim=-1)
     tensors = {
         "prompts": input_ids[:, :before].clone(),
         "responses": input_ids[:, before:].clone(),
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         # Padding on the right counts on, so that the positions of a row do not depend on its length.
-        "position_ids": torch.cat([prompt_positions, prompt_positions[..., -1:] + 1 + torch.arange(after)], dim=-1),
+        "position_ids": _given_positions(trajectories, before, after, counted),
         "response_mask": response_mask,
         "rollout_log_probs": torch.where(response_mask.bool(), log_probs, 0.0),
         "weight_versions": versions,
     }
     if any(one.turn_ends is not None for one in trajectories):
         tensors |= _turns(trajectories, after)
+    if any(one.image_mask is not None for one in trajectories):
+        tensors[IMAGE_MASK] = _image_mask(trajectories, attention_mask.bool())
     if any(one.routed_experts is not None for one in trajectories):
         tensors[ROUTED_EXPERTS] = _experts(trajectories, attention_mask.bool())
     return DataProto.from_dict(tensors=tensors, non_tensors=_columns(trajectories, tensors.keys()))
+
+
+def _given_positions(
+    trajectories: Sequence[Trajectory], before: int, after: int, counted: torch.Tensor
+) -> torch.Tensor:
+    """The positions of trajectories, [B, k, P + T], or `counted` where they have none."""
+    given = [(one.positions, before - len(one.prompt_ids)) for one in trajectories if one.positions is not None]
+    if not given:
+        return counted
+    if len(given) < len(trajectories):
+        raise RolloutError("some trajectories of a batch have positions and others have none; give all or none")
+    rows = []
+    for positions, start in given:
+        missing = before + after - start - positions.shape[1]
+        # Padding on the right counts on, so that the positions of a row do not depend on its length.
+        rows.append(torch.cat([positions, positions[:, -1:] + 1 + torch.arange(missing)], dim=1))
+        rows[-1] = torch.nn.functional.pad(rows[-1], (start, 0))
+    return torch.stack(rows)
+
+
+def _image_mask(trajectories: Sequence[Trajectory], real: torch.Tensor) -> torch.Tensor:
+    """`image_mask` of `batch_of`; `real` [B, P + T] is false on padding."""
+    found = torch.zeros_like(real)
+    for row, one in enumerate(trajectories):
+        if one.image_mask is None:
+            raise RolloutError(f"{one.name} has no image_mask, and others of the batch have it; give all or none")
+        found[row, real[row]] = one.image_mask
+    return found
 
 
 def _turns(trajectories: Sequence[Trajectory], width: int) -> dict[str, torch.Tensor]:
@@ -229,7 +263,7 @@ def _columns(trajectories: Sequence[Trajectory], taken: Collection[str]) -> dict
         columns[TRAJECTORY_REWARD] = [one.reward for one in trajectories]
     if any(one.turn_rewards or one.turn_ends is not None for one in trajectories):
         columns["turn_rewards"] = [list(one.turn_rewards) for one in trajectories]
-    if any(one.multimodal for one in trajectories):
+    if any(one.multimodal or one.image_mask is not None for one in trajectories):
         columns["multi_modal_inputs"] = [dict(one.multimodal) for one in trajectories]
     for one in trajectories:
         for name in one.extra:

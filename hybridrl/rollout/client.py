@@ -19,6 +19,7 @@ import torch
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol import DataProto, object_array
+from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.rollout.replicas.pool import ReplicaPool
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
@@ -244,10 +245,12 @@ def _batch_of(requests: Sequence[Request], max_len: int) -> DataProto:
     """The batch that generates for these requests; its noise is keyed by each request."""
     width = max(len(request.prompt_ids) for request in requests)
     ids = torch.zeros((len(requests), width), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
+    mask, of_images = torch.zeros_like(ids), torch.zeros(ids.shape, dtype=torch.bool)
     for row, request in enumerate(requests):
         ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids, dtype=torch.int64)
         mask[row, width - len(request.prompt_ids) :] = 1
+        if request.images is not None:
+            of_images[row, width - len(request.prompt_ids) :] = request.images.mask(len(request.prompt_ids))
     seeds = [request.sampling.seed for request in requests]
     keys = [
         f"request {request.id}" if seed is None else f"seed {seed}"
@@ -264,8 +267,16 @@ def _batch_of(requests: Sequence[Request], max_len: int) -> DataProto:
         "max_new_tokens": max(_limit(request, max_len) for request in requests),
         "finish_reasons": True,
     }
-    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        IMAGE_MASK: of_images,
+    }
     non_tensors = {"uid": object_array(keys), "sample": object_array([0] * len(keys))}
+    if any(request.images is not None for request in requests):
+        images = [{} if request.images is None else request.images.tensors for request in requests]
+        non_tensors[MULTI_MODAL_INPUTS] = object_array(images)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info=meta)
 
 
@@ -273,6 +284,7 @@ def _completions_of(requests: Sequence[Request], batch: DataProto, max_len: int)
     """Completions out of the rows of a batch, each cut at its own limit."""
     completions = []
     fields, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
+    digests = batch.non_tensor_batch.get(IMAGE_DIGEST)
     for row, request in enumerate(requests):
         generated, limit = int(fields["response_mask"][row].sum()), _limit(request, max_len)
         count = min(generated, limit)
@@ -284,6 +296,7 @@ def _completions_of(requests: Sequence[Request], batch: DataProto, max_len: int)
                 fields["rollout_log_probs"][row, :count].tolist(),
                 "length" if generated > limit else reasons[row],
                 [(version, count)] if count else [],
+                image_digest="" if digests is None else digests[row],
             )
         )
     return completions

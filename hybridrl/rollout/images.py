@@ -6,11 +6,12 @@ Shapes: N patches of D numbers, K images.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig
 
@@ -37,7 +38,14 @@ class PromptImages:
     places: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, ids: Sequence[int], tensors: ImageTensors, config: PreTrainedConfig, where: str) -> PromptImages | None:
+    def of(
+        cls,
+        ids: Sequence[int],
+        tensors: ImageTensors,
+        config: PreTrainedConfig,
+        where: str,
+        generated: Collection[int] = (),
+    ) -> PromptImages | None:
         """The images of a prompt in which every placeholder stands for a part of an image; None without images.
 
         Args:
@@ -45,13 +53,14 @@ class PromptImages:
             tensors: `{}` if it has no images.
             config: of the model.
             where: names the prompt in errors.
+            generated: the indices of tokens that the policy wrote, which are no placeholders.
 
         Raises:
             RolloutError: there are more or fewer placeholders than tokens of images.
         """
         token = int(config.image_token_id)
         counts = tokens_per_image(config, tensors["image_grid_thw"]).tolist() if tensors else []
-        found = [index for index, one in enumerate(ids) if one == token]
+        found = [index for index, one in enumerate(ids) if one == token and index not in generated]
         if len(found) != sum(counts):
             raise RolloutError(
                 f"{where} has {len(found)} image placeholders, and its images have {sum(counts)} tokens: its images "
@@ -67,6 +76,13 @@ class PromptImages:
             places.append((first, count))
             start += count
         return cls(tensors, tuple(places))
+
+    def mask(self, length: int) -> torch.Tensor:
+        """`[length]`: true for the tokens of images of a sequence that begins with the prompt."""
+        found = torch.zeros(length, dtype=torch.bool)
+        for first, count in self.places:
+            found[first : first + count] = True
+        return found
 
     def digest(self) -> str:
         """The fingerprint of all images, as `hybridrl.models.vision.digest` computes it."""
@@ -130,3 +146,8 @@ def split_images(tensors: ImageTensors) -> list[ImageTensors]:
     grid = tensors["image_grid_thw"]
     parts = tensors["pixel_values"].split(grid.prod(dim=-1).tolist())
     return [{"pixel_values": part, "image_grid_thw": grid[n : n + 1]} for n, part in enumerate(parts)]
+
+
+def join_images(images: Sequence[ImageTensors]) -> ImageTensors:
+    """The images of a prompt, one after the other; `{}` if there are none."""
+    return {name: torch.cat([one[name] for one in images]) for name in (images[0] if images else ())}

@@ -42,6 +42,7 @@ class EngineSpec:
         task: what the engine is started for.
         top: with the task `read`, the most likely tokens that a request may ask for.
         logits_temperature: with the task `read`, what logits are divided by.
+        records_routing: requests may ask for the experts of their tokens.
     """
 
     config: RolloutConfig
@@ -55,6 +56,7 @@ class EngineSpec:
     task: Task = "generate"
     top: int = 0
     logits_temperature: float = 1.0
+    records_routing: bool = False
 
     @property
     def gets_adapter(self) -> bool:
@@ -98,6 +100,13 @@ class InferenceEngine(ABC):
 
         Raises:
             RolloutError: it cannot work; the message says what to change.
+        """
+
+    @classmethod  # noqa: B027
+    def check_routing(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
+        """Refuse settings with which the experts of tokens cannot be recorded, if the engine records them at all.
+
+        The rest is like `check`, which is called, too.
         """
 
     @abstractmethod

@@ -66,6 +66,7 @@ class Request:
             engine are served so with `rollout.scheduling_policy=priority`, and else in the order of their arrival.
         reading: what is wanted in place of a response; None: a response.
         images: of the prompt, for a vision-language model.
+        routing: whether the experts that its tokens use are wanted; of an engine with `EngineSpec.records_routing`.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Request:
     priority: int = TRAINING_PRIORITY
     reading: Reading | None = None
     images: PromptImages | None = None
+    routing: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +94,9 @@ class Completion:
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         found: what was read, of a request with a `Reading`; it has no tokens.
         image_digest: fingerprint of the images that the engine was given; "" for none.
+        routed_experts: integers [t, L, K], the K experts that the first t tokens of prompt and response used in the L
+            layers with experts: all but the last, which is sampled and not computed. Of a request that was aborted
+            t may be smaller. None where they were not asked for.
     """
 
     id: str
@@ -103,3 +108,4 @@ class Completion:
     cached_tokens: int = 0
     found: Findings | None = None
     image_digest: str = ""
+    routed_experts: np.ndarray | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config import RolloutConfig
 from hybridrl.models.info import config_of
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS
+from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 from hybridrl.rollout.batch import batch_of, images_of, names_of, requests_of
 from hybridrl.rollout.client import GenerationClient, PoolClient, TurnClient
 from hybridrl.rollout.replicas.pool import ReplicaPool, request_number
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hybridrl.rollout.server import Access, ServerProcess
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_OBJECTS = ("uid", "sample", MULTI_MODAL_INPUTS)
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
 
@@ -63,6 +64,7 @@ class Rollout(ABC):
                 samples were asked for before, 0 where it is missing; another attempt draws other tokens), `seeded`
                 (every request draws with its own seed, so that other requests do not matter), `routed_experts` (return
                 this field, if the engine has the fact `records_routing`), and any field of `SamplingParams`.
+                `multi_modal_inputs` are the images of prompts; `position_ids` are [B, 4, P] then.
 
         Returns:
             A batch of tensors in the prompts' order: `prompts` [B, P], `responses` [B, T], `input_ids`,
@@ -148,8 +150,9 @@ class InPlaceRollout(Rollout):
         self.on_close: list[Callable[[], None]] = []
 
     def generate(self, prompts: DataProto) -> DataProto:
-        known = [name for name in ("uid", "sample", MULTI_MODAL_INPUTS) if name in prompts.non_tensor_batch]
-        inputs = prompts.select(_MODEL_INPUTS, known)  # all that travels to the workers
+        tensors = [name for name in (*_MODEL_INPUTS, IMAGE_MASK) if name in prompts.batch.keys()]
+        objects = [name for name in _OBJECTS if name in prompts.non_tensor_batch]
+        inputs = prompts.select(tensors, objects)  # all that travels to the workers
         inputs.meta_info["weights_version"] = self.version
         batch: DataProto = self._policy.generate_sequences(inputs)
         return batch

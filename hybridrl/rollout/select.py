@@ -70,7 +70,10 @@ def resolve_rollout(config: ActorRolloutRefConfig, use_gpu: bool | None = None) 
                 f"actor_rollout_ref.rollout.name={name}: {', '.join(missing)} is not installed. "
                 f"{facts.install or 'pip install ' + ' '.join(missing)}"
             )
-        InferenceEngines.get(name).check(rollout, config.model, on_gpu)
+        engine = InferenceEngines.get(name)
+        engine.check(rollout, config.model, on_gpu)
+        if config.actor.router_replay.records_in_generation:
+            engine.check_routing(rollout, config.model, on_gpu)
     if is_served(rollout):
         if not facts.serves:
             raise RolloutError(
@@ -92,7 +95,11 @@ def _fastest(config: ActorRolloutRefConfig, on_gpu: bool) -> str:
         if not InferenceEngines.missing_packages(name):
             try:
                 _check_images(config, name)
-                InferenceEngines.get(name).check(config.rollout, config.model, on_gpu)
+                _check_routing(config, name)
+                engine = InferenceEngines.get(name)
+                engine.check(config.rollout, config.model, on_gpu)
+                if config.actor.router_replay.records_in_generation:
+                    engine.check_routing(config.rollout, config.model, on_gpu)
             except RolloutError as error:
                 notify(f"actor_rollout_ref.rollout.name=auto: not {name}, because {error}")
                 continue
@@ -127,14 +134,14 @@ def _check_engine(config: ActorRolloutRefConfig) -> None:
 
 
 def _check_routing(config: ActorRolloutRefConfig, name: str) -> None:
-    """Router replay R3 needs an engine whose records of the experts are read."""
+    """Router replay R3 needs an engine that returns the experts of tokens."""
     if not config.actor.router_replay.records_in_generation or InferenceEngines.facts(name).records_routing:
         return
     known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).records_routing]
     raise RolloutError(
         f"actor_rollout_ref.actor.router_replay.mode={config.actor.router_replay.mode} replays the experts that tokens "
-        f"chose in generation, and what {name} (actor_rollout_ref.rollout.name={config.rollout.name}) records of them "
-        f"is not read yet; set rollout.name to {' or '.join(known)}, or router_replay.mode to R2 or disabled"
+        f"chose in generation, and {name} (actor_rollout_ref.rollout.name={config.rollout.name}) does not return them; "
+        f"set rollout.name to {' or '.join(known)}, or router_replay.mode to R2 or disabled"
     )
 
 

@@ -175,6 +175,7 @@ def _settings(
         eos_token_ids=tuple(eos_token_ids(model.path, config_of(model), tokenizer)),
         pad_token_id=tokenizer.pad_token_id,
         threads=threads or max(1, available_cores() // together),
+        records_routing=config.actor.router_replay.records_in_generation,
     )
     return PoolSettings(
         engine_name=name,

@@ -38,6 +38,9 @@ class Trajectory:
         turn_states: (the place of a turn's last token, a number above 0 that identifies the situation before it).
         extra: further fields by name; each becomes a non-tensor column.
         multimodal: model inputs that are not token ids, by name.
+        image_mask: bool [prompt and later tokens], true for the tokens of images; None: the placeholders of the prompt
+            are theirs.
+        positions: [k, prompt and later tokens], k positions of each token; None: they count the tokens.
         routed_experts: integers [prompt and later tokens, L, K], the K experts that each token used in L layers.
     """
 
@@ -56,6 +59,8 @@ class Trajectory:
     turn_states: Sequence[tuple[int, int]] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     multimodal: Mapping[str, Any] = field(default_factory=dict)
+    image_mask: torch.Tensor | None = field(default=None, compare=False)
+    positions: torch.Tensor | None = field(default=None, compare=False)
     routed_experts: torch.Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,11 +72,14 @@ class Trajectory:
                     f"{self.name}: {name} has {found} entries and token_ids has {count}; give one per token"
                 )
         whole = len(self.prompt_ids) + count
-        if self.routed_experts is not None and len(self.routed_experts) != whole:
-            raise RolloutError(
-                f"{self.name}: routed_experts has {len(self.routed_experts)} entries, and prompt_ids and token_ids "
-                f"together have {whole}; give one per token"
-            )
+        positions = None if self.positions is None else self.positions.T
+        per_token = {"routed_experts": self.routed_experts, "image_mask": self.image_mask, "positions": positions}
+        for name, tensor in per_token.items():
+            if tensor is not None and len(tensor) != whole:
+                raise RolloutError(
+                    f"{self.name}: {name} has {len(tensor)} entries, and prompt_ids and token_ids together have "
+                    f"{whole}; give one per token"
+                )
         if any(tokens < 0 for _, tokens in self.versions) or sum(tokens for _, tokens in self.versions) != count:
             raise RolloutError(
                 f"{self.name}: versions={list(self.versions)} must be (version, tokens) pairs whose tokens add up to "
@@ -103,4 +111,19 @@ class Trajectory:
         """The trajectory of one request: all of its tokens are generated."""
         tokens, mask = completion.token_ids, [1] * len(completion.token_ids)
         scores, versions = completion.log_probs, completion.versions
-        return cls(uid, sample, prompt_ids, tokens, mask, scores, versions, extra=extra or {})
+        experts = _experts_of(completion, len(prompt_ids) + len(tokens))
+        return cls(uid, sample, prompt_ids, tokens, mask, scores, versions, extra=extra or {}, routed_experts=experts)
+
+
+def _experts_of(completion: Completion, tokens: int) -> torch.Tensor | None:
+    """`routed_experts` of a request with so many tokens; the last, which was not computed, has those before it."""
+    found = completion.routed_experts
+    if found is None or not completion.token_ids:
+        return None
+    if len(found) < tokens - 1:
+        raise RolloutError(
+            f"the engine returned the experts of {len(found)} tokens of request {completion.id}, which computed "
+            f"{tokens - 1}; set actor_rollout_ref.actor.router_replay.mode to R2 or disabled"
+        )
+    computed = torch.from_numpy(found[: tokens - 1])
+    return torch.cat([computed, computed[-1:]])

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from hybridrl.algorithms import linear_statistics, token_statistics
 from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, NonFiniteError
+from hybridrl.engine.forecast import peak_of
 from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.attention_backend import AttentionVariables
 from hybridrl.engine.megatron.build import mark_latents_replicated
@@ -272,6 +274,27 @@ def check_split_vocabulary(rank: int) -> None:
             none["log_probs"].sum().backward()
 
 
+def check_memory_of_split_vocabulary(rank: int) -> None:
+    """Both passes hold a chunk of a rank's logits, not those of all tokens."""
+    tokens, share, size = 512, 640, 8
+    part = Part.of(2 * share, 2 * share, dist.group.WORLD)
+    hidden, table = (torch.randn(rows, size, requires_grad=True) for rows in (tokens, share))
+    labels = torch.randint(0, 2 * share, (tokens,), generator=torch.Generator().manual_seed(0))
+
+    def peak(compute: Callable[..., dict[str, torch.Tensor]], *last: int) -> int:
+        def both() -> None:
+            first = hidden if last else linear(hidden, table)
+            weight = (table,) if last else ()
+            found = compute(first, *weight, labels, TEMPERATURE, STATISTICS, part, *last)
+            torch.autograd.grad(found["log_probs"].sum() + found["entropy"].sum(), (hidden, table))
+
+        return peak_of(both, hidden, table, labels)
+
+    logits = tokens * share * 4
+    assert peak(parallel_statistics) > 2 * logits
+    assert peak(parallel_linear_statistics, 16) < logits / 2
+
+
 class Logits(TorchDispatchMode):
     """The most rows of logits that a product of matrices makes."""
 
@@ -338,6 +361,7 @@ def check_all(rank: int, model: Path) -> None:
     check_loss_that_is_a_view(model)
     check_replicated_latents()
     check_split_vocabulary(rank)
+    check_memory_of_split_vocabulary(rank)
     check_not_fused(rank, model)
     linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * 256
     check_fused(model, model / "tied")

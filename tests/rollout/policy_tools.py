@@ -101,6 +101,7 @@ def prompts_of(count: int, n: int = 1, width: int = 16, **meta) -> DataProto:
 
 def trainer_log_probs(policy, batch: DataProto, temperature: float = 0.8) -> torch.Tensor:
     fields = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+    fields += [name for name in ("image_mask",) if name in batch.batch.keys()]
     images = [name for name in ("multi_modal_inputs", "image_digest") if name in batch.non_tensor_batch]
     inputs = batch.select(batch_keys=fields, non_tensor_batch_keys=images)
     inputs.meta_info = {"temperature": temperature}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from plain_engine import PlainEngine
 
@@ -17,22 +18,28 @@ from hybridrl.models.info import tokenizer_of
 from hybridrl.rollout.replicas.actor import Replica
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.trainer.phases import PhaseTimer
 
 SAMPLED = SamplingParams(True, 1.0, 1.0, -1, 8)
 
 
 class Interrupted(PlainEngine):
-    """Answers with given parts, all but the last cut off."""
+    """Answers with given parts, all but the last cut off; the experts of token n are the number of the part, and n."""
 
     parts: list[list[int]]
+    calls = 0
 
     async def generate(self, request: Request) -> Completion:
-        tokens = self.parts.pop(0)
-        return Completion(request.id, tokens, [-1.0] * len(tokens), "abort" if self.parts else "length")
+        tokens, self.calls = self.parts.pop(0), self.calls + 1
+        answer = Completion(request.id, tokens, [-1.0] * len(tokens), "abort" if self.parts else "length")
+        if request.routing and tokens:
+            computed = range(len(request.prompt_ids) + len(tokens) - 1)
+            answer.routed_experts = np.array([[[self.calls, n]] for n in computed], dtype=np.uint8)
+        return answer
 
 
-def completion_of(model: Path, parts: list[list[int]], **sampling: Any) -> Completion:
+def completion_of(model: Path, parts: list[list[int]], routing: bool = False, **sampling: Any) -> Completion:
     """What a replica makes of these parts of one request."""
 
     async def run() -> Completion:
@@ -40,9 +47,21 @@ def completion_of(model: Path, parts: list[list[int]], **sampling: Any) -> Compl
         engine.parts = parts
         replica = Replica("plain", replace(engine.spec, load_weights=True), {})
         replica._engine = engine
-        return await replica.generate(Request("a", [6, 7], replace(SAMPLED, **sampling)))
+        return await replica.generate(Request("a", [6, 7], replace(SAMPLED, **sampling), routing=routing))
 
     return asyncio.run(run())
+
+
+def test_experts_are_those_with_which_each_token_was_sampled(tiny_model: Path) -> None:
+    """Later parts compute all tokens before them again, maybe with other weights."""
+    parts = [[10, 11], [], [12], [13, 14]]
+    answer = completion_of(tiny_model, parts, routing=True)
+    made = Trajectory.single_turn([6, 7], answer, "p", 0)
+    assert made.routed_experts is not None
+    assert made.routed_experts[:, 0].tolist() == [[1, 0], [1, 1], [1, 2], [3, 3], [4, 4], [4, 5], [4, 5]]
+    assert completion_of(tiny_model, [[10], [11]]).routed_experts is None
+    with pytest.raises(RolloutError, match=r"experts of 3 tokens of request a, which computed 6; set .*router_replay"):
+        Trajectory.single_turn([6, 7], replace(answer, routed_experts=answer.routed_experts[:3]), "p", 0)
 
 
 def test_a_replica_sees_how_the_programs_end_that_it_starts(tiny_model: Path) -> None:

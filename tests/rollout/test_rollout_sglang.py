@@ -1,4 +1,5 @@
-"""SGLang as an engine of replicas, the real one. Two starts: in a replica's Ray actor, and with two processes.
+"""SGLang as an engine of replicas, the real one. Three starts: in a replica's Ray actor, with two processes, and of a
+mixture of experts.
 
 It lives in an environment of its own (`bash scripts/install.sh cpu sglang`); scripts/test.sh runs this file there. What
 needs no SGLang is in test_rollout_sglang_settings.py.
@@ -24,20 +25,23 @@ import psutil
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybridrl.config import ModelConfig, RolloutConfig, load_config
-from hybridrl.engine.train_engine import TrainEngines
+from hybridrl.config.schema.engine import FSDPConfig
+from hybridrl.engine.train_engine import MicroBatching, TrainEngines
 from hybridrl.hybrid_engine.plan import plan_boxes
 from hybridrl.hybrid_engine.schedule import schedule
 from hybridrl.hybrid_engine.shards import Boxes, whole
 from hybridrl.models.tokenizer import load_tokenizer
 from hybridrl.protocol import DataProto
 from hybridrl.rollout import HFRollout, RolloutError
+from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.actor import Replica
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Entry, ShardBucket
 
 pytestmark = [
@@ -465,6 +469,62 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
     run(engine.close())
     wait_until_gone(started, limit_s=1)
     assert set(glob.glob("/dev/shm/sgl*")) <= segments
+
+
+@pytest.fixture(scope="module")
+def routed_model(tmp_path_factory) -> Path:
+    """A mixture of experts where it matters which experts a token uses."""
+    folder = tmp_path_factory.mktemp("routed")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    torch.manual_seed(5)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=264, **sizes, **heads, **experts))
+    for parameter in model.model.parameters():
+        parameter.data.mul_(3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_recorded_experts_bring_the_trainer_closer_to_the_sampler(loop, routed_model) -> None:
+    """The k3 estimate of the KL from SGLang in float32 to a trainer in bfloat16, with and without replay."""
+
+    def run(coroutine, limit: float = 120):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(limit)
+
+    spec = replace(spec_of(routed_model, max_num_batched_tokens=64), records_routing=True)
+    engine = InferenceEngines.create("sglang", spec)
+    engine.check_routing(spec.config, spec.model, on_gpu=False)
+    run(engine.start(), START_S)
+    try:
+        long = prompt(120)  # longer than a chunk
+        asked = [Request("first", long, sampled(max_new_tokens=8), routing=True)]
+        answers = [run(engine.generate(asked[0]))]
+        lengths = (100, 70, *range(9, 25))
+        asked += [Request(f"r{n}", long[:n], sampled(max_new_tokens=30), routing=True) for n in lengths]
+        waiting = [asyncio.run_coroutine_threadsafe(engine.generate(one), loop) for one in asked[1:]]
+        answers += [one.result(120) for one in waiting]
+        plain = run(engine.generate(Request("plain", long, sampled(max_new_tokens=4))))
+    finally:
+        run(engine.close())
+    assert plain.routed_experts is None
+    assert answers[1].cached_tokens > 60  # their experts are those of the first request
+    for request, answer in zip(asked, answers, strict=True):
+        tokens = len(request.prompt_ids) + len(answer.token_ids)
+        assert answer.routed_experts.shape == (tokens - 1, 2, 2) and answer.routed_experts.dtype == np.uint8
+        answer.versions.append((0, len(answer.token_ids)))
+    rows = zip(asked, answers, strict=True)
+    batch = batch_of([Trajectory.single_turn(one.prompt_ids, answer, one.id, 0) for one, answer in rows], 0)
+    mask, divergence = batch.batch["response_mask"].bool(), []
+    for dtype, left_out in (("float32", ""), ("bfloat16", ""), ("bfloat16", "routed_experts")):
+        trainer = TrainEngines.create("language_model", "fsdp2", model=spec.model, engine=FSDPConfig(dtype=dtype))
+        trainer.initialize()
+        given = batch.select(batch_keys=[name for name in batch.batch.keys() if name != left_out])
+        computed = trainer.infer(given, MicroBatching(size=8), sampled().temperature, outputs=("log_probs",))
+        log_rho = (computed["log_probs"] - batch.batch["rollout_log_probs"])[mask]
+        divergence.append(float((log_rho.exp() - 1 - log_rho).mean()))
+    exact, replayed, free = divergence
+    assert exact < 1e-8 and replayed < 0.5 * free
 
 
 def test_a_start_that_fails_says_why(loop, model_dir) -> None:

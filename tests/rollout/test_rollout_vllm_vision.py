@@ -16,10 +16,12 @@ import torch
 from policy_tools import MAX_LOG_PROB_DIFFERENCE, WIDTH, ScaledPolicy, settings, trainer_log_probs
 from vision_tools import PROMPTS, prompts_of, write_prompts
 
-from hybridrl.config import ModelConfig
+from hybridrl.agents import AgentRollout, create_agents
+from hybridrl.config import ModelConfig, load_config
 from hybridrl.engine.images import BatchImages
-from hybridrl.models.info import config_of
+from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.protocol import DataProto, object_array
+from hybridrl.registry import import_external_lib
 from hybridrl.rollout import Rollout, RolloutError
 from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
@@ -50,7 +52,7 @@ def model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Pat
 
 @pytest.fixture(scope="module")
 def config(model: Path) -> Any:
-    words = (f"{ROLLOUT}.prompt_length=200", f"{ROLLOUT}.ignore_eos=True", f"{ROLLOUT}.limit_images=2")
+    words = (f"{ROLLOUT}.prompt_length=200", f"{ROLLOUT}.ignore_eos=True", f"{ROLLOUT}.limit_images=3")
     return settings(model, *words)
 
 
@@ -113,6 +115,34 @@ def test_log_probs_equal_the_trainers_whatever_the_vision_tower_is(policy, rollo
         before = batch.batch["responses"]
 
 
+def test_images_between_the_turns_of_a_session(model, policy, rollout, prompts) -> None:
+    """The second turn sees the prompt's images and one that came after the first turn."""
+    tools = Path(__file__).parents[1] / "agents" / "image_tools.py"
+    import_external_lib(str(tools))
+    words = {
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.external_lib": tools,
+        "data.max_prompt_length": 200,
+        "data.max_response_length": WIDTH,
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.limit_images": 3,
+        f"{ROLLOUT}.temperature": 0.8,
+        f"{ROLLOUT}.agent.default_agent_loop": "looks_again",
+        f"{ROLLOUT}.agent.on_error": "raise",
+    }
+    config = load_config("ppo_trainer", [f"{name}={value}" for name, value in words.items()])
+    agents = create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
+    batch = AgentRollout(rollout, agents).generate(prompts)
+    fields, width = batch.batch, batch.batch["prompts"].shape[1]
+    mask = fields["response_mask"].bool()
+    assert mask.sum(dim=1).tolist() == [6] * len(prompts)
+    assert fields["image_mask"][:, width:].sum(dim=1).tolist() == [4] * len(prompts)
+    counts = [len(one["image_grid_thw"]) for one in batch.non_tensor_batch["multi_modal_inputs"]]
+    assert counts == [len(sizes) + 1 for _, sizes in PROMPTS for _ in range(2)]
+    difference = (trainer_log_probs(policy, batch) - fields["rollout_log_probs"])[mask].abs()
+    assert float(difference.max()) < MAX_LOG_PROB_DIFFERENCE
+
+
 def test_equal_texts_with_different_images_are_different_prompts(rollout, prompts) -> None:
     """Rows 0 and 1 of the data differ in their image only; keys and values of one are not used for the other."""
     greedy = DataProto(prompts.batch, prompts.non_tensor_batch, {**prompts.meta_info, "do_sample": False})
@@ -144,12 +174,12 @@ def test_images_that_would_not_be_seen_are_refused(rollout, prompts) -> None:
     ids, mask = prompts.batch["input_ids"].clone(), prompts.batch["attention_mask"].clone()
     token = int(ids[0][(ids[0][1:] == ids[0][:-1]).nonzero()[-1]])  # placeholders are the only runs of one token
     one = column[0]
-    column[4] = {name: torch.cat([one[name]] * 3) for name in one}
-    ids[4, -12:], mask[4, -12:] = token, 1
+    column[4] = {name: torch.cat([one[name]] * 4) for name in one}
+    ids[4, -16:], mask[4, -16:] = token, 1
     many = DataProto.from_dict(
         tensors={**prompts.batch, "input_ids": ids, "attention_mask": mask},
         non_tensors={**prompts.non_tensor_batch, "multi_modal_inputs": column},
         meta_info=dict(prompts.meta_info),
     )
-    with pytest.raises(RolloutError, match=r"prompt 4 of the batch has 3 images.*rollout.limit_images=2"):
+    with pytest.raises(RolloutError, match=r"prompt 4 of the batch has 4 images.*rollout.limit_images=3"):
         rollout.generate(many)

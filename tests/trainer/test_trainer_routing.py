@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hybridrl.config import load_config
 from hybridrl.errors import ConfigError, ModelError, RolloutError
 from hybridrl.protocol import DataProto
+from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.select import resolve_rollout
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.learner import MODEL_INPUTS
@@ -141,12 +142,38 @@ def test_what_cannot_be_replayed_is_refused(grpo: list[str], micro_model: Path, 
             check_router_replay(load_config("ppo_trainer", [*grpo, mode, *given]))
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_engines_whose_records_are_not_read_are_refused(grpo: list[str], name: str) -> None:
+def test_engines_that_do_not_return_the_experts_are_refused(grpo: list[str]) -> None:
     assert resolve_rollout(load_config("ppo_trainer", [*grpo, R3]).actor_rollout_ref, use_gpu=False) == "hf"
-    config = load_config("ppo_trainer", [*grpo, R3, f"actor_rollout_ref.rollout.name={name}"])
-    with pytest.raises(RolloutError, match=rf"mode=R3 .*what {name} .*not read yet; set rollout\.name to hf, or"):
+    config = load_config("ppo_trainer", [*grpo, R3, "actor_rollout_ref.rollout.name=plain_engine:PlainEngine"])
+    with pytest.raises(RolloutError, match=r"mode=R3 .*PlainEngine\) does not return them; set rollout\.name to .*hf"):
         resolve_rollout(config.actor_rollout_ref, use_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "on_gpu", "message"),
+    [
+        ("vllm", [], False, r"on a CPU vLLM refuses it .*rollout\.name to sglang or hf"),
+        ("vllm", ["enable_prefix_caching=False"], True, r"enable_prefix_caching=False .*R3.*set it to True"),
+        ("vllm", ["pipeline_model_parallel_size=2"], True, r"pipeline_model_parallel_size=2 .*set it to 1"),
+        ("sglang", ["enable_chunked_prefill=False"], False, r"enable_chunked_prefill=False .*set it to True"),
+        ("sglang", ["pipeline_model_parallel_size=2"], False, r"pipeline_model_parallel_size=2 .*set it to 1"),
+        ("sglang", ["DENSE"], False, r"Qwen2ForCausalLM of transformers has no layers with experts"),
+    ],
+)
+def test_what_engines_cannot_record_is_refused(
+    grpo: list[str], micro_model: Path, name: str, words: list[str], on_gpu: bool, message: str
+) -> None:
+    model = [f"actor_rollout_ref.model.path={micro_model}"] if "DENSE" in words else []
+    given = [f"actor_rollout_ref.rollout.{word}" for word in words if word != "DENSE"]
+    config = load_config("ppo_trainer", [*grpo, R3, *model, *given]).actor_rollout_ref
+    with pytest.raises((RolloutError, ModelError), match=message):
+        InferenceEngines.get(name).check_routing(config.rollout, config.model, on_gpu)
+
+
+def test_the_settings_that_record_are_taken(grpo: list[str]) -> None:
+    config = load_config("ppo_trainer", [*grpo, R3]).actor_rollout_ref
+    InferenceEngines.get("vllm").check_routing(config.rollout, config.model, on_gpu=True)
+    InferenceEngines.get("sglang").check_routing(config.rollout, config.model, on_gpu=False)
 
 
 def test_the_pass_that_records_is_not_left_out(grpo: list[str]) -> None:

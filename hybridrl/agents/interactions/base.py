@@ -40,7 +40,7 @@ class BaseInteraction:
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+    ) -> tuple[bool, str | list[dict[str, Any]], float | None, dict[str, Any]]:
         """Answer the last of `messages`, a turn of the model.
 
         Args:
@@ -48,8 +48,9 @@ class BaseInteraction:
             kwargs: the row's `interaction_kwargs`.
 
         Returns:
-            Whether the conversation is over (the answer is not shown then), the answer, the score of the turn (None: it
-            has none), and further values, which become the column `interaction_extra`.
+            Whether the conversation is over (the answer is not shown then), the answer (text, or parts
+            `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with PIL images), the score of the
+            turn (None: it has none), and further values, which become the column `interaction_extra`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generate_response")
 

@@ -18,9 +18,15 @@ class Reply:
     """What a user said; see `BaseInteraction.generate_response`."""
 
     ended: bool
-    text: str
+    content: str | list[dict[str, Any]]
     score: float | None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """What was said, without images."""
+        parts = [{"text": self.content}] if isinstance(self.content, str) else self.content
+        return "".join(str(part.get("text", "")) for part in parts)
 
 
 class InteractionSession:
@@ -50,15 +56,15 @@ class InteractionSession:
             self._id = await self._call(lambda: self._interaction.start_interaction(None, **self._kwargs))
         given, name = [dict(message) for message in messages], self._id
         found = await self._call(lambda: self._interaction.generate_response(name, given, **self._kwargs))
-        if not isinstance(found, tuple) or len(found) != 4 or not isinstance(found[1], str):
+        if not isinstance(found, tuple) or len(found) != 4 or not isinstance(found[1], str | list):
             raise RolloutError(
                 f"generate_response of {self.name} returned {found!r}, and must return (should_terminate, response, "
                 "score, extra)"
             )
-        ended, text, score, extra = found
+        ended, content, score, extra = found
         if score is not None and not math.isfinite(score := float(score)):
             raise RolloutError(f"generate_response of {self.name} returned the score {score}; it must be finite")
-        return Reply(bool(ended), text, score, dict(extra or {}))
+        return Reply(bool(ended), content, score, dict(extra or {}))
 
     async def score(self) -> float | None:
         """What `calculate_score` says of the conversation; None where the model never got to the user.

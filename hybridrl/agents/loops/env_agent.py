@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hybridrl.agents.environments.base import Action, Step, messages_of
 from hybridrl.agents.environments.session import EnvironmentSession
+from hybridrl.agents.images import images_in, with_row_images
+from hybridrl.agents.log import without_pixels
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
+from hybridrl.models.vision import ImageTensors, digest
 from hybridrl.rollout.noise import stream_keys
 
 
@@ -24,6 +27,7 @@ class _Episode:
     turn_states: list[tuple[int, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
+    images: list[ImageTensors] = field(default_factory=list)
     turns: int = 0
     observations: int = 0
     done: bool = False
@@ -51,7 +55,9 @@ class EnvironmentAgentLoop(AgentLoopBase):
         )
         try:
             first = await session.reset({**kwargs, "env_kwargs": env_kwargs, "seed": self.seed_of(kwargs)})
-            episode = self._begin(list(kwargs["raw_prompt"]), first, session.tools)
+            first = await self._prepared(first)
+            messages = with_row_images(kwargs["raw_prompt"], self.row_images(kwargs))
+            episode = self._begin(messages, first, session.tools)
             while (step := await self._turn(episode, session, sampling_params)) is not None:
                 if not self._observe(episode, *step):
                     break
@@ -72,13 +78,16 @@ class EnvironmentAgentLoop(AgentLoopBase):
     def _begin(self, messages: list[Any], first: Step, tools: Sequence[Mapping[str, Any]]) -> _Episode:
         """The prompt: the row's messages and the first observation."""
         if isinstance(first.observation, str) and messages and messages[-1].get("role") == "user":
-            before = messages[-1]["content"]
-            joined = f"{before}\n\n{first.observation}" if before else str(first.observation)
+            before, text = messages[-1]["content"], str(first.observation)
+            joined: Any = f"{before}\n\n{text}" if before else text
+            if before and not isinstance(before, str):
+                joined = [*before, {"type": "text", "text": f"\n\n{text}"}]
             messages = [*messages[:-1], {**messages[-1], "content": joined}]
         else:
             messages = [*messages, *messages_of(first.observation)]
         episode = _Episode(self.turns.prompt(messages, tools or None), tools, _state(first))
         episode.extra |= first.extra
+        episode.images = images_in(messages)
         episode.messages = self.server_manager.log.messages = list(messages)
         return episode
 
@@ -92,6 +101,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         output = await self.server_manager.generate(
             prompt_ids=[*episode.prompt_ids, *episode.response_ids],
             sampling_params={**sampling_params, "max_new_tokens": longest},
+            image_data=episode.images,
         )
         episode.seconds += time.perf_counter() - started
         episode.response_ids += output.token_ids
@@ -109,8 +119,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
             return None
         action, log = self._action(output, episode.tools), self.server_manager.log
         began = log.clock()
-        step = await session.step(action)
-        told = messages_of(step.observation)
+        step = await self._prepared(await session.step(action))
+        told = without_pixels(messages_of(step.observation))
         log.add("step", began, turn=episode.turns - 1, observation=told, reward=step.points, done=step.done)
         episode.extra |= step.extra
         episode.turn_rewards.append((last, step.points))
@@ -140,10 +150,17 @@ class EnvironmentAgentLoop(AgentLoopBase):
         limit = self.rollout_config.max_model_len
         if longer >= self.rollout_config.response_length or (limit and len(episode.prompt_ids) + longer >= limit):
             return False
+        episode.images += images_in(messages)
         episode.response_ids += tokens
         episode.response_mask += [0] * len(tokens)
         episode.observations += 1
         return True
+
+    async def _prepared(self, step: Step) -> Step:
+        """A step whose images are patches."""
+        if isinstance(step.observation, str) or step.observation is None:
+            return step
+        return replace(step, observation=await self.prepared(messages_of(step.observation)))
 
     def seed_of(self, row: Mapping[str, Any]) -> int:
         """The seed of an episode: the same for all samples of a prompt and in a resumed run, another in each epoch."""
@@ -155,4 +172,6 @@ class EnvironmentAgentLoop(AgentLoopBase):
 def _state(step: Step) -> Any:
     if step.state is not None or isinstance(step.observation, str) or step.observation is None:
         return step.observation if step.state is None else step.state
-    return [(message["role"], message["content"]) for message in step.observation]
+    named = without_pixels(step.observation)
+    images = [digest(one) for one in images_in(step.observation)]
+    return [*((message["role"], message["content"]) for message in named), *images]

@@ -13,5 +13,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt = kwargs["prompt_ids"]
-        output = await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling_params)
+        output = await self.server_manager.generate(
+            prompt_ids=prompt, sampling_params=sampling_params, image_data=self.row_images(kwargs)
+        )
         return AgentLoopOutput(prompt, output.token_ids, [1] * len(output.token_ids), num_turns=2)

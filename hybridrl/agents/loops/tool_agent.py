@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hybridrl.agents.images import images_in
 from hybridrl.agents.interactions.session import InteractionSession
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from hybridrl.agents.parsers.base import Call, FunctionCall, Parsed
 from hybridrl.agents.tools.load import selected_tools
 from hybridrl.agents.tools.session import ToolResult, ToolSession
 from hybridrl.agents.turns import answers_of
+from hybridrl.models.vision import ImageTensors
 from hybridrl.verdict import NoVerdict
 
 _UNREADABLE = "invalid_call"  # the name of a call that has none
@@ -24,6 +26,7 @@ class AgentData:
         messages: the conversation so far; turns of the model as text.
         prompt_ids: tokens before the first generated one.
         response_ids, response_mask: every token after them, and which of them were generated.
+        images: patches of the images so far, in the order of their tokens.
         tools_kwargs: the row's column of this name.
         extra_fields: columns of the batch that a tool adds.
         turn_rewards: (place of the last token of a turn, reward), of tool calls and of a simulated user.
@@ -35,6 +38,7 @@ class AgentData:
     tools_kwargs: Mapping[str, Any]
     response_ids: list[int] = field(default_factory=list)
     response_mask: list[int] = field(default_factory=list)
+    images: list[ImageTensors] = field(default_factory=list)
     user_turns: int = 0
     assistant_turns: int = 0
     tool_rewards: list[float] = field(default_factory=list)
@@ -68,10 +72,13 @@ class ToolAgentLoop(AgentLoopBase):
         settings = self.rollout_config.multi_turn
         tools_kwargs = kwargs.get("tools_kwargs") or {}
         data = AgentData(list(kwargs["raw_prompt"]), list(kwargs["prompt_ids"]), tools_kwargs)
+        data.images = self.row_images(kwargs)
         chosen = selected_tools(kwargs.get("extra_info"), list(self.tools))
         tools = {name: self.tools[name] for name in chosen}
         schemas = [tool.tool_schema for tool in tools.values()]
-        session, user = ToolSession(tools, settings, tools_kwargs), self._user(kwargs)
+        seen = self.server_manager.images
+        session = ToolSession(tools, settings, tools_kwargs, None if seen is None else seen.reader)
+        user = self._user(kwargs)
         said: dict[str, float] = {}
         self.server_manager.log.messages = data.messages
         try:
@@ -128,6 +135,7 @@ class ToolAgentLoop(AgentLoopBase):
         output = await self.server_manager.generate(
             prompt_ids=[*data.prompt_ids, *data.response_ids],
             sampling_params={**sampling_params, "max_new_tokens": limit - len(data.response_ids)},
+            image_data=data.images,
         )
         data.metrics.generate_sequences += time.perf_counter() - started
         data.response_ids += output.token_ids
@@ -159,7 +167,9 @@ class ToolAgentLoop(AgentLoopBase):
         if reply.score is not None:
             data.turn_scores.append(reply.score)
             data.turn_rewards.append((len(data.response_ids) - 1, reply.score))
-        return not reply.ended and self._append(data, [{"role": "user", "content": reply.text}], schemas, ())
+        if reply.ended:
+            return False
+        return self._append(data, await self.prepared([{"role": "user", "content": reply.content}]), schemas, ())
 
     async def _answer(
         self,
@@ -171,8 +181,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Run the calls of a turn and append their answers; whether they fit."""
         readable, log = [call for call in calls if isinstance(call, FunctionCall)], self.server_manager.log
         began = log.clock()
-        results = iter(await session.call(readable, data))
-        answered: list[tuple[FunctionCall, str]] = []
+        results = iter(self._within_limit(data, await session.call(readable, data)))
+        answered: list[tuple[FunctionCall, str | list[dict[str, Any]]]] = []
         arguments: Mapping[str, Any] | str
         for call in calls:
             if isinstance(call, FunctionCall):
@@ -192,6 +202,7 @@ class ToolAgentLoop(AgentLoopBase):
                 response=result.text,
                 reward=result.reward,
                 fault=result.fault,
+                **({"images": len(result.images)} if result.images else {}),
             )
             if call.name not in session.tools:  # text of the model must not become text of the template
                 call = FunctionCall(_UNREADABLE, {}, call.tool_call_id)
@@ -200,9 +211,19 @@ class ToolAgentLoop(AgentLoopBase):
             if result.reward is not None:
                 data.tool_rewards.append(result.reward)
                 data.turn_rewards.append((len(data.response_ids) - 1, result.reward))
-            answered.append((call, result.text))
+            answered.append((call, result.content))
         data.tool_calls += len(readable)
         return self._append(data, answers_of(answered), schemas, [call for call, _ in answered])
+
+    def _within_limit(self, data: AgentData, results: list[ToolResult]) -> list[ToolResult]:
+        """Results without images that are more than a session can have, with the reason instead."""
+        most, count = self.rollout_config.limit_images, len(data.images)
+        for number, result in enumerate(results):
+            if most is not None and result.images and count + len(result.images) > most:
+                reason = f"Error: not shown, because at most {most} images can be seen"
+                results[number] = replace(result, text=reason, images=[], fault="limit")
+            count += len(results[number].images)
+        return results
 
     def _append(
         self,
@@ -218,6 +239,7 @@ class ToolAgentLoop(AgentLoopBase):
         if longer >= self.rollout_config.response_length or (limit and len(data.prompt_ids) + longer >= limit):
             return False
         data.messages += messages
+        data.images += images_in(messages)
         data.response_ids += tokens
         data.response_mask += [0] * len(tokens)
         data.user_turns += 1

@@ -24,7 +24,8 @@ class ToolResponse:
 
     Attributes:
         text: the result; None is an empty one.
-        image, video: verl's fields for media, which are not supported.
+        image: PIL images, which the model sees before the text; it must read images.
+        video: verl's field for videos, which are not supported.
     """
 
     text: str | None = None
@@ -32,8 +33,10 @@ class ToolResponse:
     video: list[Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.image or self.video:
-            raise RolloutError("a tool returned images or video, which are not supported; return text")
+        if self.video:
+            raise RolloutError("a tool returned video, which is not supported; return text and images")
+        if self.image is not None and not isinstance(self.image, list):
+            raise RolloutError(f"a tool returned image={type(self.image).__name__}; return a list of images")
 
 
 class BaseTool:

@@ -232,7 +232,7 @@ class _Connection:
                     raise RuntimeError(_reason(error)) from error
                 self.has_ended = True
                 raise _ConnectionEndedError(f"the connection has ended: {_reason(error)}") from error
-            text = "\n".join(part.text for part in result.content if getattr(part, "text", None) is not None)
+            text = "\n".join(_shown(part) for part in result.content)
             if result.is_error:
                 raise RuntimeError(text or "the tool failed")
             return text
@@ -267,6 +267,12 @@ def _servers(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _chosen(schema: Mapping[str, Any], wanted: Sequence[str] | None) -> bool:
     return wanted is None or schema["function"]["name"] in wanted
+
+
+def _shown(part: Any) -> str:
+    """A part of a result as text; of others than text, that it is left out."""
+    text = getattr(part, "text", None)
+    return f"({part.type} left out)" if text is None else str(text)
 
 
 def _reason(error: BaseException) -> str:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrl.agents.images import ImageReader
 from hybridrl.agents.parsers.base import FunctionCall
 from hybridrl.agents.side import CallTimeoutError, Side
 from hybridrl.agents.tools.base import BaseTool, ToolResponse
 from hybridrl.config.schema.rollout import MultiTurnConfig
+from hybridrl.errors import RolloutError
+from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
@@ -25,6 +28,7 @@ class ToolResult:
         metrics: by name.
         fault: why the tool did not answer: "unknown", "arguments", "error", "timeout", "limit"; "" where it did.
         seconds: that the call took.
+        images: patches of each image that the model gets.
     """
 
     text: str
@@ -32,6 +36,15 @@ class ToolResult:
     metrics: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
     seconds: float = 0.0
+    images: list[ImageTensors] = field(default_factory=list)
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """Of the message that answers: text, or parts where there are images."""
+        if not self.images:
+            return self.text
+        parts: list[dict[str, Any]] = [{"type": "image", "image": one} for one in self.images]
+        return parts + ([{"type": "text", "text": self.text}] if self.text else [])
 
 
 class ToolSession:
@@ -41,6 +54,7 @@ class ToolSession:
         tools: by name.
         settings: `rollout.multi_turn`.
         tools_kwargs: for each tool, `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`.
+        reader: of images that tools return; None: the model reads text alone.
 
     Attributes:
         tools: by name.
@@ -48,8 +62,13 @@ class ToolSession:
     """
 
     def __init__(
-        self, tools: Mapping[str, BaseTool], settings: MultiTurnConfig, tools_kwargs: Mapping[str, Any] | None = None
+        self,
+        tools: Mapping[str, BaseTool],
+        settings: MultiTurnConfig,
+        tools_kwargs: Mapping[str, Any] | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
+        self._reader = reader
         self.tools = tools
         self._settings = settings
         self._kwargs = tools_kwargs or {}
@@ -135,13 +154,22 @@ class ToolSession:
                 lambda: tool.execute(instance, dict(call.arguments), agent_data=agent_data, **kwargs)
             )
             text = response.text if isinstance(response, ToolResponse) else str(response)
+            images = await self._images(response)
         except NoVerdictError:
             raise
         except CallTimeoutError as error:
             return self._failed(str(error), "timeout")
         except Exception as error:
             return self._failed(f"{type(error).__name__}: {error}", "error")
-        return ToolResult(self._cut(text or ""), None if reward is None else float(reward), dict(metrics or {}))
+        points = None if reward is None else float(reward)
+        return ToolResult(self._cut(text or ""), points, dict(metrics or {}), images=images)
+
+    async def _images(self, response: Any) -> list[ImageTensors]:
+        """The patches of the images that a tool returned."""
+        found = (response.image if isinstance(response, ToolResponse) else None) or []
+        if found and self._reader is None:
+            raise RolloutError("the tool returned images, and the model reads text alone")
+        return [] if self._reader is None else await self._reader.read(found)
 
     async def _instance(self, tool: BaseTool) -> str:
         """The id that `create` returned; parallel first calls share one."""

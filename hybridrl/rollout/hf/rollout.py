@@ -18,11 +18,19 @@ from torch import nn
 from hybridrl.config import RolloutConfig
 from hybridrl.engine.capabilities import GeneratesInPlace, ReplaysRouting
 from hybridrl.errors import RolloutError, UserError
-from hybridrl.models.vision import ImageTensors, digest, is_vision_model, tokens_per_image
+from hybridrl.models.vision import (
+    ImageTensors,
+    RotaryPositions,
+    digest,
+    is_vision_model,
+    placed_at,
+    tokens_per_image,
+)
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
+from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.rollout.batch import batch_of, names_of, prompt_ids_of
 from hybridrl.rollout.hf.cache import make_cache, select_rows
+from hybridrl.rollout.images import join_images
 from hybridrl.rollout.inference_engine import InferenceEngines
 from hybridrl.rollout.noise import purpose_of, stream_keys, uniforms
 from hybridrl.rollout.sampling import SamplingParams, draw
@@ -84,7 +92,9 @@ class HFRollout:
         images = _Images.of(prompts)
         experts: list[torch.Tensor | None] = []
         with self.engine.whole_weights() as module, self._recorded(meta) as chosen, torch.no_grad():
-            images.check(ids, mask, module.config)
+            images.place(prompts, module.config)
+            if images.given and positions.ndim == 2:  # requests come without the positions of their images
+                positions = images.positions(ids, mask, module.config).to(device)
             for start in range(0, rows, self.config.max_num_seqs):
                 part = slice(start, min(start + self.config.max_num_seqs, rows))
                 distinct = _Prompts.distinct(ids[part], mask[part], positions[part], images[part])
@@ -170,10 +180,21 @@ class HFRollout:
 
 
 class _Images:
-    """The images of each row, with their digests; a group's rows share theirs, which are read once."""
+    """The images of each row, with their digests; a group's rows share theirs, which are read once.
 
-    def __init__(self, rows: Sequence[ImageTensors], digests: Sequence[str], given: bool) -> None:
-        self._rows, self._digests, self._given = rows, digests, given
+    Attributes:
+        given: the batch has the column of images.
+        places: [B, P], true for tokens of images, once `place` has found them; None: the model reads text alone.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[ImageTensors],
+        digests: Sequence[str],
+        given: bool,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        self._rows, self._digests, self.given, self.places = rows, digests, given, places
 
     @classmethod
     def of(cls, prompts: DataProto) -> "_Images":
@@ -183,28 +204,41 @@ class _Images:
         return cls(rows, [known[id(one)] for one in rows], column is not None)
 
     def __getitem__(self, part: slice) -> "_Images":
-        return _Images(self._rows[part], self._digests[part], self._given)
+        places = None if self.places is None else self.places[part]
+        return _Images(self._rows[part], self._digests[part], self.given, places)
 
-    def check(self, ids: torch.Tensor, mask: torch.Tensor, config: Any) -> None:
-        """Refuse rows whose placeholders are not as many as their images have tokens.
+    def place(self, prompts: DataProto, config: Any) -> None:
+        """Find the tokens of images, and refuse rows that have not as many as their images have.
 
         Raises:
-            RolloutError: a request came without its images, as those of single turns do, or with others.
+            RolloutError: a prompt came without its images, or with others.
         """
         if not is_vision_model(config):
             return
-        counts = ((ids == config.image_token_id) & mask.bool()).sum(dim=1).tolist()
-        for row, (count, own) in enumerate(zip(counts, self._rows, strict=True)):
+        fields = prompts.batch
+        places = fields.get(IMAGE_MASK, fields["input_ids"] == config.image_token_id) & fields["attention_mask"].bool()
+        self.places = places.to(current_device())
+        for row, (count, own) in enumerate(zip(places.sum(dim=1).tolist(), self._rows, strict=True)):
             wanted = int(tokens_per_image(config, own["image_grid_thw"]).sum()) if own else 0
             if count != wanted:
                 raise RolloutError(
                     f"prompt {row} of the batch has {count} image placeholders, and its images have {wanted} tokens: "
-                    "its images are not in multi_modal_inputs. Requests of single turns (`Rollout.client`) carry none"
+                    "its images are not in multi_modal_inputs"
                 )
+
+    def positions(self, ids: torch.Tensor, mask: torch.Tensor, config: Any) -> torch.Tensor:
+        """[B, 4, P], as a data set's prompts have them."""
+        assert self.places is not None  # the model reads images
+        rotary, found = RotaryPositions(config), torch.zeros(ids.shape[0], 4, ids.shape[1], dtype=torch.int64)
+        for row, (own, places, images) in enumerate(zip(ids.cpu(), self.places.cpu(), self._rows, strict=True)):
+            real = mask[row].bool().cpu()
+            grid = images.get("image_grid_thw")
+            found[row][:, real] = rotary.of(own[real].tolist(), grid, places[real])
+        return found
 
     def extras(self) -> list[dict[str, Any]]:
         """The column of each row that says which images it was generated from."""
-        return [{IMAGE_DIGEST: one} if self._given else {} for one in self._digests]
+        return [{IMAGE_DIGEST: one} if self.given else {} for one in self._digests]
 
     def numbers(self, device: torch.device) -> torch.Tensor:
         """[B]: equal for rows with the same images."""
@@ -213,12 +247,12 @@ class _Images:
 
     def joined(self, rows: Sequence[int], device: torch.device) -> ImageTensors:
         """The images of these rows, one after the other; `{}` if there are none."""
-        found = [self._rows[row] for row in rows if self._rows[row]]
-        return {name: torch.cat([one[name] for one in found]).to(device) for name in (found[0] if found else ())}
+        joined = join_images([self._rows[row] for row in rows if self._rows[row]])
+        return {name: tensor.to(device) for name, tensor in joined.items()}
 
 
 class _Prompts:
-    """The distinct prompts of a batch, [U, P], their images, and which of them each row has, [B]."""
+    """The distinct prompts of a batch, [U, P], their images with places, and which of them each row has, [B]."""
 
     def __init__(
         self,
@@ -227,8 +261,9 @@ class _Prompts:
         positions: torch.Tensor,
         row_of: torch.Tensor,
         images: ImageTensors,
+        places: torch.Tensor | None,
     ) -> None:
-        self.ids, self.mask, self.row_of, self.images = ids, mask, row_of, images
+        self.ids, self.mask, self.row_of, self.images, self.places = ids, mask, row_of, images, places
         # [U, P], or [k, U, P] with k positions per token, as models take them
         self.positions = positions if positions.ndim == 2 else positions.transpose(0, 1)
 
@@ -239,12 +274,16 @@ class _Prompts:
         # Padding and prompt may hold the same id, and different images have the same placeholders, so prompts are
         # compared by ids, mask and images together.
         seen = images.numbers(ids.device)[:, None].to(ids.dtype)
-        _, row_of = torch.unique(torch.cat([ids, mask.to(ids.dtype), seen], dim=1), dim=0, return_inverse=True)
+        places = None if images.places is None else images.places[:, first:]
+        where = [] if places is None else [places.to(ids.dtype)]
+        key = torch.cat([ids, mask.to(ids.dtype), seen, *where], dim=1)
+        _, row_of = torch.unique(key, dim=0, return_inverse=True)
         count = int(row_of.max()) + 1
         example = torch.empty(count, dtype=torch.int64, device=ids.device)
         example.scatter_(0, row_of, torch.arange(ids.shape[0], device=ids.device))
         joined = images.joined(example.tolist(), ids.device)
-        return cls(ids[example], mask[example], positions[example], row_of, joined)
+        places = None if places is None else places[example]
+        return cls(ids[example], mask[example], positions[example], row_of, joined, places)
 
 
 class _Output:
@@ -313,15 +352,16 @@ def _decode(
     """Generate until every row has ended or reached the limit."""
     cache = make_cache(module.config)
     padded = not bool(prompts.mask.all())  # without padding no mask is needed, and attention is faster for it
-    result = module(
-        input_ids=prompts.ids,
-        attention_mask=prompts.mask if padded else None,
-        position_ids=prompts.positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **prompts.images,
-    )
+    with placed_at(prompts.places):
+        result = module(
+            input_ids=prompts.ids,
+            attention_mask=prompts.mask if padded else None,
+            position_ids=prompts.positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **prompts.images,
+        )
     if record is not None:
         record.prompts_fed()
     rows = torch.arange(prompts.row_of.shape[0], device=prompts.ids.device)  # output row of each row in the batch

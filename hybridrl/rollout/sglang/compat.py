@@ -3,6 +3,7 @@
 The upper half runs in any process; `Server` runs in SGLang's own process (`host.py`).
 """
 
+import base64
 import importlib.metadata
 import importlib.util
 import json
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from packaging.version import Version
 
 from hybridrl.errors import RolloutError
@@ -133,6 +135,8 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if overrides := engine_overrides(model):
         wanted["json_model_override_args"] = json.dumps(overrides)
+    if spec.records_routing:
+        wanted["enable_return_routed_experts"] = True
     if on_gpu:
         wanted |= {
             "mem_fraction_static": config.gpu_memory_utilization,
@@ -194,6 +198,8 @@ class Output:
         finish: why it ended: "stop", "length", "abort"; None while it runs.
         message: SGLang's, of an abort.
         cached_tokens: of the prompt, from the prefix cache.
+        experts: int32, flat, in the order [t, all layers, K]; of the first t tokens of prompt and response. None before
+            the end and where they were not asked for.
     """
 
     token_ids: list[int]
@@ -201,6 +207,7 @@ class Output:
     finish: str | None
     message: str
     cached_tokens: int
+    experts: np.ndarray | None = None
 
 
 class Server:
@@ -241,8 +248,11 @@ class Server:
         sampling: Mapping[str, Any],
         stream_interval: int | None,
         priority: int,
+        routing: bool,
     ) -> AsyncIterator[Output]:
         """The request's outputs: one at its end, or, with `stream_interval`, one every so many tokens.
+
+        With `routing`, the last one has the experts of the tokens.
 
         Raises:
             ValueError: SGLang refuses the request.
@@ -263,6 +273,7 @@ class Server:
             sampling_params=sampling,
             return_logprob=True,
             return_sampling_mask=truncated,
+            return_routed_experts=routing,
             rid=request_id,
             stream=stream_interval is not None,
             priority=priority if self._by_priority else None,  # otherwise SGLang logs that it ignores it
@@ -355,7 +366,12 @@ def _output(said: Mapping[str, Any], truncated: bool) -> Output:
         finish=finish.get("type"),
         message=str(finish.get("message") or ""),
         cached_tokens=meta.get("cached_tokens", 0),
+        experts=_experts(meta.get("routed_experts")) if finish else None,
     )
+
+
+def _experts(encoded: str | None) -> np.ndarray | None:
+    return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
 
 
 def _succeeded(result: tuple[bool, str]) -> None:

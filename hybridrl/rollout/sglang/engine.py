@@ -17,6 +17,8 @@ import psutil
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
+from hybridrl.models.info import config_of
+from hybridrl.models.routers import layers_with_routers
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import (
     EngineBrokenError,
@@ -40,6 +42,7 @@ _LAST_LINES_S = 1
     "sglang",
     packages=("sglang",),
     auto=2,
+    records_routing=True,
     install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang)",
 )
 class SGLangEngine(InferenceEngine):
@@ -69,6 +72,21 @@ class SGLangEngine(InferenceEngine):
                 f"{key}.full_determinism=True: SGLang samples reproducibly on a GPU only; set it to False, or "
                 f"{key}.name to hf or vllm"
             )
+
+    @classmethod
+    def check_routing(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
+        key, asked = "actor_rollout_ref.rollout", "recording the experts of tokens (router_replay.mode=R3)"
+        if not config.enable_chunked_prefill:
+            raise RolloutError(
+                f"{key}.enable_chunked_prefill=False with {asked}: SGLang has room for the experts of a chunk's tokens "
+                f"alone; set it to True, with chunks of {key}.max_num_batched_tokens"
+            )
+        if config.pipeline_model_parallel_size > 1:
+            raise RolloutError(
+                f"{key}.pipeline_model_parallel_size={config.pipeline_model_parallel_size} with {asked}: SGLang "
+                "returns those of one stage's layers; set it to 1"
+            )
+        layers_with_routers(config_of(model))
 
     async def start(self) -> None:
         await self._host.start()

@@ -9,6 +9,7 @@ everything it started end. The descriptor is a socket. The replica sends (number
 """
 
 import asyncio
+import functools
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from hybridrl.rollout.sglang import wire
 if TYPE_CHECKING:
     from hybridrl.rollout.inference_engine import EngineSpec
     from hybridrl.rollout.request import Completion, Request
+    from hybridrl.rollout.routing import RecordedLayers
     from hybridrl.rollout.sglang.compat import Output, Server
     from hybridrl.rollout.stop_strings import StopStrings
     from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
@@ -102,7 +104,10 @@ class Host:
         end, output = None, None
         try:
             interval, seen = (_STOP_INTERVAL if stop else None), 0
-            async for output in self.server.generate(name, request.prompt_ids, wanted, interval, request.priority):
+            outputs = self.server.generate(
+                name, request.prompt_ids, wanted, interval, request.priority, request.routing
+            )
+            async for output in outputs:
                 if stop is None or end is not None:
                     continue
                 end = stop.first_end(output.token_ids, seen)
@@ -117,7 +122,16 @@ class Host:
             self._aborted.discard(request.id)
         if output is None:
             return Completion(request.id, [], [], "abort")
-        return _completion(request.id, output, end, aborted)
+        answer = _completion(request.id, output, end, aborted)
+        if output.experts is not None:
+            answer.routed_experts = self._routing.chosen(output.experts)
+        return answer
+
+    @functools.cached_property
+    def _routing(self) -> "RecordedLayers":
+        from hybridrl.rollout.routing import RecordedLayers
+
+        return RecordedLayers(self.spec.model)
 
     def _unfit(self, prompt_ids: Sequence[int]) -> str | None:
         """What is wrong with a prompt. SGLang's processes die of tokens that the model does not have."""

@@ -22,6 +22,8 @@ SUPPORTED = (Version("0.26"), Version("0.33"))
 TEMPERATURES = (0.01, 2.0)
 #: the first version that is known to divide logits by the temperature in float32, whatever its model runner
 _EXACT_TEMPERATURES = Version("0.32")
+#: the first version whose records of experts are read
+_ROUTING = Version("0.32")
 #: sizes of the memory that vLLM has for an adapter
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # kernels of layers with experts that wait for new weights
@@ -91,6 +93,19 @@ def runner_variables(temperatures: Collection[float]) -> dict[str, str]:
     """
     rounds = installed()[1] < _EXACT_TEMPERATURES and any(value not in (0.0, 1.0) for value in temperatures)
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if rounds else {}
+
+
+def why_no_routing(on_gpu: bool) -> str | None:
+    """Why this version cannot record the experts of tokens; None if it can."""
+    name, version = installed()
+    if version < _ROUTING:
+        return f"{name} {version} returns them in another form; install {name}>={_ROUTING}, or set the mode to R2"
+    if not on_gpu:
+        return (
+            "on a CPU vLLM refuses it (VllmConfig._verify_aux_output_compatibility), because only its second model "
+            "runner records them, and that needs Triton; set rollout.name to sglang or hf, or the mode to R2"
+        )
+    return None
 
 
 async def release_cache(engine: Any) -> bool:

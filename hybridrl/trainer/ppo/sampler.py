@@ -19,7 +19,7 @@ from hybridrl.data import StatefulLoader
 from hybridrl.errors import RewardError, RolloutError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.protocol.missing import MissingSample
-from hybridrl.protocol.names import ATTEMPT, MISSING_SAMPLES, ROUTED_EXPERTS
+from hybridrl.protocol.names import ATTEMPT, MISSING_SAMPLES, MULTI_MODAL_INPUTS, PROMPT_IMAGES, ROUTED_EXPERTS
 from hybridrl.reward import RewardManager
 from hybridrl.reward.columns import part_means
 from hybridrl.rollout import Rollout
@@ -330,7 +330,10 @@ def respond(rollout: Rollout, prompts: DataProto, temperature: float, **meta: An
     """
     asked = DataProto(batch=prompts.batch, non_tensor_batch=dict(prompts.non_tensor_batch), meta_info=meta)
     answer = trim(rollout.generate(asked))
-    answer.non_tensor_batch = _columns_of(prompts, answer) | answer.non_tensor_batch
+    columns = _columns_of(prompts, answer)
+    if MULTI_MODAL_INPUTS in answer.non_tensor_batch and MULTI_MODAL_INPUTS in columns:
+        columns[PROMPT_IMAGES] = columns[MULTI_MODAL_INPUTS]
+    answer.non_tensor_batch = columns | answer.non_tensor_batch
     kept = {name: answer.meta_info[name] for name in (MISSING_SAMPLES,) if name in answer.meta_info}
     answer.meta_info = {"temperature": temperature, **kept, **_attempt_meta(meta.get(ATTEMPT, 0))}
     return answer

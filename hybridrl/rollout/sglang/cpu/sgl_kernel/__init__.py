@@ -1,6 +1,9 @@
 """Stands in for `sgl_kernel`, which is built for GPUs, where SGLang runs on a CPU without it.
 
 SGLang's pure-torch paths import its names at load time and call one of them. The others raise when they are called.
+
+Where it records the experts of tokens, SGLang also registers the memory of the records with CUDA, so that copies from a
+GPU are fast. Every process of SGLang imports this module, which lets it go on without.
 """
 
 from collections.abc import Callable
@@ -9,6 +12,19 @@ from typing import Any, NoReturn
 import torch
 
 __version__ = "0.0.0+hybridrl.cpu"
+
+
+class _NoCudaRuntime:
+    """Stands in for what `torch.cuda.cudart` returns."""
+
+    @staticmethod
+    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
+        """Register nothing; 0 means success."""
+        return 0
+
+
+if not torch.cuda.is_available():
+    torch.cuda.cudart = _NoCudaRuntime
 
 
 def assign_req_to_token_pool_cpu(
