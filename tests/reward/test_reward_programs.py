@@ -3,6 +3,7 @@
 import json
 import math
 import secrets
+import sys
 
 import numpy as np
 import pytest
@@ -83,11 +84,11 @@ def test_a_program_that_leaves_early_or_equals_everything_passes_no_function_tes
 
 
 SEARCH = """
-import glob, os, sys
+import glob, os
 paths, seen = [], ''
-for top in ('/tmp', '.'):
+for top in ('/tmp', os.getcwd()):
     for folder, below, files in os.walk(top):
-        below[:] = [name for name in below if os.path.join(folder, name) not in (sys.prefix, sys.base_prefix)]
+        below[:] = [name for name in below if os.path.join(folder, name) not in PREFIXES]
         paths += [os.path.join(folder, name) for name in files if os.path.isfile(os.path.join(folder, name))]
 for path in [*paths, *glob.glob('/proc/[0-9]*/cmdline'), *glob.glob('/proc/[0-9]*/environ')]:
     try:
@@ -103,6 +104,7 @@ def test_what_is_expected_is_not_in_the_sandbox() -> None:
     """The program looks for it in all files, arguments and environments; its own text, which is there, it finds."""
     secret = f"secret-{secrets.token_hex(8)}"
     code = SEARCH.replace("FIRST", repr(secret[:9])).replace("SECOND", repr(secret[9:]))
+    code = code.replace("PREFIXES", repr((sys.prefix, sys.base_prefix)))
     assert compute_score(block(code), {"inputs": [""], "outputs": [secret]}, timeout=60.0)["score"] == 0.0
     assert compute_score(block(code), {"inputs": [""], "outputs": ["glob.glob"]}, timeout=60.0)["score"] == 1.0
 

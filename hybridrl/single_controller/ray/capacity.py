@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 
 from hybridrl.errors import PlacementError
@@ -72,6 +74,19 @@ def _free_by_node() -> dict[str, dict[str, float]]:
     import ray._private.state as state
 
     return dict(state.available_resources_per_node())
+
+
+def processes_on_this_node(actors: Iterable[Any]) -> list[psutil.Process]:
+    """The processes of those actors that have started on this node."""
+    import ray._private.state as state
+
+    node, found = ray.get_runtime_context().get_node_id(), []
+    for actor in actors:
+        info = state.actors(actor._actor_id.hex())
+        if info and info["Pid"] and info["Address"]["NodeID"] == node:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(info["Pid"]))
+    return found
 
 
 def _explain(pools: Mapping[str, RayResourcePool], wanted: list[tuple[str, RayResourcePool, int]], busy: bool) -> str:

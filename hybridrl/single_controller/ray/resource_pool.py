@@ -8,15 +8,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
 from hybridrl.errors import PlacementError
 from hybridrl.single_controller.base.worker_group import ResourcePool
-from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus
+from hybridrl.single_controller.ray.capacity import check_placement, cluster_has_gpus, processes_on_this_node
 
 # A placement group that fits is ready within milliseconds. This limit is for a cluster in trouble.
 _PLACEMENT_TIMEOUT_S = 60.0
+# A killed process is gone within milliseconds.
+_END_S = 5.0
 _counter = itertools.count()
 
 
@@ -114,8 +117,11 @@ class RayResourcePool(ResourcePool):
         Ray sends SIGTERM to the workers of a group that it removes, which Python turns into an exception wherever the
         worker is: one that still imports would write a traceback to the terminal. So the workers end first.
         """
-        for worker in list(self.workers):
+        workers = list(self.workers)
+        processes = processes_on_this_node(workers)
+        for worker in workers:
             ray.kill(worker, no_restart=True)
+        psutil.wait_procs(processes, timeout=_END_S)  # `ray.kill` returns before a worker has ended
         for group in self.pgs or []:
             ray.util.remove_placement_group(group)
         self.pgs = None
