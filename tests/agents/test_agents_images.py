@@ -142,7 +142,7 @@ def test_images_of_tools_are_trained_on_as_they_were_sampled(started: Started, p
     assert batch.batch["image_mask"][:, width:].any(dim=1).all()
     assert not any(batch.non_tensor_batch["tool_faults"])
     check(started, batch, expected)
-    again = probe_prompts(batch).non_tensor_batch["multi_modal_inputs"]
+    again = probe_prompts(batch, prompts.non_tensor_batch).non_tensor_batch["multi_modal_inputs"]
     assert [len(one["image_grid_thw"]) if one else 0 for one in again] == before
 
 

@@ -186,10 +186,22 @@ def test_prompts_of_a_probe_keep_the_positions_of_vision_models() -> None:
     batch = batch_of(2, 2, 1, prompt_width=5, width=9)
     positions = torch.arange(4 * 3 * 14).view(4, 3, 14)  # [B, k, S]
     batch.batch["position_ids"] = positions
-    prompts = probe_prompts(batch)
+    batch.non_tensor_batch["sample"] = np.array([0, 1, 0, 1], dtype=object)
+    prompts = probe_prompts(batch, {"uid", "sample"})
     assert torch.equal(prompts.batch["position_ids"], positions[:, :, :5])
     assert torch.equal(prompts.batch["input_ids"], batch.batch["prompts"])
     assert torch.equal(prompts.batch["attention_mask"], batch.batch["attention_mask"][:, :5])
+
+
+def test_a_probe_asks_once_for_a_sample_in_several_rows_and_without_what_was_answered() -> None:
+    batch = batch_of(2, 2, 1)
+    batch.non_tensor_batch["sample"] = np.array([0, 0, 0, 1], dtype=object)
+    batch.batch["position_ids"] = torch.arange(14).expand(4, 14)
+    batch.non_tensor_batch |= {name: np.array([1, 2, 3, 4], dtype=object) for name in ("ground_truth", "session_log")}
+    prompts = probe_prompts(batch, {"uid", "sample", "ground_truth"})
+    assert prompts.non_tensor_batch.keys() == {"uid", "sample", "ground_truth"}
+    assert prompts.non_tensor_batch["ground_truth"].tolist() == [1, 3, 4]
+    assert torch.equal(prompts.batch["input_ids"], batch.batch["prompts"][[0, 2, 3]])
 
 
 def test_repeated_prompts_number_their_samples() -> None:

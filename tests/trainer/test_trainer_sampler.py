@@ -113,12 +113,18 @@ def test_the_first_batch_brings_a_probe_where_sampling_is_truncated() -> None:
     words = ["algorithm.rollout_correction.probe_threshold=1e-3"]
     plain = sampler_of(OwnRollout(same), *words)
     assert plain.next().probe is None
-    rollout = OwnRollout(same)
+
+    def with_column(answer: DataProto, prompts: DataProto) -> DataProto:
+        answer.non_tensor_batch["of_the_answer"] = np.array([1] * len(answer), dtype=object)
+        return answer
+
+    rollout = OwnRollout(with_column)
     truncated = sampler_of(rollout, *words, "actor_rollout_ref.rollout.top_k=2")
     first, second = truncated.next(), truncated.next()
     assert first.probe is not None and second.probe is None
     assert first.probe.batch["prompts"].tolist() == first.batch.batch["prompts"].tolist()
     assert rollout.asked[1].meta_info["top_k"] == -1
+    assert rollout.asked[1].non_tensor_batch.keys() == rollout.asked[0].non_tensor_batch.keys()
 
 
 def test_prompts_that_lost_samples_are_replaced_from_the_data() -> None:

@@ -3,6 +3,8 @@
 Shapes: B sequences, T response tokens.
 """
 
+from collections.abc import Collection
+
 from hybridrl.algorithms import (
     apply_bypass_mode,
     compute_rollout_correction_and_rejection_mask,
@@ -58,12 +60,18 @@ def is_untruncated(rollout: RolloutConfig) -> bool:
     return rollout.do_sample and rollout.top_p == 1 and rollout.top_k < 1
 
 
-def probe_prompts(batch: DataProto) -> DataProto:
-    """Return the prompts of the first rows. They are answered again to compare sampler and trainer."""
-    batch = batch[:PROBE_ROWS]
+def probe_prompts(batch: DataProto, columns: Collection[str]) -> DataProto:
+    """Return the prompts of the first samples. They are answered again to compare sampler and trainer.
+
+    Args:
+        batch: as answered. Of a sample in several rows, the first one has the prompt.
+        columns: of the prompts; what the answers added is left out.
+    """
+    names = list(zip(batch.non_tensor_batch["uid"].tolist(), batch.non_tensor_batch["sample"].tolist(), strict=True))
+    batch = batch.select_idxs([row for row, name in enumerate(names) if name not in names[:row]][:PROBE_ROWS])
     widths = Widths(batch.batch["prompts"].shape[1], batch.batch["responses"].shape[1])
     prompts = {name: narrow(name, batch.batch[name], widths, 0, 0) for name in ("attention_mask", "position_ids")}
-    columns = dict(batch.non_tensor_batch)
-    if PROMPT_IMAGES in columns:  # images that tools gave were no part of the prompt
-        columns[MULTI_MODAL_INPUTS] = columns.pop(PROMPT_IMAGES)
-    return DataProto.from_dict(tensors={"input_ids": batch.batch["prompts"], **prompts}, non_tensors=columns)
+    given = {name: column for name, column in batch.non_tensor_batch.items() if name in columns}
+    if PROMPT_IMAGES in batch.non_tensor_batch:  # images that tools gave were no part of the prompt
+        given[MULTI_MODAL_INPUTS] = batch.non_tensor_batch[PROMPT_IMAGES]
+    return DataProto.from_dict(tensors={"input_ids": batch.batch["prompts"], **prompts}, non_tensors=given)

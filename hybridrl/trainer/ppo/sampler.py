@@ -100,6 +100,7 @@ class Sampler:
         self._result: Mapping[str, Any] = {}
         self._fruitless = 0
         self._early: EarlyScores | None = None
+        self._columns: frozenset[str] = frozenset()  # of the prompts that were asked last
         self._prompts = _endless(loader)
 
     def next(self) -> Sampled:
@@ -111,6 +112,7 @@ class Sampler:
             with timer.phase("data"):
                 prompts = next(self._prompts)
             asked = repeat_for_sampling(prompts, self.config.actor_rollout_ref.rollout.n)
+            self._columns = frozenset(asked.non_tensor_batch)
             judged = self.missing.judge(asked, partial(self._attempt, timer=timer, metrics=metrics))
             self.missing_statistics.add(judged)
             batch = self.missing.without_small_groups(judged)
@@ -249,7 +251,7 @@ class Sampler:
         wanted = self.config.algorithm.rollout_correction.probe_threshold is not None
         if not wanted or is_untruncated(self.config.actor_rollout_ref.rollout):
             return None
-        return self.respond(probe_prompts(batch), scored=False, **self._recorded, **UNTRUNCATED)
+        return self.respond(probe_prompts(batch, self._columns), scored=False, **self._recorded, **UNTRUNCATED)
 
     @property
     def _recorded(self) -> dict[str, bool]:
