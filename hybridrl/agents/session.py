@@ -1,5 +1,6 @@
 """One attempt at a session: from the row of a batch to trajectories, or to the reason why there are none."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from hybridrl.agents.agents import Agents
 from hybridrl.agents.loop import AgentLoopMetrics, AgentLoopOutput, GenerationFailedError, SessionClient
 from hybridrl.agents.record import trajectory_of
+from hybridrl.agents.side import was_cancelled
 from hybridrl.config import RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.protocol.names import ATTEMPT, SESSION_LOG
@@ -107,6 +109,11 @@ async def run_attempt(agents: Agents, client: GenerationClient, task: Task) -> A
         raise error.__cause__ from None
     except (Exception, SystemExit) as error:  # user code may call sys.exit
         return Attempt(verdict=no_verdict_of(error), failure=error)
+    except asyncio.CancelledError as cancelled:
+        if was_cancelled():
+            raise
+        itself = RuntimeError(f"the code of the session cancelled itself: {cancelled!r}")
+        return Attempt(verdict=no_verdict_of(itself), failure=itself)
 
 
 def _trajectories(

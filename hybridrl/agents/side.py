@@ -152,8 +152,10 @@ class _SideLoop:
             try:
                 result = make()
                 return (await result if inspect.isawaitable(result) else result), None
-            except asyncio.CancelledError:
-                raise
+            except asyncio.CancelledError as error:
+                if was_cancelled():
+                    raise
+                return None, RuntimeError(f"the code cancelled itself: {error!r}")
             except Exception as error:
                 return None, error
             except BaseException as error:
@@ -293,6 +295,12 @@ class _Calls:
                 self._busy -= 1
 
 
+def was_cancelled() -> bool:
+    """Whether someone cancelled the running task, and its code did not do so itself."""
+    task = asyncio.current_task()
+    return task is not None and bool(task.cancelling())
+
+
 class _Call:
     """A function that is called in a thread, with the context of its caller."""
 
@@ -311,6 +319,8 @@ class _Call:
             self._clock.go_on()
         try:
             self.future.set_result(self._context.run(self._function))
+        except StopIteration as error:  # asyncio's futures cannot hold one
+            self.future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:
             self.future.set_exception(error)
 

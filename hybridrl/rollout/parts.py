@@ -11,9 +11,12 @@ from hybridrl.rollout.stop_strings import StopStrings
 
 
 def rest_of(request: Request, so_far: Completion) -> Request:
-    """The rest of a request that has some tokens already."""
+    """The rest of a request that has some tokens already.
+
+    With a JSON schema it is the whole request: a grammar begins with its first token.
+    """
     done = len(so_far.token_ids)
-    if not done:
+    if not done or request.sampling.json_schema is not None:
         return request
     sampling = request.sampling
     seed = None if sampling.seed is None else (sampling.seed + done) % 2**63
@@ -29,6 +32,8 @@ def add_part(answer: Completion, part: Completion, request: Request, tokenizer: 
         part: with its `versions`.
         tokenizer: finds stop strings that an interruption divided.
     """
+    if request.sampling.json_schema is not None:
+        answer.token_ids, answer.log_probs, answer.versions, answer.routed_experts = [], [], [], None
     answer.token_ids += part.token_ids
     answer.log_probs += part.log_probs
     answer.cached_tokens += part.cached_tokens

@@ -109,12 +109,12 @@ def test_sessions_of_a_killed_process_run_again_at_once(started, ray_session, mo
 
 def test_what_cannot_leave_its_process_costs_its_own_session(started, ray_session, model) -> None:
     rollout, _ = started(settings(model, 1, f"{ROLLOUT}.agent.retries=0"), ROWS)
-    ends = ["", "lock", "exits", "raises", ""]
-    batch = rollout.generate(prompts_of(rollout, 5, agent_name=["unsendable"] * 5, ends=ends))
+    ends = ["", "lock", "exits", "raises", "", "cancels"]
+    batch = rollout.generate(prompts_of(rollout, 6, agent_name=["unsendable"] * 6, ends=ends))
     assert batch.non_tensor_batch["uid"].tolist() == ["0-0", "0-4"]
     details = [one.verdict.detail for one in batch.meta_info["missing_samples"]]
     assert "cannot be sent to the controller" in details[0] and "SystemExit: 3" in details[1]
-    assert details[2] == "OwnError: the disk is full"
+    assert details[2] == "OwnError: the disk is full" and "cancelled itself" in details[3]
     rollout._config.agent.on_error = "raise"
     with pytest.raises(RolloutError, match="the disk is full") as caught:
         rollout.generate(prompts_of(rollout, 1, agent_name=["unsendable"], ends=["raises"]))

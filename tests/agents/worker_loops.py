@@ -47,7 +47,7 @@ class Dies(OneTurn):
 
 @register("unsendable")
 class Unsendable(OneTurn):
-    """Returns what no other process can have, leaves by `sys.exit`, or raises an error of its own."""
+    """Returns what no other process can have, leaves by `sys.exit`, cancels itself, or raises an error of its own."""
 
     ends = ""
 
@@ -55,6 +55,8 @@ class Unsendable(OneTurn):
         self.ends = row["ends"]
         if self.ends == "exits":
             raise SystemExit(3)
+        if self.ends == "cancels":
+            raise asyncio.CancelledError
         if self.ends == "raises":
             raise type("OwnError", (Exception,), {})("the disk is full")
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from hybridrl.agents.gateway import AgentFailed
 from hybridrl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from hybridrl.errors import RolloutError
+from hybridrl.notify import notify
 from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.rollout.trace import training_trace, write_trace
 from hybridrl.verdict import NoVerdict, NoVerdictError
@@ -68,4 +69,7 @@ class GatewayAgentLoop(AgentLoopBase):
             return
         if trace is None:  # the server has restarted meanwhile
             trace = training_trace(TokenTree(self.server_manager.generated))
-        await asyncio.to_thread(write_trace, Path(folder), name, trace)
+        try:
+            await asyncio.to_thread(write_trace, Path(folder), name, trace)
+        except OSError as error:
+            notify(f"the traces of sessions cannot be written into {folder}: {error}", "warning", once=True)

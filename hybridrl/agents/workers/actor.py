@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import resource
 import traceback
@@ -55,7 +56,8 @@ class SessionWorker:
         """Take messages of the controller."""
         for kind, key, value in messages:
             if kind == "run":
-                self._sessions[key] = asyncio.create_task(self._run(key, value))
+                running = self._sessions[key] = asyncio.create_task(self._run(key, value))
+                running.add_done_callback(functools.partial(self._forget, key))
             elif kind == "completion":
                 asked = self._asked.pop(value.id, None)
                 if asked is not None and not asked.done():
@@ -78,15 +80,18 @@ class SessionWorker:
 
     async def _run(self, key: int, data: bytes) -> None:
         try:
+            task: Task = cloudpickle.loads(data)
+        except Exception as error:  # a value of the row is of a class that is not there
+            attempt = _lost(f"the row cannot be read by the process of the session: {error!r}")
+        else:
             try:
-                task: Task = cloudpickle.loads(data)
-            except Exception as error:  # a value of the row is of a class that is not there
-                attempt = _lost(f"the row cannot be read by the process of the session: {error!r}")
-            else:
                 attempt = await run_attempt(self._agents, _Client(self, key), task)
-            self._tell("done", key, _pickled(attempt))
-        finally:
-            del self._sessions[key]
+            except Exception as error:  # the controller waits for an answer to every session
+                attempt = _lost(f"the session failed: {type(error).__name__}")
+        self._tell("done", key, _pickled(attempt))
+
+    def _forget(self, key: int, session: asyncio.Task[None]) -> None:
+        self._sessions.pop(key, None)
 
     async def ask(self, key: int, request: Request) -> Completion:
         """The completion of a request of a session. Where generation fails, the controller cancels the session."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -74,7 +75,7 @@ class ServerProcess:
         self._over = threading.Event()
         self._stopping = False
         self._loop = asyncio.new_event_loop()
-        self._gate = GuestGate(client, lambda: tokenizer_of(setup.model))
+        self._gate = GuestGate(client, functools.cache(lambda: tokenizer_of(setup.model)))
         self._writer: asyncio.StreamWriter | None = None
         self._guests: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself

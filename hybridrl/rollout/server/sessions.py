@@ -105,7 +105,7 @@ class Session:
         key = keys_of([*messages, *answer], tools, self._matcher)[-1]
         self._ends[key] = turn, calls_in(answer[0])
         self._shown[turn.index] = _Shown(
-            self._history.of(messages), self._history.tools(tools), reply.message(), reply.finish_reason
+            self._history.of(messages), self._history.tools(tools), reply.whole_message(), reply.finish_reason
         )
 
     def add_tokens(self, prompt_ids: Sequence[int], completion: Completion) -> None:
