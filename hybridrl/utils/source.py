@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
+import threading
+import time
 
 _ATTEMPTS = 20
+_one_at_a_time = threading.Lock()
 
 
 def parsed(text: str | bytes, path: str | os.PathLike[str] = "<unknown>") -> ast.Module:
@@ -13,7 +16,7 @@ def parsed(text: str | bytes, path: str | os.PathLike[str] = "<unknown>") -> ast
 
     CPython 3.11 counts the depth of recursion for all threads together (python/cpython#106905): if another thread
     parses while the garbage collector has released the interpreter lock, one of them fails, though nothing is wrong
-    with its source.
+    with its source. So one thread parses at a time here, and where code from elsewhere parses too, this tries again.
 
     Args:
         text: the source.
@@ -25,8 +28,10 @@ def parsed(text: str | bytes, path: str | os.PathLike[str] = "<unknown>") -> ast
     """
     for attempt in range(_ATTEMPTS):
         try:
-            return ast.parse(text, path)
+            with _one_at_a_time:
+                return ast.parse(text, path)
         except SystemError:
             if attempt == _ATTEMPTS - 1:
                 raise
+            time.sleep(0.001 * attempt)
     raise AssertionError("not reached")
