@@ -11,6 +11,15 @@ _ATTEMPTS = 20
 _one_at_a_time = threading.Lock()
 
 
+def _new_lock() -> None:
+    """A process that is forked while another thread parses must not wait for that thread, which it does not have."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
+
+
 def parsed(text: str | bytes, path: str | os.PathLike[str] = "<unknown>") -> ast.Module:
     """Return what `ast.parse` makes of a module's source, in any thread.
 

@@ -6,7 +6,6 @@ from hybridrl.rollout.parts import add_part, rest_of
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
 
-
 SAMPLING = SamplingParams(True, 1.0, 1.0, -1, max_new_tokens=8)
 
 
