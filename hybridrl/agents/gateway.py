@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 from hybridrl.agents.turns import Turns
 from hybridrl.config import RolloutConfig
+from hybridrl.config.checks.agents import check_connections
 from hybridrl.config.schema.rollout import AgentConfig
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.request import Completion, Request
@@ -255,6 +256,8 @@ def gateways_of(
             f"the loop {next(iter(used))} runs agents against the run's server, and actor_rollout_ref.rollout.server."
             "enable=False; set it to true"
         )
+    for fault in check_connections(rollout):
+        raise RolloutError(fault)
     turns.check(None)
     found: dict[str, Gateway] = {}
     try:

@@ -210,7 +210,7 @@ class SessionClient:
             RolloutError: the engine generated from other images than it was given.
         """
         wanted = "" if images is None else images.digest()
-        if self.images is not None and completion.image_digest != wanted:
+        if self.images is not None and completion.token_ids and completion.image_digest != wanted:
             raise RolloutError("a session's response was generated from other images than those of its request")
         self.generated.append((prompt, completion))
         if self.images is not None:

@@ -6,6 +6,7 @@ import contextvars
 import inspect
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -92,18 +93,24 @@ class Side:
         limit_s: float,
     ) -> bool:
         """Wait for a call; False where its thread was left behind before the call began."""
+        waiting = time.monotonic()
         while True:
             left = limit_s - measured.seconds if begun.is_set() else _POLL_S
             if (await asyncio.wait([future], timeout=max(left, _POLL_S)))[0]:
                 return True
+            if not begun.is_set() and time.monotonic() - waiting > limit_s:
+                waiting = time.monotonic()
+                if not await side.responds():  # the session that blocks it may have ended, and nobody else looks
+                    _LOOPS.leave(side)
             if side.is_left and not begun.is_set():
                 return False
             if measured.is_stopped or measured.seconds < limit_s:
                 continue
             future.cancel()
-            if not await side.responds() and self._loop is side:
+            if not await side.responds():
                 _LOOPS.leave(side)
-                self._loop = None
+                if self._loop is side:
+                    self._loop = None
             raise CallTimeoutError(f"{self._what} did not answer within {limit_s:g} s")
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from engine_parsers import WRITTEN, check, made
+from test_agents_parsers import WEATHER
 
 from hybridrl.agents.parsers.base import tool_parser_of
 from hybridrl.models.tokenizer import load_tokenizer
@@ -29,6 +30,14 @@ def test_a_format_whose_marks_are_tokens_of_the_model(micro_model) -> None:
         return f"[TOOL_CALLS]{json.dumps([{'name': 'weather', 'arguments': call} for call in calls])}"
 
     check(parser, write, "[TOOL_CALLS]{", parser.tokenizer.eos_token)
+
+
+def test_a_closing_mark_that_is_a_special_token_is_no_end_of_the_turn(micro_model) -> None:
+    tokenizer = load_tokenizer(str(micro_model))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_calls>", "</tool_calls>", "<|eom|>"]})
+    parser = tool_parser_of("hybridrl.agents.parsers.vllm:jamba", tokenizer)
+    text = '<tool_calls>[{"name": "weather", "arguments": {}}]</tool_calls>'
+    assert [call.name for call in parser.parse(text + "<|eom|>", [WEATHER]).calls] == ["weather"]
 
 
 def test_a_name_that_vllm_does_not_know(micro_model) -> None:

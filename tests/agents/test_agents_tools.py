@@ -544,6 +544,27 @@ def test_sessions_beyond_the_most_threads_share_them(monkeypatch) -> None:
     assert [type(one) for one in found[:2]] == [CallTimeoutError] * 2 and found[2:] == ["works"] * 6
 
 
+def test_a_thread_that_a_session_blocked_before_it_ended_is_left_by_those_who_wait_for_it(monkeypatch) -> None:
+    monkeypatch.setattr(side, "_LOOPS", side._Loops())
+    monkeypatch.setattr(side, "MOST_LOOPS", 1)
+    released = threading.Event()
+
+    async def sessions() -> Any:
+        gone, next_one = Side("the tool"), Side("the tool")
+        blocks = asyncio.ensure_future(gone.run(released.wait, 60))
+        await asyncio.sleep(0.1)
+        gone.stop()  # its session ended while the call still ran
+        try:
+            return await asyncio.wait_for(next_one.run(lambda: "works", 0.3), 30)
+        finally:
+            blocks.cancel()
+
+    try:
+        assert asyncio.run(sessions()) == "works"
+    finally:
+        released.set()
+
+
 def test_calls_beyond_the_most_threads_wait_and_hanging_ones_do_not_count(monkeypatch) -> None:
     monkeypatch.setattr(side, "_CALLS", side._Calls())
     monkeypatch.setattr(side, "MOST_CALLS", 2)

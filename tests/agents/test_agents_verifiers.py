@@ -1,5 +1,6 @@
-"""Rollouts of verifiers behind the run's server, against a process that answers as our bridge to 0.4.0 did."""
+"""Rollouts of verifiers behind the run's server: our bridge in its own process, and a stand-in for the package."""
 
+import asyncio
 import importlib.util
 import json
 import shutil
@@ -20,15 +21,16 @@ from hybridrl.data.preprocess.verifiers import main, rl_row
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
 from hybridrl.protocol.names import MISSING_SAMPLES
+from hybridrl.utils.agent_host import Job
 
 STAGE = Path(__file__).with_name("verifiers_stage.py")
 
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a loop, whose folder has a bridge that comes before ours."""
+    """A file with a loop, whose folder has the stand-in."""
     folder = tmp_path_factory.mktemp("verifiers")
-    shutil.copy(STAGE, folder / "verifiers_bridge.py")
+    shutil.copy(STAGE, folder / "verifiers.py")
     entry = {"name": "letters", "_target_": "verifiers_agent", "env": {"taskset": {"id": "letters_tasks"}}}
     (folder / "loops.yaml").write_text(json.dumps([entry | {"folder": str(folder), "python": sys.executable}]))
     return folder / "loops.yaml"
@@ -76,6 +78,42 @@ def test_a_server_that_dies_starts_again_and_a_row_without_a_task_is_told(rollou
     assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
 
 
+def test_rollouts_go_on_where_the_server_of_verifiers_died(rollout: Any) -> None:
+    """The bridge ends at the next rollout, and the run starts both again."""
+    tasks = [json.dumps({"prompt": "x", "kind": kind}) for kind in ("server_dies", "fine")]
+    batch = generated(rollout, ["x"], more={"verifiers_task": tasks[:1]})
+    assert "the server does not answer" in batch.meta_info[MISSING_SAMPLES][0].verdict.detail
+    generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
+    batch = generated(rollout, ["x"], more={"verifiers_task": tasks[1:]})
+    assert batch.non_tensor_batch["trajectory_reward"].tolist() == [0.5]
+
+
+def test_a_rollout_is_given_up_with_its_session(loops: Path, tmp_path: Path) -> None:
+    server = VerifiersServer({"taskset": {"id": "letters_tasks"}}, folder=str(loops.parent), python=sys.executable)
+    server.start()
+    note = tmp_path / "note"
+    task = json.dumps({"prompt": "x", "kind": "hangs", "file": str(note)})
+
+    async def hang_up() -> None:
+        running = asyncio.ensure_future(server.run(Job("http://127.0.0.1:9/v1", "id", "m", {"verifiers_task": task})))
+        while not note.exists():
+            await asyncio.sleep(0.02)
+        running.cancel()
+        while note.read_text() != "given up":
+            await asyncio.sleep(0.02)
+
+    try:
+        asyncio.run(asyncio.wait_for(hang_up(), 60))
+    finally:
+        server.close()
+
+
+def test_the_policy_must_play_one_agent(loops: Path) -> None:
+    env = {"taskset": {"id": "letters_tasks"}, "left": {}, "right": {}}
+    with pytest.raises(RolloutError, match="the policy plays left, right of letters_tasks, and must play one"):
+        VerifiersServer(env, folder=str(loops.parent), python=sys.executable).start()
+
+
 def test_tasks_become_rows(loops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--loops", str(loops), "--out", str(tmp_path / "new"), "--test-size", "1"])
     train, test = (pd.read_parquet(tmp_path / "new" / f"{split}.parquet") for split in ("train", "test"))
@@ -92,7 +130,11 @@ def test_what_cannot_work_is_refused(model: Path, loops: Path) -> None:  # noqa:
     for arguments, words in (({}, "env or address"), ({"colour": 1}, "colour"), ({"env": "x"}, "verifiers' block")):
         with pytest.raises(RolloutError, match=words):
             VerifiersServer.of(arguments)
-    for more, words in ((["agent.function=x:y"], "agent.function=x:y"), (["server.enable=False"], "the loop letters")):
+    for more, words in (
+        (["agent.function=x:y"], "agent.function=x:y"),
+        (["server.enable=False"], "the loop letters"),
+        (["agent.max_running=2000"], "server.max_connections="),
+    ):
         config = config_for(model, *settings(loops), *(f"{ROLLOUT}.{one}" for one in more))
         with pytest.raises(RolloutError, match=words):
             create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])

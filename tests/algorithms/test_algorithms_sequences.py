@@ -120,6 +120,15 @@ def test_bypass_mode_weighs_and_rejects_whole_sequences(name, batch, mode, seed)
     torch.testing.assert_close(gradient, torch.autograd.grad(wanted, log_prob)[0])
 
 
+@pytest.mark.parametrize(("mode", "reads"), [("token-mean", False), ("seq-mean-token-mean", True)])
+def test_rejecting_tokens_needs_whole_sequences_only_where_their_lengths_are_read(mode, reads) -> None:
+    """A preliminary pass that nothing reads would be a forward pass of each mini-batch for nothing."""
+    rejection = {"name": "bypass_ppo_clip", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    correction = SimpleNamespace(rollout_correction=rollout_correction_preset(**rejection))
+    config = SimpleNamespace(loss_agg_mode=mode, policy_loss=correction)
+    assert reads_whole_sequences("bypass_mode", config) == reads
+
+
 def test_who_reads_whole_sequences() -> None:
     assert [name for name in NAMES if reads_whole_sequences(name, CONFIG)] == sorted(WHOLE, key=NAMES.index)
 

@@ -86,6 +86,17 @@ class ToolParser(ABC):
         return None
 
 
+class _OnlyParses(ToolParser):
+    """A class of the user's own that has `parse` and no more."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+        found: Parsed = self._own.parse(text, tools)
+        return found
+
+
 def register_tool_parser(name: str) -> Callable[[T], T]:
     """Class decorator: `multi_turn.format=NAME` is this parser."""
 
@@ -98,9 +109,9 @@ def register_tool_parser(name: str) -> Callable[[T], T]:
 
 def tool_parser_of(name: str, tokenizer: Any) -> ToolParser:
     """The parser of `multi_turn.format`, for a model's tokenizer."""
-    parser: ToolParser = TOOL_PARSERS.get(name)()
-    if isinstance(parser, ToolParser):  # a class of the user's own needs only `parse`
-        parser.use(tokenizer)
+    made = TOOL_PARSERS.get(name)()
+    parser = made if isinstance(made, ToolParser) else _OnlyParses(made)
+    parser.use(tokenizer)
     return parser
 
 

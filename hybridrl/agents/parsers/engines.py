@@ -26,7 +26,8 @@ class EngineParser(ToolParser):
 
     def use(self, tokenizer: Any) -> None:
         self.tokenizer = _Tokenizer(tokenizer)
-        self._ends = [token for token in tokenizer.all_special_tokens if token]
+        special = [token for token in tokenizer.all_special_tokens if token]
+        self._ends = [token for token in special if token == tokenizer.eos_token or not _ABOUT_CALLS.search(token)]
         self._added = [token for token in tokenizer.get_added_vocab() if _ABOUT_CALLS.search(token)]
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:

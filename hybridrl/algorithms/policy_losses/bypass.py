@@ -44,7 +44,16 @@ def needs_preparation(config: Any) -> bool:
 def reads_whole_sequences(config: Any) -> bool:
     """Whether weights, rejection or the number of tokens that remain are those of whole sequences."""
     chosen, loss_type = _settings(config)
-    return chosen["rollout_rs"] is not None or (loss_type == "reinforce" and chosen["rollout_is"] == "sequence")
+    options = [] if chosen["rollout_rs"] is None else parse_rs_options(chosen["rollout_rs"])
+    rejects = any(not option.startswith("token_") for option in options)
+    weighs = loss_type == "reinforce" and chosen["rollout_is"] == "sequence"
+    return rejects or weighs or _counts_remaining(chosen, config)
+
+
+def _counts_remaining(chosen: Mapping[str, Any], config: Any) -> bool:
+    """Whether the loss divides by the number of tokens of a sequence that are not rejected."""
+    mode = setting(config, "loss_agg_mode", "seq-mean-token-mean", who="policy loss bypass_mode")
+    return chosen["rollout_rs"] is not None and mode == "seq-mean-token-mean"
 
 
 @torch.no_grad()
@@ -144,7 +153,7 @@ def compute_policy_loss_bypass_mode(
     whole = sequences_of(sequences, "sequence_lengths" in given, "policy loss bypass_mode")
     remaining, by_token, rejected = _remaining(log_ratio, mask, chosen, whole)
     all_counts = {"batch_num_tokens": mask.sum(), "global_batch_size": mask.any(-1).sum(), **given}
-    if chosen["rollout_rs"] is not None and (sequences is not None or "sequence_lengths" in given):
+    if _counts_remaining(chosen, config) and (sequences is not None or "sequence_lengths" in given):
         # Of a sequence that is not rejected as a whole. The others have no token left, whatever their length.
         all_counts["sequence_lengths"] = whole.sum(by_token.to(log_ratio.dtype)).squeeze(-1)
     metrics: Metrics = {

@@ -27,14 +27,20 @@ def check_agents(rollout: RolloutConfig) -> Iterator[str]:
             f"{_ROLLOUT}.multi_turn.interaction_config_path={settings.interaction_config_path} without a loop that "
             f"talks to users; set {_ROLLOUT}.multi_turn.enable=true"
         )
-    places, runs_agents = rollout.server.max_connections, agent.function is not None or agent.command is not None
-    if runs_agents and (at_once := agent.max_running or MAX_AGENTS) > places:
+    if agent.function is not None or agent.command is not None:
+        yield from check_connections(rollout)
+    yield from check_source_file(f"{_ROLLOUT}.multi_turn.function_tool_path", settings.function_tool_path)
+
+
+def check_connections(rollout: RolloutConfig) -> Iterator[str]:
+    """The run's server must take all agents that run at once."""
+    at_once, places = rollout.agent.max_running or MAX_AGENTS, rollout.server.max_connections
+    if at_once > places:
         yield (
             f"{_ROLLOUT}.agent.max_running={at_once} agents may run at once, with a connection each, "
             f"and {_ROLLOUT}.server.max_connections={places}: the server would refuse the others (503); raise "
             "max_connections, or lower max_running"
         )
-    yield from check_source_file(f"{_ROLLOUT}.multi_turn.function_tool_path", settings.function_tool_path)
 
 
 def check_no_agents(rollout: RolloutConfig) -> Iterator[str]:
