@@ -146,6 +146,8 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     ends = eos_token_ids(model.path, config_of(model), tokenizer)
     made = make_agents(config, copy.deepcopy(tokenizer), default, names, ends)
     turns = made.turns
+    for data in datasets:
+        _check_columns(made.loops, default, data)
     for tool in made.tools.values():
         tool.check_settings(settings)
     if made.interactions is not None:
@@ -304,6 +306,19 @@ def _names_in(dataset: Any) -> list[str]:
     if "agent_name" not in getattr(dataset, "columns", ()):
         return []
     return [str(name) for name in dict.fromkeys(dataset.column("agent_name")) if name is not None]
+
+
+def _check_columns(loops: Mapping[str, LoopEntry], default: str, dataset: Any) -> None:
+    """Refuse data without a column that the loop of some of its rows needs."""
+    columns = list(getattr(dataset, "columns", ()))
+    named = list(dataset.column("agent_name")) if "agent_name" in columns else [None]
+    for name in dict.fromkeys(default if one is None else str(one) for one in named):
+        lacking = [column for column in loops[name].cls.needs_columns if column not in columns]
+        if lacking:
+            raise RolloutError(
+                f"rows of the agent loop {name} need the column {lacking[0]}, and the data have "
+                f"{', '.join(columns) or 'no columns'}"
+            )
 
 
 def _registered(name: str) -> type[AgentLoopBase]:

@@ -105,7 +105,8 @@ def parser(name: str):
 
 
 def test_every_format_is_tested() -> None:
-    assert set(TOOL_PARSERS.names()) == set(FORMATS)
+    ours = {name for name in TOOL_PARSERS.names() if TOOL_PARSERS.get(name).__module__.startswith("hybridrl.")}
+    assert ours == set(FORMATS)  # other tests of this process register their own
 
 
 @pytest.mark.parametrize(("name", "write", "before", "end", "content"), WRITTEN)

@@ -58,9 +58,10 @@ def settings(micro_model: Path, sort_data: Path, tmp_path_factory: pytest.TempPa
     ]
 
 
-def test_a_run_trains_on_the_sampled_tokens_and_reports_turns(ray_session, settings, tmp_path) -> None:
-    folder = f"trainer.default_local_dir={tmp_path}"
-    with started_trainer(load_config("ppo_trainer", [*settings, folder, "trainer.dump_freq=1"])) as trainer:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_trains_on_the_sampled_tokens_and_reports_turns(ray_session, settings, tmp_path, workers) -> None:
+    words = [f"trainer.default_local_dir={tmp_path}", f"{ROLLOUT}.agent.num_workers={workers}", "trainer.dump_freq=1"]
+    with started_trainer(load_config("ppo_trainer", [*settings, *words])) as trainer:
         tokenizer = trainer.tokenizer
         result = trainer.fit()
         assert isinstance(trainer.rollout, AgentRollout) and trainer.rollout.version == 1

@@ -138,6 +138,10 @@ def test_what_cannot_work_is_refused(model: Path, loops: Path) -> None:  # noqa:
         config = config_for(model, *settings(loops), *(f"{ROLLOUT}.{one}" for one in more))
         with pytest.raises(RolloutError, match=words):
             create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
+    config = config_for(model, *settings(loops))
+    data = SimpleNamespace(columns=["prompt", "agent_name"], column=lambda name: ["letters", None])
+    with pytest.raises(RolloutError, match="rows of the agent loop letters need the column verifiers_task"):
+        create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [data])
     names = {line.partition("==")[0] for line in pinned_file("verifiers").read_text().splitlines()}
     assert {"verifiers", "uv", "uvicorn", "starlette"} <= names and "torch" not in names
 

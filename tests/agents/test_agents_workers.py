@@ -157,6 +157,14 @@ def test_a_worker_that_cannot_start_ends_the_run_with_its_reason(ray_session, mo
         agents.close()
 
 
+@pytest.mark.parametrize(("cores", "count"), [(2, 0), (3, 0), (4, 1), (11, 2), (64, 8)])
+def test_the_default_number_of_workers_leaves_cores_to_the_controller(model, monkeypatch, cores, count) -> None:
+    config = settings(model, 0)
+    config.actor_rollout_ref.rollout.agent.num_workers = None
+    monkeypatch.setattr("hybridrl.agents.agents.available_cores", lambda: cores)
+    assert create_agents(config, tokenizer_of(config.actor_rollout_ref.model), []).workers == count
+
+
 def test_workers_are_for_loops_that_need_them(model, capsys) -> None:
     config = settings(model, 2)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)

@@ -1,5 +1,6 @@
 """Real vLLM engines beside real FSDP2 workers: the engine's log-probabilities are the trainer's, after every update."""
 
+import contextlib
 import json
 import os
 import signal
@@ -157,6 +158,7 @@ def test_sessions_of_agents_have_the_trainers_log_probs(policy, rollout, tiny_mo
     config = load_config("ppo_trainer", [f"actor_rollout_ref.model.path={tiny_model}"])
     config.actor_rollout_ref = settings(tiny_model)
     config.actor_rollout_ref.rollout.agent.default_agent_loop = "asks_twice"
+    config.actor_rollout_ref.rollout.agent.num_workers = 0  # on any machine: nothing here closes its processes
     agents = create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
     assert agents is not None
     batch = AgentRollout(rollout, agents).generate(prompts_of(10, n=2))
@@ -252,6 +254,12 @@ def test_a_request_that_vllm_refuses_harms_nobody(rollout) -> None:
 LONG = 4000  # tokens of requests that run until they are aborted
 
 
+def wait_for_queues(pool, deadline: float, **numbers: int) -> None:
+    while [{name: one[name] for name in numbers} for one in pool.statistics().values()] != [numbers]:
+        assert time.monotonic() < deadline, f"the requests did not come together in the engine: {pool.statistics()}"
+        time.sleep(0.01)
+
+
 def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
     """Of requests for one token that wait in the engine's own queue, behind as many that run as it takes."""
     sampling = SamplingParams(True, 1.0, 1.0, -1, LONG - 1, ignore_eos=True)
@@ -261,13 +269,14 @@ def assert_training_comes_before_guests_inside_the_engine(pool) -> None:
     training = [Request(f"t{i}", [6], short) for i in range(4)]
     order: list[str] = []
     busy = pool.submit(running)
+    deadline = time.monotonic() + 60
+    # calls of a replica need not arrive in the order in which they are sent
+    wait_for_queues(pool, deadline, running=8, waiting=0)
     futures = [future for requests in (guests, training) for future in pool.submit(requests)]
     for future in futures:
         future.add_done_callback(lambda done: order.append(done.result().id))
-    deadline = time.monotonic() + 60
-    while [(one["running"], one["waiting"]) for one in pool.statistics().values()] != [(8, 8)]:
-        assert time.monotonic() < deadline and not order, "the requests did not come together in the engine"
-        time.sleep(0.01)
+    wait_for_queues(pool, deadline, running=8, waiting=8)
+    assert not order
     pool.abort(["r0"])  # one place becomes free, and all others pass through it
     assert all(future.result(timeout=60).finish_reason == "length" for future in futures)
     assert order == [request.id for request in [*training, *guests]]
@@ -296,7 +305,8 @@ def assert_a_schema_is_kept(pool, tokenizer) -> None:
 
 
 @pytest.mark.parametrize("own_devices", [False, True], ids=["shared devices, TP=2", "own devices, broadcast"])
-def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_devices) -> None:
+def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_devices, started_engines) -> None:
+    """The engine with TP=2 runs as users run it, with compiled functions and processes that wait by spinning."""
     own = RayResourcePool([1], use_gpu=False) if own_devices else None
     size = 1 if own_devices else 2
     words = [
@@ -310,7 +320,8 @@ def test_other_layouts_get_the_same_weights(policy, tiny_model, tmp_path, own_de
         "actor_rollout_ref.rollout.scheduling_policy=priority",
     ]
     config = settings(tiny_model, *words)
-    rollout = start_rollout(config, policy, own, threads=1, log_folder=tmp_path)
+    with contextlib.nullcontext() if own_devices else started_engines():
+        rollout = start_rollout(config, policy, own, threads=1, log_folder=tmp_path)
     try:
         for version, method in enumerate(("streamed", "planned", "streamed", "planned")):
             policy.send_by(method)

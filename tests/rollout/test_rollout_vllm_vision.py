@@ -129,6 +129,7 @@ def test_images_between_the_turns_of_a_session(model, policy, rollout, prompts) 
         f"{ROLLOUT}.temperature": 0.8,
         f"{ROLLOUT}.agent.default_agent_loop": "looks_again",
         f"{ROLLOUT}.agent.on_error": "raise",
+        f"{ROLLOUT}.agent.num_workers": 0,  # on any machine: nothing here closes its processes
     }
     config = load_config("ppo_trainer", [f"{name}={value}" for name, value in words.items()])
     agents = create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])

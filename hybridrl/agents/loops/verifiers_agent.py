@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from hybridrl.agents.environments.verifiers import VerifiersServer
+from hybridrl.agents.environments.verifiers import TASK, VerifiersServer
 from hybridrl.agents.gateway import AgentRunner
 from hybridrl.agents.loop import register
 from hybridrl.agents.loops.gateway_agent import GatewayAgentLoop
@@ -19,6 +19,8 @@ class VerifiersAgentLoop(GatewayAgentLoop):
     """
 
     agent_settings: ClassVar[Sequence[str]] = ("timeout_s", "max_running", "sampling", "match", "trace_dir")
+
+    needs_columns: ClassVar[Sequence[str]] = (TASK,)
 
     @classmethod
     def start_agents(cls, rollout: RolloutConfig, arguments: Mapping[str, Any]) -> AgentRunner:
