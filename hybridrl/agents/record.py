@@ -40,11 +40,7 @@ def trajectory_of(
         RolloutError: a token of `response_mask` 1 is not one that the policy generated here, or the score is not
             finite.
     """
-    score = output.reward_score
-    assert not isinstance(score, NoVerdict)  # such a session has no trajectories
-    reward = score.reward if isinstance(score, Verdict) else score
-    if reward is not None and not math.isfinite(reward):
-        raise RolloutError(f"an agent loop returned the reward_score {reward}; return a finite number, or a NoVerdict")
+    score, reward = output.reward_score, _reward_of(output)
     extra = {**_COLUMNS, **output.extra_fields, "__num_turns__": output.num_turns}
     if isinstance(score, Verdict):
         extra |= score.extra
@@ -64,20 +60,7 @@ def trajectory_of(
             continue
         log_probs[place - start] = generated[call][1].log_probs[number]
         versions[place - start] = by[call][number] if number < len(by[call]) else NO_VERSION
-    for place, (mask, log_prob) in enumerate(zip(output.response_mask, log_probs, strict=True)):
-        if mask and log_prob is None:
-            raise RolloutError(
-                f"an agent loop returned response_mask=1 for token {place} of its response (id "
-                f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it "
-                "(and their images); keep generated token ids as they are, and give text of others response_mask=0"
-            )
-    for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
-        for place, value in given:
-            if not 0 <= place < len(output.response_mask) or not output.response_mask[place]:
-                raise RolloutError(
-                    f"an agent loop returned {name} with {value!r} for token {place} of {len(output.response_mask)}, "
-                    "which is not trained on (response_mask); name the last generated token of the turn"
-                )
+    _check(output, log_probs)
     # where the mask is 0, nothing of a token is trained on
     kept = [version if mask else NO_VERSION for mask, version in zip(output.response_mask, versions, strict=True)]
     return Trajectory(
@@ -100,6 +83,34 @@ def trajectory_of(
         positions=None if seen is None else seen.reader.positions(whole, images),
         routed_experts=output.routed_experts,
     )
+
+
+def _reward_of(output: AgentLoopOutput) -> float | None:
+    """The reward of a loop's output, which is finite."""
+    score = output.reward_score
+    assert not isinstance(score, NoVerdict)  # such a session has no trajectories
+    reward = score.reward if isinstance(score, Verdict) else score
+    if reward is not None and not math.isfinite(reward):
+        raise RolloutError(f"an agent loop returned the reward_score {reward}; return a finite number, or a NoVerdict")
+    return reward
+
+
+def _check(output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
+    """Refuse tokens that are trained on without a log-probability, and rewards and states of other tokens."""
+    for place, (mask, log_prob) in enumerate(zip(output.response_mask, log_probs, strict=True)):
+        if mask and log_prob is None:
+            raise RolloutError(
+                f"an agent loop returned response_mask=1 for token {place} of its response (id "
+                f"{output.response_ids[place]}), which the policy did not generate behind the tokens before it "
+                "(and their images); keep generated token ids as they are, and give text of others response_mask=0"
+            )
+    for name, given in (("turn_rewards", output.turn_rewards), ("turn_states", output.turn_states)):
+        for place, value in given:
+            if not 0 <= place < len(output.response_mask) or not output.response_mask[place]:
+                raise RolloutError(
+                    f"an agent loop returned {name} with {value!r} for token {place} of {len(output.response_mask)}, "
+                    "which is not trained on (response_mask); name the last generated token of the turn"
+                )
 
 
 def _mask(images: PromptImages | None, length: int) -> torch.Tensor:
