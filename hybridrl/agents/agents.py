@@ -309,15 +309,22 @@ def _names_in(dataset: Any) -> list[str]:
 
 
 def _check_columns(loops: Mapping[str, LoopEntry], default: str, dataset: Any) -> None:
-    """Refuse data without a column that the loop of some of its rows needs."""
-    columns = list(getattr(dataset, "columns", ()))
-    named = list(dataset.column("agent_name")) if "agent_name" in columns else [None]
+    """Refuse data without a column that the loop of some of its rows needs.
+
+    Of a dataset of one's own that does not say its columns, only the rows can tell, when they are sampled.
+    """
+    columns = getattr(dataset, "columns", None)
+    if columns is None:
+        return
+    named = dataset.column("agent_name") if "agent_name" in columns else [None]
     for name in dict.fromkeys(default if one is None else str(one) for one in named):
         lacking = [column for column in loops[name].cls.needs_columns if column not in columns]
         if lacking:
             raise RolloutError(
-                f"rows of the agent loop {name} need the column {lacking[0]}, and the data have "
-                f"{', '.join(columns) or 'no columns'}"
+                f"rows of the agent loop {name} need the column {lacking[0]}, and the data have, besides the prompt, "
+                f"{', '.join(columns) or 'no columns'}; add it to the files of data.train_files "
+                "and data.val_files, or choose another loop for these rows with the column agent_name or "
+                f"{_ROLLOUT}.agent.default_agent_loop"
             )
 
 

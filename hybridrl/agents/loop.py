@@ -359,7 +359,7 @@ class AgentLoopBase(ABC):
         uses_gateway: of the class: its sessions are agents behind the run's server, which `start_agents` starts.
         agent_settings: of the class: the settings of `rollout.agent` that its agents read.
         only_generates: of the class: its sessions only ask the model, which needs no worker process.
-        needs_columns: of the class: columns that the data of its rows must have.
+        needs_columns: of the class: columns besides the prompt that the data of its rows must have.
     """
 
     uses_environments: ClassVar[bool] = False

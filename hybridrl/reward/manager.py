@@ -24,13 +24,13 @@ from hybridrl.protocol.names import (
 )
 from hybridrl.registry import REWARD_MANAGERS, ManagerFacts
 from hybridrl.reward.columns import ExtraColumns, extra_of
+from hybridrl.reward.positions import last_generated, response_lengths, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.signature import Form, Sample, ground_truth_of
 from hybridrl.reward.weighted import Pool
 from hybridrl.verdict import NoVerdict
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.config import PPOTrainerConfig
@@ -436,43 +436,6 @@ class DAPORewardManager(RewardManager):
         if self.log:
             extra = {**extra, "overlong_reward": penalty, "overlong": penalty < 0}
         return score + penalty, extra
-
-
-def tensors_of(batch: DataProto) -> TensorDict:
-    """The batch's tensors.
-
-    Raises:
-        RewardError: there are no responses among them.
-    """
-    if batch.batch is None or batch.batch.get("responses", None) is None:
-        raise RewardError("the batch to score has no tensor 'responses': score generated batches.")
-    return batch.batch
-
-
-def response_lengths(batch: DataProto) -> torch.Tensor:
-    """Tokens of each response up to its end, int64 `[B]`."""
-    tensors = tensors_of(batch)
-    width = tensors["responses"].shape[-1]
-    mask = tensors.get("attention_mask", None)
-    if mask is None:
-        return _last_of(tensors["response_mask"]) + 1  # it may have holes, so that its sum is not the length
-    return mask[:, mask.shape[-1] - width :].sum(dim=-1)
-
-
-def last_generated(batch: DataProto) -> torch.Tensor:
-    """The position of each response's last generated token, int64 `[B]`; 0 for an empty response.
-
-    Tokens of tools are masked in training, so that a reward there would be lost.
-    """
-    mask = tensors_of(batch).get("response_mask", None)
-    last = response_lengths(batch) - 1 if mask is None else _last_of(mask)
-    return last.clamp(min=0)
-
-
-def _last_of(mask: torch.Tensor) -> torch.Tensor:
-    """The last position `[B]` where a mask `[B, T]` is set; -1 where it is nowhere."""
-    positions = torch.arange(mask.shape[-1], device=mask.device)
-    return torch.where(mask.bool(), positions, -1).amax(dim=-1)
 
 
 def given_rewards(batch: DataProto) -> list[float | NoVerdict | None]:

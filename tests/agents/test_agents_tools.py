@@ -448,7 +448,7 @@ server.run()
 
 
 def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
-    pytest.importorskip("mcp")
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
     (tmp_path / "server.py").write_text(SERVER)
     servers = {"mcpServers": {"demo": {"command": sys.executable, "args": [str(tmp_path / "server.py")]}}}
     (tmp_path / "servers.json").write_text(json.dumps(servers))

@@ -65,6 +65,7 @@ def test_a_run_trains_on_the_sampled_tokens_and_reports_turns(ray_session, setti
         tokenizer = trainer.tokenizer
         result = trainer.fit()
         assert isinstance(trainer.rollout, AgentRollout) and trainer.rollout.version == 1
+        assert trainer.agents.workers == workers
         assert trainer.train_loader.dataset.tool_schemas[0]["function"]["name"] == "echo"
     fields, objects = result.batch.batch, result.batch.non_tensor_batch
     generated = fields["response_mask"].bool()

@@ -17,6 +17,7 @@ from test_agents_gateway_loop import ROLLOUT, config_for, engine, generated, mod
 from hybridrl.agents import create_agents
 from hybridrl.agents.environments.install import pinned_file
 from hybridrl.agents.environments.verifiers import VerifiersServer
+from hybridrl.data import create_rl_dataset
 from hybridrl.data.preprocess.verifiers import main, rl_row
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import tokenizer_of
@@ -126,6 +127,29 @@ def test_tasks_become_rows(loops: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert [one["role"] for one in row["prompt"]] == ["system", "user"]
 
 
+def test_data_without_tasks_are_refused(model: Path, loops: Path, tmp_path: Path) -> None:  # noqa: F811
+    config = config_for(model, *settings(loops))
+    tokenizer = tokenizer_of(config.actor_rollout_ref.model)
+
+    def agents_of(**columns: list[Any]) -> Any:
+        rows = {"prompt": [[{"role": "user", "content": "Hi"}]] * 2, "data_source": ["x"] * 2, **columns}
+        pd.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+        data = create_rl_dataset(str(tmp_path / "rows.parquet"), config.data, tokenizer)
+        return create_agents(config, tokenizer, [data])
+
+    words = r"loop letters need the column verifiers_task, and the data have, besides the prompt, data_source.*; add it"
+    for columns in ({}, {"agent_name": ["single_turn_agent", "letters"]}, {"agent_name": ["single_turn_agent", None]}):
+        with pytest.raises(RolloutError, match=words):
+            agents_of(**columns)
+    agents_of(agent_name=["single_turn_agent"] * 2).close()
+    agents_of(verifiers_task=["{}"] * 2).close()
+    create_agents(config, tokenizer, [OwnRows()]).close()  # which columns its rows have, only they can tell
+
+
+class OwnRows:
+    """A dataset of one's own without a list of columns."""
+
+
 def test_what_cannot_work_is_refused(model: Path, loops: Path) -> None:  # noqa: F811
     for arguments, words in (({}, "env or address"), ({"colour": 1}, "colour"), ({"env": "x"}, "verifiers' block")):
         with pytest.raises(RolloutError, match=words):
@@ -138,10 +162,6 @@ def test_what_cannot_work_is_refused(model: Path, loops: Path) -> None:  # noqa:
         config = config_for(model, *settings(loops), *(f"{ROLLOUT}.{one}" for one in more))
         with pytest.raises(RolloutError, match=words):
             create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [])
-    config = config_for(model, *settings(loops))
-    data = SimpleNamespace(columns=["prompt", "agent_name"], column=lambda name: ["letters", None])
-    with pytest.raises(RolloutError, match="rows of the agent loop letters need the column verifiers_task"):
-        create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [data])
     names = {line.partition("==")[0] for line in pinned_file("verifiers").read_text().splitlines()}
     assert {"verifiers", "uv", "uvicorn", "starlette"} <= names and "torch" not in names
 

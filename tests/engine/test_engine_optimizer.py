@@ -198,7 +198,7 @@ def test_memory_of_the_state_is_known_before_the_first_step(optim, per_element) 
 
 
 def test_memory_of_state_in_8_bits_is_known_before_the_first_step() -> None:
-    pytest.importorskip("torchao")
+    pytest.importorskip("torchao", reason="the extra torchao is not installed")
     matrices = [torch.nn.Parameter(torch.randn(512, 1024))]
     config = settings("constant", optimizer="AdamW8bit", optimizer_impl="torchao.optim")
     assert state_bytes(matrices, config) == pytest.approx(2 * matrices[0].numel(), rel=0.05)

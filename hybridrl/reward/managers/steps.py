@@ -9,7 +9,8 @@ from functools import cache, cached_property
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.reward.manager import RewardManager, Scored, register_reward_manager, response_lengths, tensors_of
+from hybridrl.reward.manager import RewardManager, Scored, register_reward_manager
+from hybridrl.reward.positions import response_lengths, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.signature import Sample
 from hybridrl.utils.token_text import TokenTexts

@@ -1,7 +1,6 @@
 """From a request's body to token ids, to requests of the engine, and to an answer."""
 
 import asyncio
-import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,8 @@ from hybridrl.registry import TOOL_PARSERS
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import GUEST_PRIORITY, Completion, Request
 from hybridrl.rollout.server.conversation import inner_messages, inner_tools, with_arguments_as_text
-from hybridrl.rollout.server.dialects.base import Dialect, Exchange, event
-from hybridrl.rollout.server.pending import ClientGone, PendingRequests
+from hybridrl.rollout.server.dialects.base import Dialect, Exchange
+from hybridrl.rollout.server.pending import PendingRequests
 from hybridrl.rollout.server.replies import Reply, reply_of
 from hybridrl.rollout.server.responses import Answer, answer_in_tokens
 from hybridrl.rollout.server.schema import (
@@ -34,10 +33,8 @@ from hybridrl.rollout.server.schema import (
     short,
 )
 from hybridrl.rollout.server.sessions import Session, fingerprint
+from hybridrl.rollout.server.streams import answered, as_replies, as_stream, text_events, turn_events
 
-logger = logging.getLogger(__name__)
-
-_KEEP_ALIVE_S = 15.0  # proxies end a stream that is silent for longer than a minute
 _MAX_SAMPLES = 1024  # of one call
 _BYTES_PER_TOKEN = 32  # text with more is not tokenised, because it takes seconds to find out how long it is
 _MAX_SESSION = 256
@@ -304,7 +301,7 @@ class Api:
             return JSONResponse(answer_in_tokens(body, body.request_id or id, self.served.name, prompts[0], found))
         answer = Answer(id, self.served.name, self.served.tokenizer, body, prompts)
         if body.stream:
-            return _Stream(self, len(requests), _text_events(pending, answer, noted))
+            return _Stream(self, len(requests), text_events(pending, answer, noted))
         return JSONResponse(await self.in_thread(answer.whole, await self._all_of(pending, noted)))
 
     async def converse(
@@ -339,7 +336,7 @@ class Api:
         )
         if known is not None:  # the client did not get the answer to this request, and asks again
             if body.stream:
-                return _Stream(self, 0, _turn_events(dialect, exchange, _as_stream(known)))
+                return _Stream(self, 0, turn_events(dialect, exchange, as_stream(known)))
             return JSONResponse(await self.in_thread(dialect.whole, exchange, known))
         requests = self._requests(id, body, [prompt], name, session)
         pending = PendingRequests(self.client, requests, http, self._named_as([id, body.request_id], session, requests))
@@ -361,11 +358,11 @@ class Api:
             return await self.in_thread(read, index, completion)
 
         if body.stream:
-            events = _turn_events(dialect, exchange, _replies(pending, replied))
+            events = turn_events(dialect, exchange, as_replies(pending, replied))
             return _Stream(self, len(requests), events, session)
         self.reserve(len(requests), session)
         try:
-            async for _ in _replies(pending, replied):
+            async for _ in as_replies(pending, replied):
                 pass
         finally:
             self.reserve(-len(requests), session)
@@ -436,7 +433,7 @@ class Api:
         try:
             async with pending:
                 while pending.pending:
-                    for index, completion in await _completed(pending):
+                    for index, completion in await answered(pending):
                         completions[index] = noted(index, completion)
         finally:
             self.reserve(-len(pending.requests))
@@ -520,85 +517,3 @@ def _text_bytes(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_text_bytes, value.values()))
     return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
-
-
-async def _completed(pending: PendingRequests, timeout_s: float | None = None) -> list[tuple[int, Completion]]:
-    """`pending.completed`, with the engine's errors as HTTP answers.
-
-    Raises:
-        ApiError: the engine refused the request, or it failed.
-        ClientGone: the client has disconnected.
-    """
-    try:
-        completed = await pending.completed(timeout_s)
-    except ClientGone:
-        raise
-    except Exception as error:
-        logger.exception("a request failed")
-        raise ApiError(500, f"the engine failed: {type(error).__name__}: {error}", code="engine_error") from error
-    for _, completion in completed:
-        if completion.finish_reason == "error":
-            raise ApiError(400, completion.error or "the engine refused the request", code="engine_refused")
-    return completed
-
-
-async def _replies(pending: PendingRequests, replied: Callable[[int, Completion], Any]) -> AsyncIterator[Any]:
-    """(index, reply) as they are complete; None where some time has passed."""
-    async with pending:
-        while pending.pending:
-            completed = await _completed(pending, _KEEP_ALIVE_S)
-            if not completed:
-                yield None
-            for index, completion in completed:
-                yield index, await replied(index, completion)
-
-
-async def _as_stream(replies: Sequence[Reply]) -> AsyncIterator[Any]:
-    for index, reply in enumerate(replies):
-        yield index, reply
-
-
-async def _turn_events(dialect: Dialect, exchange: Exchange, found: AsyncIterator[Any]) -> AsyncIterator[str]:
-    """Server-sent events: each choice as a whole, as soon as it is complete."""
-    replies: dict[int, Reply] = {}
-    try:
-        for text in dialect.opening(exchange):
-            yield text
-        async for one in found:
-            if one is None:
-                yield dialect.keep_alive()
-                continue
-            index, reply = one
-            replies[index] = reply
-            for text in dialect.choice(exchange, index, reply):
-                yield text
-        for text in dialect.closing(exchange, [replies[index] for index in sorted(replies)]):
-            yield text
-    except ApiError as error:  # the status has been sent, so that an event has to report the error
-        for text in dialect.failed(exchange, error):
-            yield text
-    except ClientGone:
-        return
-
-
-async def _text_events(
-    pending: PendingRequests, answer: Answer, noted: Callable[[int, Completion], Completion]
-) -> AsyncIterator[str]:
-    """Server-sent events of `/v1/completions`."""
-    completions: dict[int, Completion] = {}
-    try:
-        async with pending:
-            while pending.pending:
-                completed = await _completed(pending, _KEEP_ALIVE_S)
-                if not completed:
-                    yield ": generating\n\n"
-                for index, completion in completed:
-                    completions[index] = noted(index, completion)
-                    yield event(answer.chunk(index, completion))
-        if answer.request.stream_options.get("include_usage"):
-            yield event(answer.usage_chunk([completions[index] for index in sorted(completions)]))
-        yield "data: [DONE]\n\n"
-    except ApiError as error:
-        yield event(error.body())
-    except ClientGone:
-        return

@@ -13,7 +13,8 @@ from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.errors import RewardError
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.reward import RewardManager
-from hybridrl.reward.manager import Scored, response_lengths
+from hybridrl.reward.manager import Scored
+from hybridrl.reward.positions import response_lengths
 from hybridrl.rollout import Rollout
 from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.trajectory import Trajectory

@@ -16,7 +16,7 @@ from hybridrl.config.roles import Scoring
 from hybridrl.protocol import DataProto
 from hybridrl.reward import RewardManager
 from hybridrl.reward.factory import ask
-from hybridrl.reward.manager import last_generated
+from hybridrl.reward.positions import last_generated
 from hybridrl.rollout import Rollout
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.phases import PhaseTimer
