@@ -37,6 +37,8 @@ _BLOCK = 256
 _sharing: ContextVar[bool] = ContextVar("hybridrl_sharing", default=False)
 #: the layers that followed paths in the innermost `flat_row`
 _followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
+#: within `trial`, what was found instead of being raised
+_problems: ContextVar[list[str] | None] = ContextVar("hybridrl_problems", default=None)
 
 
 def why_not_shared(config: PreTrainedConfig) -> str | None:
@@ -106,7 +108,7 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
         config: of the model that is called in the context.
 
     Raises:
-        ModelError: not every layer used the paths.
+        ModelError: not every layer used the paths; not within `trial`.
     """
     token, counted = _sharing.set(True), _followed.set([])
     try:
@@ -116,10 +118,31 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
         _followed.reset(counted)
         _sharing.reset(token)
     if found < layers:
-        raise ModelError(
+        _refuse(
             f"{found} of the {layers} layers of this {config.model_type} model compute attention along the paths of a "
-            "prefix tree; set model.share_prefixes=False"
+            "prefix tree"
         )
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[list[str]]:
+    """Within the context, what a model cannot do is added to the list instead of being raised.
+
+    The layers that cannot return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
+    """
+    problems: list[str] = []
+    token = _problems.set(problems)
+    try:
+        yield problems
+    finally:
+        _problems.reset(token)
+
+
+def _refuse(problem: str) -> None:
+    problems = _problems.get()
+    if problems is None:
+        raise ModelError(f"{problem}; set model.share_prefixes=False")
+    problems.append(problem)
 
 
 def _mask(**arguments: Any) -> torch.Tensor | None:
@@ -149,9 +172,8 @@ def _attention(
     """
     if prefix_paths is None:
         if _sharing.get():
-            raise ModelError(
-                f"{type(module).__name__} does not pass on the paths of a prefix tree; set model.share_prefixes=False"
-            )
+            _refuse(f"{type(module).__name__} does not pass on the paths of a prefix tree")
+            return _zeros(query, value), None
         options = {"sliding_window": sliding_window, "is_causal": is_causal, "sequence_group": sequence_group}
         result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[attention.VARLEN](
             module, query, key, value, attention_mask, scaling, **options, **further
@@ -162,10 +184,11 @@ def _attention(
     unknown += ["dropout"] if further.get("dropout") else []
     unknown += [] if causal else ["attention to later tokens"]
     if unknown:
-        raise ModelError(
+        _refuse(
             f"{type(module).__name__} uses {', '.join(unknown)}, which attention along the paths of a prefix tree does "
-            "not compute; set model.share_prefixes=False"
+            "not compute"
         )
+        return _zeros(query, value), None
     if _sharing.get():  # not while a layer is computed again
         _followed.get().append(type(module))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -176,6 +199,11 @@ def _attention(
     if sequence_group is not None:
         out = heads_to_tokens(out, sequence_group)
     return out[None], None
+
+
+def _zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_zeros(batch, tokens, heads, value.shape[-1])
 
 
 def tree_attention(
