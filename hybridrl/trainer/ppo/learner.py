@@ -185,7 +185,8 @@ class Learner:
         if group.dp_size(spec.mesh) == 1:
             return None
         if spec.name not in self._shares:
-            self._shares[spec.name] = group.shares_prefixes()[0]
+            ask = getattr(group, "shares_prefixes", None)  # of `ModelWorker`; a role's workers may have another base
+            self._shares[spec.name] = False if ask is None else ask()[0]
         shares = self._shares[spec.name]
         if shares is None:
             shares = share_saved(batch.batch["input_ids"], batch.batch["attention_mask"]) > WORTHWHILE_SHARE
