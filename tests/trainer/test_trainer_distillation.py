@@ -299,8 +299,6 @@ def test_a_teacher_with_other_tokens_is_refused(micro_model, sort_data, teachers
 @pytest.mark.parametrize(
     ("more", "error", "named"),
     [
-        ([f"{LOSS}.loss_mode=jsd"], ModelError, r"loss_mode=jsd with distillation\.strategy=megatron.*set .*=k3"),
-        ([f"{LOSS}.loss_mode=forward_kl_topk"], ModelError, r"ComputesFromLogits"),
         (
             [f"{LOSS}.policy_loss_mode=clip_cov", f"{LOSS}.use_policy_gradient=True"],
             AlgorithmError,
