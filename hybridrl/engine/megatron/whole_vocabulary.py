@@ -78,7 +78,7 @@ class _Pass(NamedTuple):
 
     def logits(self, hidden: Hidden, chunk: slice) -> torch.Tensor:
         """The whole logits of this rank's tokens of a chunk, `[share, V]`."""
-        ranks, words = self.part.group.size(), self.part.vocabulary
+        ranks, words, padded = self.part.group.size(), self.part.vocabulary, len(hidden.weight)
         of_words = linear(hidden.states[chunk], hidden.weight)
         if ranks == 1:
             return of_words[:, :words]
@@ -86,7 +86,7 @@ class _Pass(NamedTuple):
         of_words = pad(of_words, (0, 0, 0, share * ranks - len(of_words)))
         of_tokens = torch.empty_like(of_words)
         dist.all_to_all_single(of_tokens, of_words, group=self.part.group)
-        return of_tokens.view(ranks, share, -1).transpose(0, 1).reshape(share, -1)[:, :words]
+        return of_tokens.view(ranks, share, padded).transpose(0, 1).reshape(share, ranks * padded)[:, :words]
 
     def by_words(self, of_tokens: torch.Tensor, tokens: int, padded: int) -> torch.Tensor:
         """What each rank has for its tokens of a chunk, `[share, V]`, for this rank's words, `[tokens, padded]`."""
