@@ -92,17 +92,17 @@ def expect(work: Path, *kinds: str) -> None:
 def compared(make: Any, work: Path, **settings: Any) -> dict[str, Any]:
     """What updates with the KL to a reference and with a teacher's distributions change, and what the teacher says."""
     teacher = make(work / "tied", forward_only=True, **settings)
-    engine = make(work / "untied", optim=OPTIM, **settings)
-    place, micro, fields = engine.geometry, MicroBatching(size=2), torch.load(work / "taught.pt", weights_only=True)
+    engine = make(work / "untied", optim={**OPTIM, "lr_warmup_steps": 0}, **settings)
+    place, micro, fields = engine.geometry, MicroBatching(size=4), torch.load(work / "taught.pt", weights_only=True)
     rows = slice(place.dp_rank, None, place.dp_size)
     batch = make_batch(fields, rows)
     engine.compare_with(make(work / "untied", forward_only=True, **settings))
-    updates = [engine.train_batch(batch, micro, full_kl_loss, TEMPERATURE, ref_kl=True) for _ in range(3)]
+    updates = [engine.train_batch(batch, micro, full_kl_loss, TEMPERATURE, ref_kl=True) for _ in range(2)]
     for mode in ("reverse_kl", "forward_kl_topk"):
         updates.append(distilled(engine, teacher, fields, micro, own=rows, loss_mode=mode))
-    parts = distributed.all_gather_object((place.collects, updates[:3]))
+    parts = distributed.all_gather_object((place.collects, updates[:2]))
     kls = [
-        float(merge_metrics([own[step] for collects, own in parts if collects])["ref_kl"].value) for step in range(3)
+        float(merge_metrics([own[step] for collects, own in parts if collects])["ref_kl"].value) for step in range(2)
     ]
     top = TopTokens(TOP)
     with computing(teacher, top):
@@ -116,7 +116,7 @@ def check_compared(rank: int, work: Path, **settings: Any) -> None:
     expected = torch.load(work / "compared.pt", weights_only=False)
     got = compared(make_megatron, work, **settings)
     what = f"{settings} rank {rank}"
-    assert got["kls"] == pytest.approx(expected["kls"], rel=1e-4, abs=1e-7) and got["kls"][2] > 1e-5, what
+    assert got["kls"] == pytest.approx(expected["kls"], rel=1e-4, abs=1e-7) and got["kls"][1] > 1e-5, what
     assert got["norms"] == pytest.approx(expected["norms"], rel=1e-4), what
     for name, tensor in got["said"].items():
         torch.testing.assert_close(tensor, expected["said"][name][got["rows"]], rtol=1e-5, atol=1e-5, msg=what)
@@ -144,7 +144,6 @@ def check_interleaved_and_context(rank: int, work: Path) -> None:
     check(rank, work, "untied.language_model", language, cp=2, tp=2, model=FUSED)
     check(rank, work, "untied.language_model", language, cp=2, pp=2, model=padded)
     check(rank, work, "critic.value_model", "value_model", cp=4)
-    check_compared(rank, work, tp=2, pp=2)
     check_compared(rank, work, tp=2, cp=2)
     check_compared(rank, work, pp=2, vpp=2)
 
