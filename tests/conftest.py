@@ -77,7 +77,7 @@ COSTS = {
     "run": 8,  # a job in a process that has imports and Ray (tests/e2e/many_runs.py)
     "ray_session": 5,  # a worker group, on the Ray that all tests of the process share
 }
-SLOW = 60  # of a test that its author marks
+SLOW = 60  # of a test that its author marks `slow`; `slow(20)` says another number of seconds
 LEAST = 0.2
 # Inference engines take gigabytes of memory each: files whose tests start them never run side by side.
 ENGINES = ("rollout_vllm", "rollout_sglang", "trainer_rollouts")
@@ -86,8 +86,9 @@ ENGINES_DONE = "HYBRIDRL_ENGINES_DONE"  # names the file that says that none of 
 
 def cost(item: pytest.Item) -> float:
     """Seconds of processor time that a test takes, roughly."""
-    if item.get_closest_marker("slow"):
-        return SLOW
+    marked = item.get_closest_marker("slow")
+    if marked is not None:
+        return marked.args[0] if marked.args else SLOW
     return max((COSTS.get(name, LEAST) for name in getattr(item, "fixturenames", ())), default=LEAST)
 
 

@@ -22,6 +22,12 @@ _CHOSEN_BY = {
     **dict.fromkeys(("engine.", "optim.", "model.", "checkpoint."), "engine.strategy"),
 }
 
+#: settings of engines that decide which ranks compute a token's outputs
+_PLACES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "ulysses_sequence_parallel_size"),
+)
+
 
 def group_type(settings: type | None) -> type[EngineConfig]:
     """The group that holds settings of this class (`settings` of `TrainEngines.register`)."""
@@ -70,6 +76,11 @@ def ranks_per_sequence(part: Any) -> int:
     kind = group_type(TRAIN_ENGINES.settings(part.strategy))
     name = "context_parallel_size" if kind is MegatronConfig else "ulysses_sequence_parallel_size"
     return int(getattr(settings, name))
+
+
+def other_places(own: EngineConfig, other: EngineConfig) -> list[str]:
+    """Names of the settings by which two engines compute a token's outputs on different ranks."""
+    return [name for name in _PLACES if (getattr(own, name, None) or 1) != (getattr(other, name, None) or 1)]
 
 
 def not_read_by(config: Any, key: str, reads: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from hybridrl.algorithms.distillation import log_probs_at, top_log_probs, vocabulary_losses
+from hybridrl.algorithms.functional import full_kl_from_logits
 
 
 class LogitsFunction(ABC):
@@ -117,3 +118,26 @@ class VocabularyLoss(LogitsFunction):
             self.name, logits, other_logits, temperature, other_temperature, self.log_prob_min_clamp
         )
         return {"vocabulary_loss": found}
+
+
+class FullKL(LogitsFunction):
+    """KL(pi || pi_ref) over the vocabulary: `ref_kl`, `[N]`.
+
+    Args:
+        reference: the engine of pi_ref.
+    """
+
+    outputs = ("ref_kl",)
+
+    def __init__(self, reference: Any) -> None:
+        self.other = reference
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        temperature: float,
+        other_logits: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
+        assert other_logits is not None
+        return {"ref_kl": full_kl_from_logits(logits, other_logits, temperature=temperature)}

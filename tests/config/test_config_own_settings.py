@@ -19,7 +19,6 @@ from hybridrl.registry import (
     POLICY_LOSSES,
     REWARD_MANAGERS,
     TRAIN_ENGINES,
-    Registry,
 )
 
 POLICY = "actor_rollout_ref"
@@ -161,24 +160,25 @@ def test_a_name_may_say_where_it_is(own_module) -> None:
     assert config.algorithm.my_coef == 2.0 and config.use_critic
 
 
-@pytest.mark.parametrize(
-    "registry", [ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES, OBJECTIVES]
-)
-def test_facts_read_from_the_source_are_those_of_the_entry(registry: Registry) -> None:
+@pytest.mark.slow(10)
+def test_facts_read_from_the_source_are_those_of_the_entries() -> None:
     """In a process of its own, where nothing was imported before."""
-    name = next(key for key, value in vars(sys.modules["hybridrl.registry"]).items() if value is registry)
+    registries = (ADV_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS, INFERENCE_ENGINES, TRAIN_ENGINES, OBJECTIVES)
+    names = [key for key, value in vars(sys.modules["hybridrl.registry"]).items() if value in registries]
+    assert len(names) == len(registries)
     code = f"""
         import sys
         from dataclasses import fields
-        from hybridrl.registry import {name} as registry
-        names = registry.names()
-        read = {{name: registry.facts(name) for name in names}}
-        assert names and not {{"torch", "ray", "transformers"}} & set(sys.modules)
-        for name in names:
-            registry.get(name)
-            for field in fields(read[name]):
-                before, after = getattr(read[name], field.name), getattr(registry.facts(name), field.name)
-                assert before == after or (field.name == "settings" and before is None), (name, field.name)
+        from hybridrl.registry import {", ".join(names)}
+        registries = ({", ".join(names)})
+        read = [{{name: registry.facts(name) for name in registry.names()}} for registry in registries]
+        assert all(read) and not {{"torch", "ray", "transformers"}} & set(sys.modules)
+        for registry, facts in zip(registries, read, strict=True):
+            for name in facts:
+                registry.get(name)
+                for field in fields(facts[name]):
+                    before, after = getattr(facts[name], field.name), getattr(registry.facts(name), field.name)
+                    assert before == after or (field.name == "settings" and before is None), (name, field.name)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
 

@@ -183,6 +183,26 @@ def test_sft_that_works_passes(here):
         ),
         (
             [
+                f"{POLICY}.actor.use_kl_loss=true",
+                f"{POLICY}.actor.kl_loss_type=full",
+                f"{POLICY}.ref.strategy=megatron",
+            ],
+            "ref.strategy=megatron",
+            "must be actor_rollout_ref.actor.strategy=fsdp2",
+        ),
+        (
+            [
+                f"{POLICY}.actor.use_kl_loss=true",
+                f"{POLICY}.actor.kl_loss_type=full",
+                f"{POLICY}.actor.strategy=megatron",
+                f"{POLICY}.actor.megatron.tensor_model_parallel_size=2",
+                f"{POLICY}.ref.megatron.tensor_model_parallel_size=1",
+            ],
+            "ref.megatron.tensor_model_parallel_size=1",
+            "set them alike",
+        ),
+        (
+            [
                 "algorithm.use_kl_in_reward=true",
                 "algorithm.kl_penalty=full",
                 "algorithm.rollout_correction.bypass_mode=true",

@@ -36,7 +36,7 @@ from hybridrl.utils.metrics import merge_metrics
 
 FIELDS = make_fields()
 ROWS = len(FIELDS["input_ids"])
-STEPS = 3
+STEPS = 2
 #: first row of each shard, so that ranks have different numbers of micro-batches
 CUTS = {1: (0,), 2: (0, 9), 4: (0, 5, 6, 10)}
 SIZES: dict[str, Any] = {
@@ -126,7 +126,7 @@ def trained(engine: Any, loss: Any = policy_loss, micro: MicroBatching | None = 
 
 
 def alike(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
-    """Equal in float32: log-probabilities to 2e-5, gradients to 1e-4 of their size, weights after 3 steps to 1e-4."""
+    """Equal in float32: log-probabilities to 2e-5, gradients to 1e-4 of their size, weights at the end to 1e-4."""
     for name, tensor in expected["outputs"].items():
         torch.testing.assert_close(found["outputs"][name], tensor, atol=2e-5, rtol=1e-4, msg=f"{where}: {name}")
     for step, (own, other) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from distillation_helpers import TOP, distilled, taught
 from engine_helpers import (
     TEMPERATURE,
+    full_kl_loss,
     make_batch,
     make_engine,
     make_fields,
@@ -21,8 +23,10 @@ from ranks import spawn
 
 from hybridrl.algorithms import linear_statistics
 from hybridrl.engine import MicroBatching
+from hybridrl.engine.logits_functions import TopTokens
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
+from hybridrl.workers.distillation import computing
 
 FIELDS = make_fields()
 OPTIM = {"override_optimizer_config": {"eps": 1e-5}}
@@ -85,6 +89,41 @@ def expect(work: Path, *kinds: str) -> None:
         torch.save(run(make_engine(work / name, model_type, optim=OPTIM), model_type), work / f"{kind}.pt")
 
 
+def compared(make: Any, work: Path, **settings: Any) -> dict[str, Any]:
+    """What updates with the KL to a reference and with a teacher's distributions change, and what the teacher says."""
+    teacher = make(work / "tied", forward_only=True, **settings)
+    engine = make(work / "untied", optim={**OPTIM, "lr_warmup_steps": 0}, **settings)
+    place, micro, fields = engine.geometry, MicroBatching(size=4), torch.load(work / "taught.pt", weights_only=True)
+    rows = slice(place.dp_rank, None, place.dp_size)
+    batch = make_batch(fields, rows)
+    engine.compare_with(make(work / "untied", forward_only=True, **settings))
+    updates = [engine.train_batch(batch, micro, full_kl_loss, TEMPERATURE, ref_kl=True) for _ in range(2)]
+    for mode in ("reverse_kl", "forward_kl_topk"):
+        updates.append(distilled(engine, teacher, fields, micro, own=rows, loss_mode=mode))
+    parts = distributed.all_gather_object((place.collects, updates[:2]))
+    kls = [
+        float(merge_metrics([own[step] for collects, own in parts if collects])["ref_kl"].value) for step in range(2)
+    ]
+    top = TopTokens(TOP)
+    with computing(teacher, top):
+        said = teacher.infer(batch, micro, TEMPERATURE, top.outputs)
+    norms = [float(getattr(update["grad_norm"], "value", update["grad_norm"])) for update in updates]
+    return {"kls": kls, "norms": norms, "said": said, "after": weights(engine), "rows": rows}
+
+
+def check_compared(rank: int, work: Path, **settings: Any) -> None:
+    """Compare with what one process computed."""
+    expected = torch.load(work / "compared.pt", weights_only=False)
+    got = compared(make_megatron, work, **settings)
+    what = f"{settings} rank {rank}"
+    assert got["kls"] == pytest.approx(expected["kls"], rel=1e-4, abs=1e-7) and got["kls"][1] > 1e-5, what
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-4), what
+    for name, tensor in got["said"].items():
+        torch.testing.assert_close(tensor, expected["said"][name][got["rows"]], rtol=1e-5, atol=1e-5, msg=what)
+    for name, tensor in expected["after"].items():
+        assert (got["after"][name] - tensor).abs().max() < 2e-5, f"{what} {name}"
+
+
 def check_dense(rank: int, work: Path) -> None:
     language, unsplit = "language_model", {"sequence_parallel": False}
     check(rank, work, "untied.language_model", language, tp=2, pp=2, **unsplit)
@@ -105,6 +144,8 @@ def check_interleaved_and_context(rank: int, work: Path) -> None:
     check(rank, work, "untied.language_model", language, cp=2, tp=2, model=FUSED)
     check(rank, work, "untied.language_model", language, cp=2, pp=2, model=padded)
     check(rank, work, "critic.value_model", "value_model", cp=4)
+    check_compared(rank, work, tp=2, cp=2)
+    check_compared(rank, work, pp=2, vpp=2)
 
 
 def check_experts(rank: int, work: Path) -> None:
@@ -125,6 +166,9 @@ def test_dense_models_train_like_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_interleaved_stages_and_split_sequences_train_like_one_process(tmp_path: Path) -> None:
     expect(tmp_path, "untied.language_model", "critic.value_model")
+    save_model(tmp_path / "tied", "tied")
+    torch.save(taught(make_engine(tmp_path / "tied"), FIELDS), tmp_path / "taught.pt")
+    torch.save(compared(make_engine, tmp_path), tmp_path / "compared.pt")
     spawn(check_interleaved_and_context, 4, tmp_path, preload="megatron_preload")
 
 

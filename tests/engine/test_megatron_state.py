@@ -34,6 +34,7 @@ from hybridrl.config.schema.megatron import MegatronConfig
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.engine import MicroBatching, NonFiniteError
 from hybridrl.engine.forecast import peak_of
+from hybridrl.engine.logits_functions import FullKL, LogProbsAt, TopTokens, VocabularyLoss
 from hybridrl.engine.megatron import build
 from hybridrl.engine.megatron.attention_backend import AttentionVariables
 from hybridrl.engine.megatron.build import mark_latents_replicated
@@ -42,6 +43,7 @@ from hybridrl.engine.megatron.forward import why_not_fused
 from hybridrl.engine.megatron.mapping import family_of
 from hybridrl.engine.megatron.parallel import ParallelSizes, import_parallel_state
 from hybridrl.engine.megatron.vocabulary import Part, parallel_linear_statistics, parallel_statistics
+from hybridrl.engine.megatron.whole_vocabulary import Hidden, parallel_function
 from hybridrl.errors import ModelError
 from hybridrl.utils import device, distributed
 
@@ -231,6 +233,15 @@ def check_refusals(model: Path) -> None:
     config = engine.chunks[0].config
     assert config.recompute_granularity == "selective" and config.num_moe_experts is None
     assert config.qk_clip is False and config.moe_router_load_balancing_type == "none"
+    for other, named in (
+        (make_megatron(model, forward_only=True), r"same tensor_model_parallel_size.*ref.megatron has 1 .* 2"),
+        (make_engine(model), "strategy=megatron"),
+        (make_megatron(model, tp=2, model={"use_remove_padding": False}), "use_remove_padding"),
+    ):
+        with pytest.raises(ModelError, match=named):
+            make_megatron(model, tp=2).compare_with(other)
+    with pytest.raises(ModelError, match=r"KL form full with strategy=megatron.*because a value model has no logits"):
+        make_megatron(model, "value_model").compare_with(engine)
     wrong = {**FIELDS, "position_ids": FIELDS["position_ids"] + 1}
     with pytest.raises(ValueError, match=r"position_ids.*strategy=megatron"):
         engine.infer(make_batch(wrong), MicroBatching(size=4), TEMPERATURE)
@@ -295,6 +306,61 @@ def check_memory_of_split_vocabulary(rank: int) -> None:
     assert peak(parallel_linear_statistics, 16) < logits / 2
 
 
+def check_functions_of_split_vocabulary(rank: int) -> None:
+    """Functions of whole logits, where two ranks share the words, are those of one process, and so are gradients."""
+    functions = (
+        FullKL(None),
+        VocabularyLoss("jsd", None, 0.8, None),
+        VocabularyLoss("forward_kl", None, None, -5.0),
+        LogProbsAt("ids"),
+        TopTokens(2),
+    )
+    for words, share in ((31, 16), (3, 4)):
+        generator = torch.Generator().manual_seed(0)
+        hidden, other = torch.randn(2, 13, 8, generator=generator, dtype=torch.float64)
+        table, others = torch.randn(2, 2 * share, 8, generator=generator, dtype=torch.float64)
+        table[words:] += 10.0
+        inputs = {"ids": torch.randint(0, words, (13, 2), generator=generator)}
+        part = Part.of(words, 2 * share, dist.group.WORLD)
+        rows = slice(rank * share, (rank + 1) * share)
+        for function in functions:
+            whole = hidden.clone().requires_grad_(), table[:words].clone().requires_grad_()
+            compared = isinstance(function, (FullKL, VocabularyLoss))
+            expected = function(
+                linear(*whole), inputs, TEMPERATURE, linear(other, others[:words]) if compared else None
+            )
+            values = expected[function.outputs[0]]
+            pulled = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+            d_hidden, d_table = torch.autograd.grad((values * pulled).sum(), whole)
+            d_table = torch.nn.functional.pad(d_table, (0, 0, 0, 2 * share - words))[rows]
+            for chunk in (1, 5, 13, None):
+                own = hidden.clone().requires_grad_(), table[rows].clone().requires_grad_()
+                second = Hidden(other, others[rows]) if compared else None
+                found = parallel_function(function, Hidden(*own), inputs, TEMPERATURE, second, part, chunk)
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+                got = torch.autograd.grad((found[function.outputs[0]] * pulled).sum(), own)
+                torch.testing.assert_close(got, (d_hidden, d_table), rtol=1e-10, atol=1e-12)
+            none = {name: tensor[:0] for name, tensor in inputs.items()}
+            second = Hidden(other[:0], others[rows]) if compared else None
+            empty = parallel_function(function, Hidden(own[0][:0], own[1]), none, TEMPERATURE, second, part)
+            assert all(empty[name].shape == (0, *expected[name].shape[1:]) for name in function.outputs)
+            empty[function.outputs[0]].sum().backward()
+
+
+def check_memory_of_functions(rank: int) -> None:
+    """Both passes hold chunks of a rank's part of both models' logits, not those of all tokens."""
+    tokens, share, size = 2048, 640, 8
+    part = Part.of(2 * share, 2 * share, dist.group.WORLD)
+    states, table = (torch.randn(rows, size, requires_grad=True) for rows in (tokens, share))
+    other = Hidden(states.detach() + 1, table.detach() + 1)
+
+    def both() -> None:
+        found = parallel_function(FullKL(None), Hidden(states, table), {}, TEMPERATURE, other, part, 32)
+        torch.autograd.grad(found["ref_kl"].sum(), (states, table))
+
+    assert peak_of(both, states, table, *other) < tokens * share * 4 / 2
+
+
 class Logits(TorchDispatchMode):
     """The most rows of logits that a product of matrices makes."""
 
@@ -344,6 +410,7 @@ def check_not_fused(rank: int, model: Path) -> None:
     assert ("use_fused_kernels has no effect, because a value model has no logits" in said.getvalue()) == (rank == 0)
     step(critic, value_loss)
     (chunk,) = make_megatron(model, forward_only=True).chunks
+    del chunk.output_layer.forward  # the engine's own
     assert why_not_fused(chunk) is None
     chunk.output_layer.register_forward_hook(lambda *_: None)
     assert "changes its logits" in (why_not_fused(chunk) or "")
@@ -362,6 +429,8 @@ def check_all(rank: int, model: Path) -> None:
     check_replicated_latents()
     check_split_vocabulary(rank)
     check_memory_of_split_vocabulary(rank)
+    check_functions_of_split_vocabulary(rank)
+    check_memory_of_functions(rank)
     check_not_fused(rank, model)
     linear_statistics._CHUNK_ELEMENTS["cpu"] = 7 * 256
     check_fused(model, model / "tied")

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,13 @@ def words_of(page: str, part: str) -> list[str]:
     return words[4:]
 
 
-def run(folder: Path, name: str, model: Path, data: Path, words: list[str]) -> list[dict]:
-    """Two training steps; the metrics of each."""
+@pytest.fixture
+def run(folder: Path, micro_model: Path, sort_data: Path, forked: str) -> Callable[[str, list[str]], list[dict]]:
+    """Makes two training steps, in a folder of this name; the metrics of each."""
+    return lambda name, words: trained(forked, folder, name, micro_model, sort_data, words)
+
+
+def trained(python: str, folder: Path, name: str, model: Path, data: Path, words: list[str]) -> list[dict]:
     common = [
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={data / 'train.parquet'}",
@@ -57,7 +63,7 @@ def run(folder: Path, name: str, model: Path, data: Path, words: list[str]) -> l
         "trainer.report=False",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "hybridrl.trainer.main_ppo", *common, *words],
+        [python, "-m", "hybridrl.trainer.main_ppo", *common, *words],
         cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -65,12 +71,12 @@ def run(folder: Path, name: str, model: Path, data: Path, words: list[str]) -> l
     return [json.loads(line) for line in lines]
 
 
-def test_everything_of_the_page_in_one_run(page, folder, micro_model, sort_data) -> None:
+def test_everything_of_the_page_in_one_run(page, folder, run) -> None:
     """Mini-batches of two micro-batches, so the counts of the loss are not those of its call."""
     commands = [words_of(page, name) for name in ("my_methods", "my_manager", "my_training", "my_engine")]
     words = [word for command in commands for word in command if "external_lib" not in word]
     words.append("actor_rollout_ref.model.external_lib='my_methods,my_manager'")
-    records = run(folder, "own", micro_model, sort_data, words)
+    records = run("own", words)
     assert [record["training/global_step"] for record in records] == [1, 2]
     for record in records:
         assert record["actor/square"] > 0  # in the second mini-batch of a step the policy is not the old one any more
@@ -84,9 +90,9 @@ def test_everything_of_the_page_in_one_run(page, folder, micro_model, sort_data)
         assert line in kept
 
 
-def test_a_loss_written_for_verl_trains(page, folder, micro_model, sort_data) -> None:
+def test_a_loss_written_for_verl_trains(page, run) -> None:
     words = [f"{word}_of_verl" if word.endswith("loss_mode=square") else word for word in words_of(page, "my_methods")]
-    records = run(folder, "verl", micro_model, sort_data, [word for word in words if "my_beta" not in word])
+    records = run("verl", [word for word in words if "my_beta" not in word])
     assert len(records) == 2 and all(record["actor/square"] > 0 for record in records)
 
 

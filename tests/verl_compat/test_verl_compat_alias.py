@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(3)
+
 
 def run(*arguments: str | Path, folder: Path, status: int = 0) -> str:
     """What a Python process printed on both streams."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from hybridrl.config.convert import nearest
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.config.strategies import engine_group, engine_settings
+from hybridrl.config.strategies import engine_group, engine_settings, other_places
 from hybridrl.errors import ModelError, UserError
 from hybridrl.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry, import_external_lib
 
@@ -132,6 +132,20 @@ def check_correction(config: PPOTrainerConfig) -> Iterator[str]:
         )
 
 
+def _check_alike(where: str, actor: Any, ref: Any) -> Iterator[str]:
+    """Check that two engines can compare their logits of a micro-batch."""
+    why = f"{where}=full compares both policies on the same micro-batches"
+    if actor.strategy != ref.strategy:
+        yield f"{why}, so actor_rollout_ref.ref.strategy={ref.strategy} must be {_ACTOR}.strategy={actor.strategy}"
+        return
+    own, other, group = engine_settings(actor), engine_settings(ref), engine_group(actor)
+    for name in [*(["dtype"] if own.dtype != other.dtype else []), *other_places(own, other)]:
+        yield (
+            f"{why}, and {_ACTOR}.{group}.{name}={getattr(own, name)} differs from "
+            f"actor_rollout_ref.ref.{group}.{name}={getattr(other, name)}; set them alike"
+        )
+
+
 def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
     """Check that the KL over the vocabulary can be computed: the actor's process needs the logits of both policies."""
     algorithm, actor, roles = config.algorithm, config.actor_rollout_ref.actor, config.placement.roles
@@ -146,13 +160,8 @@ def check_full_kl(config: PPOTrainerConfig) -> Iterator[str]:
             f"placement.roles.ref={roles['ref']} is not the actor's pool {own}; remove placement.roles.ref, or use "
             "low_var_kl"
         )
-    dtypes = [engine_settings(part).dtype for part in (actor, config.actor_rollout_ref.ref)]
-    if config.has_reference_model and dtypes[0] != dtypes[1]:
-        group = engine_group(actor)
-        yield (
-            f"{where}=full compares both policies on the same micro-batches, and {_ACTOR}.{group}.dtype={dtypes[0]} "
-            f"differs from actor_rollout_ref.ref.{group}.dtype={dtypes[1]}; set them alike"
-        )
+    if config.has_reference_model:
+        yield from _check_alike(where, actor, config.actor_rollout_ref.ref)
     if in_reward and algorithm.rollout_correction.bypass_mode:
         yield (
             "algorithm.kl_penalty=full is computed in the pass over old log-probabilities, which "

@@ -8,7 +8,7 @@ from hybridrl.config.checks.paths import check_model
 from hybridrl.config.roles import ROLES, pool_of
 from hybridrl.config.schema.distillation import DistillationLossConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.config.strategies import engine_group, engine_settings
+from hybridrl.config.strategies import engine_group, engine_settings, other_places
 from hybridrl.config.teachers import Teachers, teachers_of, unread_keys
 from hybridrl.errors import ConfigError
 from hybridrl.registry import DISTILLATION_LOSSES, POLICY_LOSSES, Registry
@@ -115,11 +115,15 @@ def _check_same_process(config: PPOTrainerConfig, found: Teachers) -> Iterator[s
     if actor.strategy != config.distillation.strategy:
         yield f"distillation.strategy={config.distillation.strategy}: {why}, so it must be {actor.strategy}, {instead}"
         return
-    own, other = engine_settings(actor), engine_settings(config.distillation)
+    own, other, group = engine_settings(actor), engine_settings(config.distillation), engine_group(actor)
+    for key in other_places(own, other):
+        yield (
+            f"distillation.{group}.{key}={getattr(other, key)}: {why}, so it must be "
+            f"{_ACTOR}.{group}.{key}={getattr(own, key)}; set them alike, {instead}"
+        )
     for one in found.teachers:
         dtype = one.settings.inference.dtype or other.dtype
         if dtype != own.dtype:
-            group = engine_group(actor)
             where = f"{one.where}.inference" if one.settings.inference.dtype else f"distillation.{group}"
             yield (
                 f"{where}.dtype={dtype}: {why}, so it must be {_ACTOR}.{group}.dtype={own.dtype}; set them alike, "

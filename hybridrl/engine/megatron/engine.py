@@ -11,21 +11,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.engine.capabilities import CopiesState, ExportsShards, WeightShard
+from hybridrl.engine.capabilities import (
+    ComparesVocabulary,
+    ComputesFromLogits,
+    CopiesState,
+    ExportsShards,
+    WeightShard,
+)
+from hybridrl.engine.logits_functions import FullKL, LogitsFunction
 from hybridrl.engine.megatron import build, checkpoint, hf_weights
 from hybridrl.engine.megatron.first_weights import dist_checkpoint_of, load_first_masters, load_first_weights
 from hybridrl.engine.megatron.forward import Arranger, Outputs, why_not_fused
 from hybridrl.engine.megatron.mapping import WeightMap, family_of, padded_vocabulary
 from hybridrl.engine.megatron.offload import DiscardedStorages, Offload, OffloadedStorages
 from hybridrl.engine.megatron.optimizer import ShardedOptimizer, usable_settings
-from hybridrl.engine.megatron.parallel import ParallelSizes, ParallelState, import_parallel_state
-from hybridrl.engine.megatron.schedule import Schedule
+from hybridrl.engine.megatron.parallel import KEYS, ParallelSizes, ParallelState, import_parallel_state
+from hybridrl.engine.megatron.schedule import Comparison, Schedule
 from hybridrl.engine.megatron.vocabulary import Part
+from hybridrl.engine.megatron.whole_vocabulary import Hidden
 from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.optim.optimizer import check_optimizer
 from hybridrl.engine.saved_parts import State
-from hybridrl.engine.train_engine import Geometry, TrainEngines
+from hybridrl.engine.train_engine import Engine, Geometry, TrainEngines
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.topology import MegatronLayout
 from hybridrl.models import attention, loading
@@ -36,7 +44,7 @@ from hybridrl.utils import device, distributed
 
 
 @TrainEngines.register("megatron", settings="hybridrl.config.schema.megatron:MegatronConfig")
-class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
+class MegatronEngine(MicroBatchedEngine, ComparesVocabulary, ComputesFromLogits, CopiesState, ExportsShards):
     """A decoder of Megatron-core with the weights of a Hugging Face model, or its backbone with a value head.
 
     Args:
@@ -51,8 +59,12 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
         chunks: this rank's parts of the model, one per virtual stage.
         weight_map: which parts of which Hugging Face tensors they hold.
         config: the model's Hugging Face configuration.
+        vocabulary: tokens of its output layer.
         optimizer: None for an engine that only computes.
+        reference: the engine that `ref_kl` is measured against.
     """
+
+    reference: MegatronEngine | None = None
 
     def __init__(self, model_type: str, model: Any, engine: Any, optim: Any = None):
         self.model_type = model_type
@@ -107,6 +119,7 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
             else:
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
+        self.vocabulary = plan.vocabulary
         self._schedule = self._make_schedule(settings, plan.vocabulary)
         self._set_mode(training=False)
         device.manual_seed(engine.seed + distributed.get_rank())
@@ -130,15 +143,16 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
         outputs = None
         if self.chunks[-1].post_process:
             part = Part.of(vocabulary, padded_vocabulary(vocabulary, self.sizes.tp), self.state.tp_group)
-            fused = self._may_fuse(self.chunks[-1])
-            outputs = Outputs(self.chunks[-1], self.state, part, settings.sequence_parallel, fused)
+            last = self.chunks[-1]
+            reason = "a value model has no logits" if self.model_type != "language_model" else why_not_fused(last)
+            fused = self._may_fuse(reason)
+            outputs = Outputs(last, self.state, part, settings.sequence_parallel, reason, fused)
         return Schedule(self.state, settings, arranger, outputs)
 
-    def _may_fuse(self, last: nn.Module) -> bool:
-        """Whether to compute statistics of tokens without logits (`use_fused_kernels`); tell why not."""
+    def _may_fuse(self, reason: str | None) -> bool:
+        """Whether to compute statistics of tokens without logits (`use_fused_kernels`); tell what is in the way."""
         if not self.model_config.use_fused_kernels:
             return False
-        reason = "a value model has no logits" if self.model_type != "language_model" else why_not_fused(last)
         if reason and self.state.tp_rank == 0 and self.state.dp_cp_group.rank() == 0:
             notify(f"{self.model_config.path}: model.use_fused_kernels has no effect, because {reason}")
         return reason is None
@@ -187,14 +201,58 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
     # ------------------------------------------------------------------ computing
 
     def forward_only(self, layouts: Sequence[Layout], wanted: Wanted) -> list[dict[str, torch.Tensor]] | None:
+        comparison = self._comparison(layouts, wanted)
         with self.activate():
-            return self._schedule.forward_only(self.chunks, layouts, wanted)
+            return self._schedule.forward_only(self.chunks, layouts, wanted, comparison)
 
     def forward_backward(self, layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss) -> None:
+        comparison = self._comparison(layouts, wanted)
         self._set_mode(training=True)
         with self.activate():
-            self._schedule.forward_backward(self._wrapped, layouts, wanted, share_of_loss)
+            self._schedule.forward_backward(self._wrapped, layouts, wanted, share_of_loss, comparison)
         self._set_mode(training=False)
+
+    def _comparison(self, layouts: Sequence[Layout], wanted: Wanted) -> Comparison:
+        """The functions of logits among the outputs. The engines that they compare with read the micro-batches here.
+
+        Of those, the hidden states of all response tokens of the call are kept on the last stage, and no logits.
+        """
+        functions = [] if wanted.function is None else [wanted.function]
+        if "ref_kl" in wanted.outputs:
+            if self.reference is None:
+                raise RuntimeError("ref_kl needs a reference policy; call compare_with first")
+            functions.append(FullKL(self.reference))
+        return Comparison([(one, None if one.other is None else one.other.hidden(layouts)) for one in functions])
+
+    def hidden(self, layouts: Sequence[Layout]) -> list[Hidden] | None:
+        """What this engine's logits of another engine's micro-batches are computed from; None on early stages."""
+        with self.activate():
+            return self._schedule.hidden(self.chunks, layouts)
+
+    @contextlib.contextmanager
+    def computing(self, function: LogitsFunction) -> Iterator[None]:
+        self._check_chunks("a loss over the vocabulary")
+        if function.other is not None:
+            check_same_layout(self, function.other, "a loss over the vocabulary", "distillation.megatron")
+        self._function = function
+        try:
+            yield
+        finally:
+            self._function = None
+
+    def compare_with(self, reference: Engine) -> None:
+        self._check_chunks("KL form full")
+        check_same_layout(self, reference, "KL form full", "actor_rollout_ref.ref.megatron")
+        assert isinstance(reference, MegatronEngine)
+        self.reference = reference
+
+    def _check_chunks(self, what: str) -> None:
+        outputs = self._schedule.outputs
+        if outputs is not None and outputs.why_whole is not None:
+            raise ModelError(
+                f"{self.model_config.path}: {what} with strategy=megatron computes logits by chunks of tokens, and "
+                f"cannot, because {outputs.why_whole}; use strategy=fsdp2"
+            )
 
     def _set_mode(self, training: bool) -> None:
         for chunk in self.chunks:
@@ -291,6 +349,34 @@ class MegatronEngine(MicroBatchedEngine, CopiesState, ExportsShards):
             checkpoint.parts(self).load(Path(folder), contents)
         self._offload.unload(changed=True)
         distributed.barrier()
+
+
+def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: str) -> None:
+    """Refuse an engine whose hidden states of a micro-batch are not where this one's are.
+
+    Args:
+        what: what compares the two models.
+        where: the settings of the other one.
+
+    Raises:
+        ModelError: it is no engine on Megatron-core, or it has another layout, other packing or another vocabulary.
+    """
+    if not isinstance(other, MegatronEngine):
+        raise ModelError(f"{what} compares both models on the same micro-batches, so both need strategy=megatron")
+    for name in ("tp", "pp", "vpp", "cp"):
+        own, found = getattr(engine.sizes, name), getattr(other.sizes, name)
+        if own != found:
+            raise ModelError(
+                f"{what} compares both models where the output layer is, so both need the same {KEYS[name]}: {where} "
+                f"has {found} and actor_rollout_ref.actor.megatron {own}"
+            )
+    if engine.packed != other.packed or engine.vocabulary != other.vocabulary:
+        raise ModelError(
+            f"{what} compares both models token by token, so both need the same use_remove_padding and vocabulary: the "
+            f"model of {where} has packed={other.packed} and {other.vocabulary} tokens, the policy {engine.packed} and "
+            f"{engine.vocabulary}"
+        )
+    other._check_chunks(what)
 
 
 def _tell_without_effect(model: Any) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.megatron.layers import own_positions
 from hybridrl.engine.megatron.parallel import ParallelState
 from hybridrl.engine.megatron.vocabulary import (
@@ -18,10 +19,14 @@ from hybridrl.engine.megatron.vocabulary import (
     parallel_linear_statistics,
     parallel_statistics,
 )
+from hybridrl.engine.megatron.whole_vocabulary import Hidden, parallel_function
 from hybridrl.engine.micro_batched import Wanted
 from hybridrl.engine.microbatch import Layout
 from hybridrl.engine.shared_sum import SharedSum
 from hybridrl.utils import device
+
+#: functions of logits, each with the hidden states of the engine that it compares a micro-batch with
+Compared = Sequence[tuple[LogitsFunction, Hidden | None]]
 
 
 @dataclass(slots=True)
@@ -34,6 +39,7 @@ class RankLayout:
         selected: positions in the flattened `[b, W / cp]` that predict a response token, of those of this rank.
         labels: the response tokens of all ranks, `[N]`.
         owned: which of the N this rank predicts; None: all.
+        inputs: fields of the response tokens of all ranks that a function of logits reads, `[N, ...]`.
     """
 
     input_ids: torch.Tensor
@@ -42,11 +48,11 @@ class RankLayout:
     selected: torch.Tensor
     labels: torch.Tensor
     owned: torch.Tensor | None
+    inputs: Mapping[str, torch.Tensor]
 
-    @property
-    def own_labels(self) -> torch.Tensor:
-        """The response tokens that this rank predicts."""
-        return self.labels if self.owned is None else self.labels[self.owned]
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of `[N, ...]`, the response tokens that this rank predicts."""
+        return tensor if self.owned is None else tensor[self.owned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ class Arranger:
             selected.to(here),
             layout.labels.to(here),
             None if owned is None else owned.to(here),
+            {name: tensor.to(here) for name, tensor in (layout.inputs or {}).items()},
         )
 
     def _real_lengths(self, layout: Layout) -> list[int]:
@@ -190,29 +197,33 @@ class Outputs:
     Attributes:
         chunk: the model's last chunk; its output layer gets the hook.
         part: this rank's part of the vocabulary.
-        fused: whether the output layer returns the outputs, computed by chunks of tokens, in place of logits.
+        why_whole: why logits cannot be computed by chunks of tokens, from hidden states; None if they can.
+        fused: whether statistics of tokens are.
     """
 
     chunk: nn.Module
     state: ParallelState
     part: Part
     sequence_parallel: bool
+    why_whole: str | None
     fused: bool = False
     _current: tuple[RankLayout, Wanted] | None = field(default=None, init=False)
+    _weight: torch.Tensor | None = field(default=None, init=False)
+    _head: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         head: Any = self.chunk.output_layer
         head.register_forward_pre_hook(self._select)
         if self.sequence_parallel and hasattr(head, "allreduce_dgrad"):  # the value head has no part of a vocabulary
             head.sequence_parallel, head.allreduce_dgrad = False, True
-        if self.fused:
-            head.forward = self._statistics
+        if self.why_whole is None:
+            self._head, head.forward = head.forward, self._forward
 
     @contextlib.contextmanager
     def selecting(self, layout: RankLayout, wanted: Wanted) -> Iterator[None]:
         """Within the context, the model computes the selected positions only.
 
-        It returns logits `[1, n, V / tp]`, or values; if fused, those of `STATISTICS` that are wanted, `[1, n, k]`.
+        It returns logits `[1, n, V / tp]`, values, or hidden states `[1, n, H]`; `compute` makes outputs of them.
         """
         self._current = layout, wanted
         try:
@@ -231,41 +242,58 @@ class Outputs:
         rows = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         return rows.index_select(0, self._current[0].selected)[:, None], *arguments[1:]
 
-    def _statistics(
-        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: None = None
+    def _reads_hidden(self, wanted: Wanted) -> bool:
+        """Whether the outputs are computed from hidden states, and not from logits of all tokens."""
+        return self.why_whole is None and (self.fused or not set(wanted.outputs) <= {*STATISTICS, "values"})
+
+    def _forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
         """The output layer's forward pass, from hidden states `[n, 1, H]`; `weight` is that of a tied embedding."""
         assert self._current is not None
-        layout, wanted = self._current
+        if not self._reads_hidden(self._current[1]):
+            logits: tuple[torch.Tensor, None] = self._head(hidden, weight, runtime_gather_output)
+            return logits
         head: Any = self.chunk.output_layer
-        found = parallel_linear_statistics(
-            hidden[:, 0],
-            head.weight if weight is None else weight,
-            layout.own_labels,
-            wanted.temperature,
-            wanted.outputs,
-            self.part,
-        )
-        return torch.stack(list(found.values()), dim=-1)[:, None], None
+        self._weight = head.weight if weight is None else weight
+        return hidden, None
 
-    def compute(self, output: torch.Tensor, layout: RankLayout, wanted: Wanted) -> dict[str, torch.Tensor]:
-        """The outputs of all N response tokens, float32 `[N]`; the same on every rank that holds the last stage.
+    def hidden(self, output: torch.Tensor) -> Hidden:
+        """What the model returned for outputs that are computed from hidden states, of this rank's tokens."""
+        assert self._weight is not None
+        return Hidden(output.reshape(-1, output.shape[-1]), self._weight)
+
+    def compute(
+        self, output: torch.Tensor, layout: RankLayout, wanted: Wanted, compared: Compared
+    ) -> dict[str, torch.Tensor]:
+        """The outputs of all N response tokens, `[N, ...]`; the same on every rank that holds the last stage.
 
         Args:
             output: what the model returned.
+            compared: the functions of logits among the outputs, each with what it compares this micro-batch with.
         """
-        output = output.reshape(-1, output.shape[-1])
+        names = [name for name in STATISTICS if name in wanted.outputs]
+        labels, temperature = layout.own(layout.labels), wanted.temperature
+        found: dict[str, torch.Tensor] = {}
         if "values" in wanted.outputs:
-            found = {"values": output.reshape(-1).float()}
-        elif self.fused:
-            names = [name for name in STATISTICS if name in wanted.outputs]
-            found = dict(zip(names, output.unbind(-1), strict=True))
+            found["values"] = output.reshape(-1).float()
+        elif self._reads_hidden(wanted):
+            hidden = self.hidden(output)
+            if names:
+                found = parallel_linear_statistics(*hidden, labels, temperature, names, self.part)
+            for function, other in compared:
+                inputs = {name: layout.own(layout.inputs[name]) for name in function.fields}
+                found |= parallel_function(function, hidden, inputs, temperature, other, self.part)
         else:
-            found = parallel_statistics(output, layout.own_labels, wanted.temperature, wanted.outputs, self.part)
+            logits = output.reshape(-1, output.shape[-1])
+            found = parallel_statistics(logits, labels, temperature, names, self.part)
         if layout.owned is None:
             return found
-        group = self.state.cp_group
-        return {
-            name: SharedSum.apply(own.new_zeros(len(layout.owned)).masked_scatter(layout.owned, own), group)
-            for name, own in found.items()
-        }
+        return {name: self._over_context(own, layout.owned) for name, own in found.items()}
+
+    def _over_context(self, own: torch.Tensor, owned: torch.Tensor) -> torch.Tensor:
+        """The outputs of all response tokens from those that each context-parallel rank predicts."""
+        total = own.new_zeros(len(owned), *own.shape[1:])
+        cells = owned.reshape(-1, *(1 for _ in own.shape[1:]))
+        joined: torch.Tensor = SharedSum.apply(total.masked_scatter(cells, own), self.state.cp_group)
+        return joined

@@ -22,7 +22,8 @@ from hybridrl.errors import ModelError
 from hybridrl.utils import device, distributed
 
 _GLOBAL = re.compile(r"_[A-Z][A-Z0-9_]*")
-_KEYS = {
+#: settings by the names of `ParallelSizes`
+KEYS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
@@ -93,7 +94,7 @@ class ParallelSizes:
         )
 
     def __str__(self) -> str:
-        sizes = {_KEYS[field.name]: getattr(self, field.name) for field in fields(self)}
+        sizes = {KEYS[field.name]: getattr(self, field.name) for field in fields(self)}
         return ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1) or "no model parallelism"
 
     def dp(self, world: int) -> int:
@@ -117,7 +118,7 @@ class ParallelSizes:
             )
         experts = facts.get("num_moe_experts") or 0
         if not experts and (self.ep > 1 or self.etp != self.tp):
-            raise ModelError(f"{self}: the model has no experts to share; leave {_KEYS['ep']} and {_KEYS['etp']} unset")
+            raise ModelError(f"{self}: the model has no experts to share; leave {KEYS['ep']} and {KEYS['etp']} unset")
         self._divides("tp", facts["num_attention_heads"], "attention heads")
         groups, layers = facts.get("num_query_groups") or facts["num_attention_heads"], facts["num_layers"]
         if not facts.get("multi_latent_attention"):
@@ -125,7 +126,7 @@ class ParallelSizes:
         if not _uneven_stages(facts):
             self._check_stages(layers, [name for name in _COUNTED_AS_LAYERS if facts.get(name)])
         if self.vpp > 1 and self.pp == 1:
-            raise ModelError(f"{_KEYS['vpp']}={self.vpp} needs {_KEYS['pp']} of 2 or more; it is 1")
+            raise ModelError(f"{KEYS['vpp']}={self.vpp} needs {KEYS['pp']} of 2 or more; it is 1")
         if experts:
             self._check_experts(world, experts)
 
@@ -134,12 +135,12 @@ class ParallelSizes:
         total, chunks = layers + len(counted), self.pp * self.vpp
         if total % chunks == 0:
             return
-        with_stages = f" with {_KEYS['pp']}={self.pp}" if self.vpp > 1 else ""
+        with_stages = f" with {KEYS['pp']}={self.pp}" if self.vpp > 1 else ""
         which = "vpp" if self.vpp > 1 else "pp"
         number = total // self.pp if which == "vpp" and total % self.pp == 0 else total
         what = f"{layers} layers" + "".join(f" and one for {name}" for name in counted)
         raise ModelError(
-            f"{_KEYS[which]}={getattr(self, which)}{with_stages}: {what} do not divide into {chunks} chunks; sizes "
+            f"{KEYS[which]}={getattr(self, which)}{with_stages}: {what} do not divide into {chunks} chunks; sizes "
             f"that fit: {_listed(number)}"
         )
 
@@ -149,20 +150,20 @@ class ParallelSizes:
         if stage % (self.ep * self.etp):
             fit = [size for size in _divisors(experts) if stage % (size * self.etp) == 0]
             raise ModelError(
-                f"{_KEYS['ep']}={self.ep}, {_KEYS['etp']}={self.etp}: the {stage} ranks of a pipeline stage are no "
-                f"multiple of {self.ep * self.etp}; {_KEYS['ep']} that fit: {', '.join(map(str, fit)) or 'none'}"
+                f"{KEYS['ep']}={self.ep}, {KEYS['etp']}={self.etp}: the {stage} ranks of a pipeline stage are no "
+                f"multiple of {self.ep * self.etp}; {KEYS['ep']} that fit: {', '.join(map(str, fit)) or 'none'}"
             )
         if self.ep == 1 and self.etp != self.tp:
             raise ModelError(
-                f"{_KEYS['etp']}={self.etp} differs from {_KEYS['tp']}={self.tp}, which Megatron-core supports with "
-                f"{_KEYS['ep']} above 1 only; set it to {self.tp}, or {_KEYS['ep']} to 2 or more"
+                f"{KEYS['etp']}={self.etp} differs from {KEYS['tp']}={self.tp}, which Megatron-core supports with "
+                f"{KEYS['ep']} above 1 only; set it to {self.tp}, or {KEYS['ep']} to 2 or more"
             )
 
     def _divides(self, name: str, number: int, what: str) -> None:
         size = getattr(self, name)
         if number % size:
             raise ModelError(
-                f"{_KEYS[name]}={size} does not divide the model's {number} {what}; sizes that fit: {_listed(number)}"
+                f"{KEYS[name]}={size} does not divide the model's {number} {what}; sizes that fit: {_listed(number)}"
             )
 
 

@@ -9,13 +9,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.engine.megatron.forward import Arranger, Outputs, RankLayout, packed_parameters
+from hybridrl.engine.logits_functions import LogitsFunction
+from hybridrl.engine.megatron.forward import Arranger, Compared, Outputs, RankLayout, packed_parameters
 from hybridrl.engine.megatron.parallel import ParallelState
+from hybridrl.engine.megatron.whole_vocabulary import Hidden
 from hybridrl.engine.micro_batched import ShareOfLoss, Wanted
 from hybridrl.engine.microbatch import Layout, dummy_layout
 from hybridrl.utils import device
 
 Numbered = tuple[int, RankLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The functions of logits that a call computes.
+
+    Attributes:
+        functions: each with the hidden states of the engine that it compares with, one for each micro-batch, or None.
+    """
+
+    functions: Sequence[tuple[LogitsFunction, Sequence[Hidden] | None]] = ()
+
+    def of(self, number: int) -> Compared:
+        """The functions with what they compare a micro-batch with."""
+        return [(function, None if others is None else others[number]) for function, others in self.functions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +50,45 @@ class Schedule:
     outputs: Outputs | None
 
     def forward_only(
-        self, chunks: Sequence[nn.Module], layouts: Sequence[Layout], wanted: Wanted
+        self, chunks: Sequence[nn.Module], layouts: Sequence[Layout], wanted: Wanted, comparison: Comparison
     ) -> list[dict[str, torch.Tensor]] | None:
         """The outputs of each micro-batch, on the last stage; None on others."""
 
         def finish(output: torch.Tensor, numbered: Numbered, **_: Any) -> dict[str, torch.Tensor]:
             assert self.outputs is not None
-            return self.outputs.compute(output, numbered[1], wanted)
+            number, layout = numbered
+            return self.outputs.compute(output, layout, wanted, comparison.of(number))
 
         with torch.no_grad():
             found = self._run(chunks, layouts, wanted, finish, forward_only=True, collect_non_loss_data=True)
         return found[: len(layouts)] if self.state.is_last_stage else None
 
+    def hidden(self, chunks: Sequence[nn.Module], layouts: Sequence[Layout]) -> list[Hidden] | None:
+        """What logits are computed from, of each micro-batch, those that a pipeline adds included; see above."""
+
+        def finish(output: torch.Tensor, numbered: Numbered, **_: Any) -> Hidden:
+            assert self.outputs is not None
+            return self.outputs.hidden(output)
+
+        wanted = Wanted(("hidden",), 1.0)
+        with torch.no_grad():
+            found = self._run(chunks, layouts, wanted, finish, forward_only=True, collect_non_loss_data=True)
+        return found if self.state.is_last_stage else None
+
     def forward_backward(
-        self, wrapped: Sequence[nn.Module], layouts: Sequence[Layout], wanted: Wanted, share_of_loss: ShareOfLoss
+        self,
+        wrapped: Sequence[nn.Module],
+        layouts: Sequence[Layout],
+        wanted: Wanted,
+        share_of_loss: ShareOfLoss,
+        comparison: Comparison,
     ) -> None:
         """Sum the gradients of all micro-batches' shares of the loss over all ranks that hold the parameters."""
 
         def finish(output: torch.Tensor, numbered: Numbered) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             assert self.outputs is not None
             number, layout = numbered
-            loss = share_of_loss(number, self.outputs.compute(output, layout, wanted))
+            loss = share_of_loss(number, self.outputs.compute(output, layout, wanted, comparison.of(number)))
             # Megatron-core frees what a stage computes after it was used, and refuses to free a view.
             return loss.clone(), torch.zeros((), dtype=torch.int, device=loss.device), {}
 
@@ -72,7 +107,7 @@ class Schedule:
         interleaved = self.state.sizes.vpp > 1
         layouts = list(layouts)
         if interleaved:
-            layouts += [dummy_layout() for _ in range(-len(layouts) % self.state.sizes.pp)]
+            layouts += [_dummy_like(layouts[0]) for _ in range(-len(layouts) % self.state.sizes.pp)]
         shape = self.arranger.shape(layouts) if interleaved else None
         arranged = list(enumerate(self.arranger.arrange(layout, shape) for layout in layouts))
 
@@ -107,3 +142,11 @@ class Schedule:
         with self.outputs.selecting(layout, wanted):
             output: torch.Tensor = model(**arguments)
         return output
+
+
+def _dummy_like(layout: Layout) -> Layout:
+    """A dummy micro-batch with the same fields."""
+    dummy = dummy_layout()
+    if layout.inputs is not None:
+        dummy.inputs = {name: one.new_zeros(1, *one.shape[1:]) for name, one in layout.inputs.items()}
+    return dummy

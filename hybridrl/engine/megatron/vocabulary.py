@@ -32,18 +32,20 @@ class Part(NamedTuple):
         first: id of its first token.
         size: number of its tokens; logits after them are padding.
         group: the ranks that share the vocabulary.
+        vocabulary: number of all tokens, without padding.
     """
 
     first: int
     size: int
     group: Any
+    vocabulary: int
 
     @classmethod
     def of(cls, vocabulary: int, padded: int, group: Any) -> Part:
         """This rank's part; all are equal, but for padding at the end of the last ones."""
         share = padded // group.size()
         first = share * group.rank()
-        return cls(first, max(0, min(share, vocabulary - first)), group)
+        return cls(first, max(0, min(share, vocabulary - first)), group, vocabulary)
 
     def places(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which labels are in this part, and where in it; those that are not have some place."""
