@@ -291,12 +291,14 @@ def _by_blocks(
     queries = query.split([runs[-1].stop - runs[0].start for runs in paths.joined()])
     outs = []
     for number, (runs, q) in enumerate(zip(paths.joined(), queries, strict=True)):
+        needed: Sequence[int]
+        masks: list[torch.Tensor | None]
         if len(runs) == 1:
             needed, blocks = runs[0].pieces, _blocks(runs[0], window)
             masks = [paths.mask(part.stop - part.start, before, window, query) for part, before in blocks]
         else:
-            needed, mask = paths.joined_mask(number, window, query)
-            blocks, masks = [(slice(0, len(q)), mask.shape[1] - len(q))], [mask]
+            needed, joined = paths.joined_mask(number, window, query)
+            blocks, masks = [(slice(0, len(q)), joined.shape[1] - len(q))], [joined]
         k, v = (torch.cat([one[piece] for piece in needed]) if len(needed) > 1 else one[needed[0]] for one in pieces)
         for (part, before), mask in zip(blocks, masks, strict=True):
             end = before + part.stop - part.start
