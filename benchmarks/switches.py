@@ -5,7 +5,8 @@
 The example is an update on a prompt of 64 tokens with 8 responses of log-normal length (mean 128, limit 256). The
 model is a Qwen2 with 4 M parameters, most of them in its vocabulary of 32,768; its weights are random, and one process
 has `strategy=fsdp2`. The defaults are those of the configuration: gradient checkpointing of whole layers, micro-batches
-of 8 sequences. Each line changes one setting.
+of 8 sequences; but `model.share_prefixes=False`, so that every line but its own computes the same rows. Each line
+changes one setting.
 
 * time: the median over rounds of the ratio of a step to one with the defaults next to it. A step is forward, backward,
   clipping and AdamW.
@@ -103,7 +104,7 @@ def example() -> DataProto:
 
 
 def engine_of(folder: Path, line: Line) -> Engine:
-    model = ModelConfig(path=str(folder), **line.model)
+    model = ModelConfig(path=str(folder), **{"share_prefixes": False, **line.model})
     engine = TrainEngines.create(
         "language_model", "fsdp2", model=model, engine=FSDPConfig(**line.engine), optim=OptimConfig(lr=1e-6)
     )

@@ -107,6 +107,7 @@ def _model_of(settings: TeacherModelConfig, config: PPOTrainerConfig) -> ModelCo
         override_config={} if attention is None else {"attn_implementation": attention},
         use_remove_padding=policy.use_remove_padding,
         use_fused_kernels=policy.use_fused_kernels,
+        # True is for micro-batches of the policy, which losses over the vocabulary read; null acts for every teacher
         share_prefixes=policy.share_prefixes and config.distillation.reads == "vocabulary",
     )
 

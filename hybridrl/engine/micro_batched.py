@@ -15,9 +15,10 @@ from tensordict import TensorDict
 from hybridrl.engine.capabilities import ReplaysRouting
 from hybridrl.engine.logits_functions import LogitsFunction
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout, fields
-from hybridrl.engine.prefix_plan import WORTHWHILE_SHARE, PrefixPlan
+from hybridrl.engine.prefix_plan import PrefixPlan
 from hybridrl.engine.train_engine import Engine, LossFn, MicroBatching, NonFiniteError
 from hybridrl.errors import ModelError, is_out_of_memory
+from hybridrl.models.prefix_tree import WORTHWHILE_SHARE
 from hybridrl.models.work import Work
 from hybridrl.notify import notify
 from hybridrl.protocol import DataProto
@@ -120,6 +121,10 @@ class MicroBatchedEngine(Engine):
     @abstractmethod
     def learning_rate(self) -> float | None:
         """The learning rate of the next step; None for an engine without an optimizer."""
+
+    def follows_paths(self) -> bool:
+        """Whether the model computes prefix trees, where `shares_prefixes` is None; collective."""
+        return True
 
     # ------------------------------------------------------------------ computing
 
@@ -245,8 +250,12 @@ class MicroBatchedEngine(Engine):
             or ROUTED_EXPERTS in wanted.outputs
             or (batch.batch is not None and ROUTED_EXPERTS in batch.batch.keys())
             or (function is not None and function.fields)
-            or any(getattr(other, "shares_prefixes", None) is False for other in others)
+            or any(isinstance(other, MicroBatchedEngine) and not other.may_share() for other in others)
         )
+
+    def may_share(self) -> bool:
+        """Whether this engine computes prefix trees; collective."""
+        return self.shares_prefixes is not False and (self.shares_prefixes is True or self.follows_paths())
 
     def _pays(self, plan: PrefixPlan) -> bool:
         """Whether the micro-batches of all ranks save enough tokens; the same on every rank."""
@@ -264,7 +273,7 @@ class MicroBatchedEngine(Engine):
             micro = replace(micro, max_tokens=micro.max_tokens * self.geometry.cp_size)
         if tree and self.shares_prefixes is not False:
             plan = PrefixPlan(fields(batch), micro)
-            if self.shares_prefixes or self._pays(plan):
+            if self.shares_prefixes or (self._pays(plan) and self.follows_paths()):
                 return plan
         return BatchPlan(fields(batch), micro, self.packed, self.work)
 

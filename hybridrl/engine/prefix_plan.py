@@ -16,12 +16,9 @@ import torch
 
 from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, Layout
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition
+from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition, to_the_left
 from hybridrl.models.tree_attention import Paths
 from hybridrl.utils import device
-
-#: share of a batch's tokens that sharing has to save to be chosen (`model.share_prefixes=null`); docs/prefix_sharing.md
-WORTHWHILE_SHARE = 0.25
 
 
 @dataclass(slots=True)
@@ -77,9 +74,7 @@ class PrefixPlan(BatchPlan):
         if micro.rows_together > 1:
             raise ValueError("rows that stay together cannot share prefixes (model.share_prefixes)")
         super().__init__(tensors, micro, packed=False)
-        # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
-        width = max(1, *self.lengths) if self.lengths else 1
-        order = torch.argsort((~self.attention).to(torch.uint8), dim=1, stable=True)[:, :width]
+        order = to_the_left(self.attention)
         self._ids = self.input_ids.gather(1, order)
         positions = self.ranks if self.positions is None else self.positions
         kinds = positions.reshape(self.batch_size, -1, self.width).transpose(1, 2)  # [B, S, k]
@@ -126,3 +121,10 @@ class PrefixPlan(BatchPlan):
             taken=torch.from_numpy(taken),
             holders=torch.from_numpy(np.bincount(np.concatenate(tree.paths), minlength=tree.tokens)),
         )
+
+
+def small_tree() -> TreeLayout:
+    """The tree of two rows of two tokens, of which they share the first."""
+    ids, ones = torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 2, dtype=torch.int64)
+    tensors = {"input_ids": ids, "attention_mask": ones, "responses": ids[:, 1:], "response_mask": ones[:, 1:]}
+    return PrefixPlan(tensors, MicroBatching()).layout([0, 1])

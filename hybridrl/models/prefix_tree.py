@@ -25,6 +25,27 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+#: share of a batch's tokens that sharing has to save to be chosen (`model.share_prefixes=null`); docs/prefix_sharing.md
+WORTHWHILE_SHARE = 0.25
+
+
+def to_the_left(attention: torch.Tensor) -> torch.Tensor:
+    """Return for each row where its tokens are, `[B, most tokens of a row]`; what follows them is padding.
+
+    Args:
+        attention: `[B, S]`, nonzero at tokens.
+    """
+    width = max(1, *attention.bool().sum(1).tolist()) if len(attention) else 1
+    # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
+    return torch.argsort((~attention.bool()).to(torch.uint8), dim=1, stable=True)[:, :width]
+
+
+def share_saved(input_ids: torch.Tensor, attention: torch.Tensor) -> float:
+    """The share of the tokens of `[B, S]` that is saved if the prefix tree of all rows is computed."""
+    lengths = attention.bool().sum(1).tolist()
+    order = PrefixOrder.of(input_ids.gather(1, to_the_left(attention)), lengths)
+    return 1 - order.tokens / sum(lengths) if sum(lengths) else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixOrder:

@@ -33,10 +33,14 @@ from hybridrl.utils import device
 TREE = "hybridrl_tree"
 #: most queries of a block: its mask is small, and of a run's own keys it computes few that no query sees
 _BLOCK = 256
+#: cells of a score matrix that take as long as a call of their own
+_CALL = 2048
 
 _sharing: ContextVar[bool] = ContextVar("hybridrl_sharing", default=False)
 #: the layers that followed paths in the innermost `flat_row`
 _followed: ContextVar[list[type]] = ContextVar("hybridrl_followed")
+#: within `trial`, what was found instead of being raised
+_problems: ContextVar[list[str] | None] = ContextVar("hybridrl_problems", default=None)
 
 
 def why_not_shared(config: PreTrainedConfig) -> str | None:
@@ -55,6 +59,7 @@ class Paths:
         self.pieces = list(pieces)
         self._masks: dict[tuple[Any, ...], torch.Tensor] = {}
         self._boundaries: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._joined: list[list[Run]] | None = None
 
     @classmethod
     def of(cls, tree: PrefixTree) -> Paths:
@@ -86,6 +91,41 @@ class Paths:
             seen = seen.triu(before - window + 1)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
 
+    def joined(self) -> list[list[Run]]:
+        """Consecutive runs, of which each list is computed as one, because the runs are short and share their keys."""
+        if self._joined is None:
+            self._joined, pieces, apart = [], set[int](), 0
+            for run in self.runs:
+                keys = run.before + run.stop - run.start
+                if self._joined:
+                    first = self._joined[-1][0].start
+                    wider = sum(self.pieces[number] for number in pieces | set(run.pieces))
+                    cells = apart + (run.stop - run.start) * keys + _CALL
+                    if run.stop - first <= _BLOCK and (run.stop - first) * wider <= cells:
+                        self._joined[-1].append(run)
+                        pieces, apart = pieces | set(run.pieces), cells
+                        continue
+                self._joined.append([run])
+                pieces, apart = set(run.pieces), (run.stop - run.start) * keys
+        return self._joined
+
+    def joined_mask(self, number: int, window: int, like: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        """The pieces of the runs of `joined()[number]`, and which of their tokens each query sees, added to scores."""
+        runs, name = self.joined()[number], (number, window, like.dtype, like.device)
+        pieces = sorted({piece for run in runs for piece in run.pieces})
+        if name not in self._masks:
+            ends = list(itertools.accumulate(self.pieces[piece] for piece in pieces))
+            columns = dict(zip(pieces, zip([0, *ends], ends, strict=False), strict=True))
+            seen = torch.zeros(runs[-1].stop - runs[0].start, ends[-1], dtype=torch.bool)
+            for run in runs:
+                path = torch.cat([torch.arange(*columns[piece]) for piece in run.pieces])
+                own = torch.ones(run.stop - run.start, len(path), dtype=torch.bool).tril(run.before)
+                own = own.triu(run.before - window + 1) if window else own
+                seen[run.start - runs[0].start : run.stop - runs[0].start, path] = own
+            scores = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, float("-inf"))
+            self._masks[name] = scores.to(like.device)
+        return pieces, self._masks[name]
+
     def boundaries(self, target: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the queries and the gathered keys of each run begin and end, int32."""
         if self._boundaries is None:
@@ -106,7 +146,7 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
         config: of the model that is called in the context.
 
     Raises:
-        ModelError: not every layer used the paths.
+        ModelError: not every layer used the paths; not within `trial`.
     """
     token, counted = _sharing.set(True), _followed.set([])
     try:
@@ -116,10 +156,31 @@ def flat_row(config: PreTrainedConfig) -> Iterator[None]:
         _followed.reset(counted)
         _sharing.reset(token)
     if found < layers:
-        raise ModelError(
+        _refuse(
             f"{found} of the {layers} layers of this {config.model_type} model compute attention along the paths of a "
-            "prefix tree; set model.share_prefixes=False"
+            "prefix tree"
         )
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[list[str]]:
+    """Within the context, what a model cannot do is added to the list instead of being raised.
+
+    The layers that cannot return zeros, so that a forward pass always ends, and with it the collectives of all ranks.
+    """
+    problems: list[str] = []
+    token = _problems.set(problems)
+    try:
+        yield problems
+    finally:
+        _problems.reset(token)
+
+
+def _refuse(problem: str) -> None:
+    problems = _problems.get()
+    if problems is None:
+        raise ModelError(f"{problem}; set model.share_prefixes=False")
+    problems.append(problem)
 
 
 def _mask(**arguments: Any) -> torch.Tensor | None:
@@ -149,9 +210,8 @@ def _attention(
     """
     if prefix_paths is None:
         if _sharing.get():
-            raise ModelError(
-                f"{type(module).__name__} does not pass on the paths of a prefix tree; set model.share_prefixes=False"
-            )
+            _refuse(f"{type(module).__name__} does not pass on the paths of a prefix tree")
+            return _zeros(query, value), None
         options = {"sliding_window": sliding_window, "is_causal": is_causal, "sequence_group": sequence_group}
         result: tuple[torch.Tensor, None] = ALL_ATTENTION_FUNCTIONS[attention.VARLEN](
             module, query, key, value, attention_mask, scaling, **options, **further
@@ -162,10 +222,11 @@ def _attention(
     unknown += ["dropout"] if further.get("dropout") else []
     unknown += [] if causal else ["attention to later tokens"]
     if unknown:
-        raise ModelError(
+        _refuse(
             f"{type(module).__name__} uses {', '.join(unknown)}, which attention along the paths of a prefix tree does "
-            "not compute; set model.share_prefixes=False"
+            "not compute"
         )
+        return _zeros(query, value), None
     if _sharing.get():  # not while a layer is computed again
         _followed.get().append(type(module))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -176,6 +237,11 @@ def _attention(
     if sequence_group is not None:
         out = heads_to_tokens(out, sequence_group)
     return out[None], None
+
+
+def _zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_zeros(batch, tokens, heads, value.shape[-1])
 
 
 def tree_attention(
@@ -220,13 +286,21 @@ def _by_kernel(
 def _by_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: Paths, scale: float, window: int
 ) -> torch.Tensor:
-    """One block of a run after the other."""
-    queries = query.split([run.stop - run.start for run in paths.runs])
+    """Short runs together, and of a long run one block after the other."""
+    pieces = [tensor.split(paths.pieces) for tensor in (key, value)]
+    queries = query.split([runs[-1].stop - runs[0].start for runs in paths.joined()])
     outs = []
-    for run, q, keys, values in zip(paths.runs, queries, _gathered(key, paths), _gathered(value, paths), strict=True):
-        k, v = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (keys, values))
-        for part, before in _blocks(run, window):
-            mask = paths.mask(part.stop - part.start, before, window, query)
+    for number, (runs, q) in enumerate(zip(paths.joined(), queries, strict=True)):
+        needed: Sequence[int]
+        masks: list[torch.Tensor | None]
+        if len(runs) == 1:
+            needed, blocks = runs[0].pieces, _blocks(runs[0], window)
+            masks = [paths.mask(part.stop - part.start, before, window, query) for part, before in blocks]
+        else:
+            needed, joined = paths.joined_mask(number, window, query)
+            blocks, masks = [(slice(0, len(q)), joined.shape[1] - len(q))], [joined]
+        k, v = (torch.cat([one[piece] for piece in needed]) if len(needed) > 1 else one[needed[0]] for one in pieces)
+        for (part, before), mask in zip(blocks, masks, strict=True):
             end = before + part.stop - part.start
             a, b, c = (t.transpose(0, 1)[None] for t in (q[part], k[:end], v[:end]))
             out = scaled_dot_product_attention(a, b, c, mask, is_causal=mask is None, scale=scale, enable_gqa=True)

@@ -110,6 +110,11 @@ class ModelWorker(Worker):
         return device.current_name()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shares_prefixes(self) -> bool | None:
+        """Whether this role's engine computes tokens once that rows share; None: where that saves enough tokens."""
+        return getattr(self.engine, "shares_prefixes", False)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def device_memory(self) -> dict[str, float]:
         """Memory of this rank's device; see `hybridrl.utils.device.memory_stats`."""
         return device.memory_stats()

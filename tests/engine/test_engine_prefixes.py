@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -352,10 +353,38 @@ def test_a_model_that_hides_the_paths_is_refused(llama: Path) -> None:
 
 def test_a_layer_with_an_attention_of_its_own_is_refused(llama: Path) -> None:
     """It would see all tokens of the flat row before it, without an error of its own."""
-    engine: Any = make_engine(llama, model=AUTO)
+    engine: Any = make_engine(llama, model=SHARED)
     engine.module.model.layers[1].self_attn.forward = lambda hidden_states, **options: (hidden_states, None)
     with pytest.raises(ModelError, match=r"1 of the 2 layers of this llama model .* model\.share_prefixes=False"):
         engine.infer(make_batch(FIELDS), MicroBatching())
+
+
+@pytest.mark.parametrize(
+    ("hidden", "reason"),
+    [
+        (
+            lambda forward, hidden_states, prefix_paths=None, **given: forward(hidden_states, **given),
+            "does not pass on",
+        ),
+        (lambda forward, hidden_states, **given: (hidden_states, None), "1 of the 2 layers"),
+        (lambda forward, hidden_states, **given: forward(hidden_states, softcap=9.0, **given), "uses softcap"),
+    ],
+)
+def test_null_computes_rows_apart_of_a_model_that_turns_out_to_see_more(
+    hidden: Any, reason: str, llama: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Nobody asked for sharing, so the run goes on; also where another model's micro-batches are read."""
+    engines: list[Any] = [make_engine(llama, model=model) for model in (AUTO, {"share_prefixes": False}, AUTO)]
+    for engine in engines[:2]:
+        attention = engine.module.model.layers[1].self_attn
+        attention.forward = functools.partial(hidden, attention.forward)
+    found, expected = (gradients(engine, policy_loss, MicroBatching()) for engine in engines[:2])
+    assert found[1] == expected[1] and all(torch.equal(found[0][name], one) for name, one in expected[0].items())
+    told = capfd.readouterr().err
+    assert told.count("are computed for each row") == 1 and reason in told
+    engines[2].compare_with(engines[0])
+    assert "shared_prefix_frac" not in gradients(engines[2], full_kl_loss, MicroBatching(), ref_kl=True)[1]
+    assert "shared_prefix_frac" in gradients(engines[2], policy_loss, MicroBatching())[1]
 
 
 # ------------------------------------------------------------------ in float64, on random trees
@@ -434,7 +463,7 @@ def steps(folder: Path, rows: slice, share: bool | None, **engine_settings: Any)
 
 def on_two_ranks(rank: int, folder: Path) -> None:
     expected = torch.load(folder / "apart.pt", weights_only=True)
-    assert_close(steps(folder, slice(None), True, ulysses_sequence_parallel_size=2), expected, 1e-5)
+    assert_close(steps(folder, slice(None), None, ulysses_sequence_parallel_size=2), expected, 1e-5)
     rows = slice(0, 3) if rank == 0 else slice(3, 12)  # within a group; the second has more micro-batches
     expected["log_probs"] = expected["log_probs"][rows]
     assert_close(steps(folder, rows, True), expected, 1e-5)

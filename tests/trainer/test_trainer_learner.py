@@ -28,6 +28,7 @@ class PlainGroup:
     """Two shards of a policy whose log-probability of a token is minus a hundredth of its id."""
 
     def __init__(self) -> None:
+        self.shares: bool | None = False
         self.evaluated: list[DataProto] = []
         self.updated: list[DataProto] = []
         self.calls: list[str] = []
@@ -35,6 +36,9 @@ class PlainGroup:
     def dp_size(self, mesh: str) -> int:
         assert mesh == "actor"
         return 2
+
+    def shares_prefixes(self) -> list[bool | None]:
+        return [self.shares] * 2
 
     def compute_log_prob(self, batch: DataProto) -> Any:
         self.evaluated.append(batch)
@@ -109,6 +113,27 @@ def test_rows_are_balanced_for_evaluation_and_come_back_in_order(tmp_path) -> No
     torch.testing.assert_close(fields["advantages"][:, 0], expected.flatten(), atol=1e-5, rtol=1e-5)
     assert set(sampled.batch.batch.keys()) == set(before)  # the sampler's batch is as it was
     assert all(torch.equal(sampled.batch.batch[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(("shares", "related"), [(True, False), (None, True), (None, False), (False, True)])
+def test_rows_of_a_prompt_stay_on_one_rank_where_they_share_enough(shares, related, tmp_path) -> None:
+    """What an engine that decides for itself saves is known from the tokens. Two long rows are balanced apart."""
+    group, sampled = PlainGroup(), sampled_batch()
+    group.shares = shares
+    fields = sampled.batch.batch
+    fields["response_mask"][:2], fields["response_mask"][2:, 1:] = 1, 0
+    fields["attention_mask"][:, 2:] = fields["response_mask"]
+    if related:
+        for name in ("prompts", "input_ids", "responses"):
+            fields[name][1::2] = fields[name][::2]
+    words = [f"actor_rollout_ref.actor.{word}" for word in ("ppo_mini_batch_size=4", "ppo_epochs=2")]
+    learner_of(group, tmp_path, *words).learn(sampled)
+    for batch, rows in ((group.evaluated[0], None), (group.updated[0], group.updated[0].batch[ROW_IDS])):
+        found = batch.batch["responses"]
+        if rows is None:
+            rows = torch.tensor([int((fields["responses"] == row).all(1).nonzero()[0]) for row in found])
+        prompts = [set((half // SAMPLES).tolist()) for half in rows.chunk(2)]
+        assert prompts[0].isdisjoint(prompts[1]) == (shares or (shares is None and related))
 
 
 def test_a_result_holds_metrics_and_timing_and_cannot_be_changed(tmp_path) -> None:

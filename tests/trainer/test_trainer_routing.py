@@ -59,6 +59,7 @@ def grpo(routed_model: Path, sort_data: Path) -> list[str]:
         f"actor_rollout_ref.model.path={routed_model}",
         f"data.train_files={sort_data / 'train.parquet'}",
         f"reward.custom_reward_function.path={REWARD}",
+        "actor_rollout_ref.model.share_prefixes=False",  # what is replayed never shares, and runs are compared
         "actor_rollout_ref.rollout.name=hf",
         "actor_rollout_ref.rollout.n=4",
         "algorithm.adv_estimator=grpo",

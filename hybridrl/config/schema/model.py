@@ -62,7 +62,7 @@ class ModelConfig(ConfigNode):
         "memory, and an update computes the output layer once more",
     )
     share_prefixes: bool | None = key(
-        False,
+        None,
         "fsdp2: compute tokens once that sequences of a micro-batch share (the prompt of a group, the history of "
         "sessions), forward and backward; results are the same up to rounding. null: where the model and the settings "
         "allow it and it saves enough tokens of a batch",

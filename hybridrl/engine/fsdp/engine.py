@@ -54,7 +54,7 @@ from hybridrl.engine.micro_batched import MicroBatchedEngine, ShareOfLoss, Wante
 from hybridrl.engine.microbatch import BatchPlan, Layout, dummy_layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import build_optimizer, build_schedule, check_optimizer, state_bytes
-from hybridrl.engine.prefix_plan import TreeLayout
+from hybridrl.engine.prefix_plan import TreeLayout, small_tree
 from hybridrl.engine.saved_parts import State
 from hybridrl.engine.train_engine import Engine, Geometry, MicroBatching, TrainEngines
 from hybridrl.errors import ModelError
@@ -364,6 +364,21 @@ class FSDPEngine(
         except ChangedOutputError:
             self._fuses = False
             self._tell_not_fused("it changes its logits after its output layer")
+
+    def follows_paths(self) -> bool:
+        return self._follows_paths
+
+    @functools.cached_property
+    def _follows_paths(self) -> bool:
+        """Whether the model attends along the paths of a prefix tree, tried on two rows of two tokens; tell why not."""
+        layout, _ = self._own_part(small_tree())
+        with tree_attention.trial() as problems:
+            self.response_logits(layout.to(device.current_device()))
+        if problems and distributed.get_rank() == 0:
+            notify(
+                f"{self.model_config.path}: prefixes that rows share are computed for each row, because {problems[0]}"
+            )
+        return not problems
 
     def _forward(self, layout: Layout, wanted: Wanted) -> dict[str, torch.Tensor]:
         part, owned = self._own_part(layout)

@@ -16,6 +16,7 @@ from hybridrl.algorithms import check_probe, get_kl_controller, masked_mean
 from hybridrl.algorithms.sessions import split_sessions
 from hybridrl.config import PPOTrainerConfig
 from hybridrl.errors import AlgorithmError, RolloutError
+from hybridrl.models.prefix_tree import WORTHWHILE_SHARE, share_saved
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS, ROUTED_EXPERTS
 from hybridrl.single_controller import RayWorkerGroup
@@ -101,6 +102,7 @@ class Learner:
         self.needs = Needs.of(config)
         self.step = 0
         self.on_weights_change: list[Callable[[], None]] = []
+        self._shares: dict[str, bool | None] = {}  # what the workers of a role answered
         self.adapter_probe = AdapterProbe() if config.actor_rollout_ref.model.adapted else None
 
     def init_models(self, total_steps: int) -> None:
@@ -174,9 +176,21 @@ class Learner:
         return metrics
 
     def _families(self, batch: DataProto, spec: RoleSpec) -> np.ndarray | None:
-        """Return the prompt of each row if the role's model computes prefixes once that rows share; else None."""
-        model = getattr(spec.config_of(self.config), "model", None)
-        return batch.non_tensor_batch["uid"] if getattr(model, "share_prefixes", False) else None
+        """Return the prompt of each row if rows of a prompt are to stay on one rank; else None.
+
+        They are if the role's engine computes tokens once that rows share: always, or where that saves enough tokens
+        of this batch.
+        """
+        group = self.groups[spec.name]
+        if group.dp_size(spec.mesh) == 1:
+            return None
+        if spec.name not in self._shares:
+            ask = getattr(group, "shares_prefixes", None)  # of `ModelWorker`; a role's workers may have another base
+            self._shares[spec.name] = False if ask is None else ask()[0]
+        shares = self._shares[spec.name]
+        if shares is None:
+            shares = share_saved(batch.batch["input_ids"], batch.batch["attention_mask"]) > WORTHWHILE_SHARE
+        return batch.non_tensor_batch["uid"] if shares else None
 
     def _balanced(
         self, inputs: DataProto, families: np.ndarray | None
@@ -333,7 +347,7 @@ class Learner:
         if TRAINED_MASK in batch.batch.keys():
             chosen.batch["response_mask"] = batch.batch[TRAINED_MASK]
         chosen.batch[ROW_IDS] = torch.arange(len(batch))
-        seed = partial(seed_of, settings.data_loader_seed, self.step)
+        seed, families = partial(seed_of, settings.data_loader_seed, self.step), self._families(batch, spec)
         for epoch, mini_batches in enumerate(epochs):
             seeds = [seed(epoch, number) for number in range(len(mini_batches))]
             spread, planned = spread_over_ranks(
@@ -341,7 +355,7 @@ class Learner:
                 mini_batches,
                 dp_size,
                 seeds,
-                self._families(batch, spec),
+                families,
                 sessions=None if sessions is None else sessions.groups.ids.numpy(),
             )
             yield UpdatePlan(
