@@ -343,10 +343,10 @@ def assert_read(model, text: list[int], answer: Completion, first: int, top: int
     with torch.no_grad():
         every = (model(torch.tensor([text])).logits[0, first - 1 : -1].double() / temperature).log_softmax(-1)
     own = every.gather(1, torch.tensor(text[first:])[:, None])[:, 0]
-    np.testing.assert_allclose(answer.found.log_probs, own, atol=2e-4)
+    np.testing.assert_allclose(answer.found.log_probs, own, atol=1e-4)
     assert answer.found.top_ids.shape == answer.found.top_log_probs.shape == (len(text) - first, top)
-    np.testing.assert_allclose(answer.found.top_log_probs, every.topk(top).values, atol=2e-4)
-    np.testing.assert_allclose(every.gather(1, torch.tensor(answer.found.top_ids)), every.topk(top).values, atol=2e-4)
+    np.testing.assert_allclose(answer.found.top_log_probs, every.topk(top).values, atol=1e-4)
+    np.testing.assert_allclose(every.gather(1, torch.tensor(answer.found.top_ids)), every.topk(top).values, atol=1e-4)
 
 
 def test_abort_hands_out_what_there_is_and_leaves_the_others(replica, reference) -> None:
