@@ -39,7 +39,7 @@ from hybridrl.rollout import HFRollout, RolloutError
 from hybridrl.rollout.batch import batch_of
 from hybridrl.rollout.inference_engine import EngineBrokenError, EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.actor import Replica
-from hybridrl.rollout.request import Completion, Request
+from hybridrl.rollout.request import Completion, Reading, Request
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.trajectory import Trajectory
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Entry, ShardBucket
@@ -327,6 +327,28 @@ def test_a_refused_request_is_an_answer_and_the_engine_goes_on(replica) -> None:
     assert (good.finish_reason, len(good.token_ids)) == ("length", 24)
 
 
+@pytest.mark.parametrize(("first", "top"), [(1, 0), (9, 5)])
+def test_what_a_teacher_reads(replica, reference, first: int, top: int) -> None:
+    """Log-probabilities of a prompt's own tokens and of the likeliest, also behind a cached prefix."""
+    ids = prompt(40)
+    for text in (ids, ids + prompt(30, seed=1)):
+        (answer,) = replica.generate(Request(f"read{len(text)}", text, sampled(), reading=Reading(first, top)))
+        assert (answer.finish_reason, answer.token_ids) == ("stop", [])
+        assert_read(reference, text, answer, first, top)
+    (wrong,) = replica.generate(Request("wrong", prompt(MAX_LEN), sampled(), reading=Reading()))
+    assert wrong.finish_reason == "error" and f"a prompt of {MAX_LEN} tokens" in wrong.error
+
+
+def assert_read(model, text: list[int], answer: Completion, first: int, top: int, temperature: float = 1.0) -> None:
+    with torch.no_grad():
+        every = (model(torch.tensor([text])).logits[0, first - 1 : -1].double() / temperature).log_softmax(-1)
+    own = every.gather(1, torch.tensor(text[first:])[:, None])[:, 0]
+    np.testing.assert_allclose(answer.found.log_probs, own, atol=1e-4)
+    assert answer.found.top_ids.shape == answer.found.top_log_probs.shape == (len(text) - first, top)
+    np.testing.assert_allclose(answer.found.top_log_probs, every.topk(top).values, atol=1e-4)
+    np.testing.assert_allclose(every.gather(1, torch.tensor(answer.found.top_ids)), every.topk(top).values, atol=1e-4)
+
+
 def test_abort_hands_out_what_there_is_and_leaves_the_others(replica, reference) -> None:
     requests = [Request(name, prompt(9, seed=3), sampled(max_new_tokens=200)) for name in ("x1", "x10", "x2")]
     replica.call("submit", requests)
@@ -417,12 +439,14 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference) -> None:
-    """One engine with a tensor-parallel size of 2: generates, takes weights, is stuck, loses a process, is closed."""
+    """One engine with a tensor-parallel size of 2, whose logits are divided as a teacher's: generates, reads, takes
+    weights, is stuck, loses a process, is closed.
+    """
 
     def run(coroutine, limit: float = 120):
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(limit)
 
-    spec = spec_of(model_dir, tensor_model_parallel_size=2)
+    spec = replace(spec_of(model_dir, tensor_model_parallel_size=2), logits_temperature=0.5)
     before = set(psutil.Process().children(recursive=True))
     segments = set(glob.glob("/dev/shm/sgl*"))
     engine = InferenceEngines.create("sglang", spec)
@@ -432,15 +456,20 @@ def test_two_processes_from_start_to_end(loop, model_dir, tiny_model, reference)
     schedulers = [one for one in started if "sglang::scheduler" in " ".join(one.cmdline())]
     assert len(schedulers) == 2
 
-    assert_log_probs(reference, prompt(12), run(engine.generate(Request("a", prompt(12), sampled()))))
+    cold = {"temperature": 0.5}
+    assert_log_probs(reference, prompt(12), run(engine.generate(Request("a", prompt(12), sampled()))), **cold)
+    read = run(engine.read(Request("r", prompt(40), sampled(), reading=Reading(9, 5))))
+    assert_read(reference, prompt(40), read, 9, 5, **cold)
     run(engine.begin_update())
     buckets_of(tiny_model, 2, lambda bucket: run(engine.load_bucket(bucket)), buckets=2)
     run(engine.end_update())
-    assert_log_probs(perturbed(tiny_model, 2), prompt(12), run(engine.generate(Request("b", prompt(12), sampled()))))
+    answer = run(engine.generate(Request("b", prompt(12), sampled())))
+    assert_log_probs(perturbed(tiny_model, 2), prompt(12), answer, **cold)
 
     run(engine.begin_update())
     shards_of(tiny_model, 3, engine, run)
-    assert_log_probs(perturbed(tiny_model, 3), prompt(12), run(engine.generate(Request("s", prompt(12), sampled()))))
+    answer = run(engine.generate(Request("s", prompt(12), sampled())))
+    assert_log_probs(perturbed(tiny_model, 3), prompt(12), answer, **cold)
 
     for scheduler in schedulers:
         scheduler.suspend()

@@ -104,6 +104,8 @@ def test_the_level_of_sleep_decides_whether_weights_are_backed_up(tiny_model) ->
     at = {level: compat.arguments(spec_of(tiny_model, devices=(0,), sleep_level=level)) for level in (1, 2)}
     assert at[1]["enable_weights_cpu_backup"] is True
     assert at[2]["enable_weights_cpu_backup"] is False
+    fixed = replace(spec_of(tiny_model, devices=(0,), sleep_level=2), load_weights=True)
+    assert compat.arguments(fixed)["enable_weights_cpu_backup"] is True  # nobody sends a teacher's weights again
     kept = compat.arguments(spec_of(tiny_model, devices=(0,), sleep_level=1, free_cache_engine=False))
     assert kept["enable_weights_cpu_backup"] is False  # nothing is released
 

@@ -20,13 +20,13 @@ from packaging.version import Version
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, engine_overrides
 from hybridrl.rollout.inference_engine import EngineSpec
+from hybridrl.rollout.request import Findings, Reading
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
 from hybridrl.utils import device
 
 if TYPE_CHECKING:
-    from hybridrl.rollout.sglang.weights import Question
-    from hybridrl.weight_sync.messages import Bucket, ShardBucket
+    from hybridrl.rollout.sglang.weights import Content
 
 #: tested with this code on a CPU
 TESTED = ("0.5.23",)
@@ -141,7 +141,8 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         wanted |= {
             "mem_fraction_static": config.gpu_memory_utilization,
             "enable_memory_saver": config.free_cache_engine,
-            "enable_weights_cpu_backup": config.free_cache_engine and config.sleep_level == 1,
+            # Nobody sends weights again that the engine loaded itself.
+            "enable_weights_cpu_backup": config.free_cache_engine and (spec.load_weights or config.sleep_level == 1),
         }
         if config.cudagraph_capture_sizes:
             wanted["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
@@ -200,6 +201,7 @@ class Output:
         cached_tokens: of the prompt, from the prefix cache.
         experts: int32, flat, in the order [t, all layers, K]; of the first t tokens of prompt and response. None before
             the end and where they were not asked for.
+        found: what was read of the prompt.
     """
 
     token_ids: list[int]
@@ -208,6 +210,7 @@ class Output:
     message: str
     cached_tokens: int
     experts: np.ndarray | None = None
+    found: Findings | None = None
 
 
 class Server:
@@ -284,6 +287,34 @@ class Server:
         except HTTPException as error:
             raise ValueError(error.detail) from error
 
+    async def read(self, request_id: str, prompt_ids: Sequence[int], reading: Reading, priority: int) -> Output:
+        """What SGLang finds in a prompt: its output has no tokens.
+
+        Raises:
+            ValueError: SGLang refuses the request.
+        """
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        wanted = GenerateReqInput(
+            input_ids=list(prompt_ids),
+            sampling_params={"max_new_tokens": 0, "temperature": 0.0},
+            return_logprob=True,
+            logprob_start_len=reading.first - 1,  # whose own entry is empty
+            top_logprobs_num=reading.top,
+            rid=request_id,
+            stream=False,
+            priority=priority if self._by_priority else None,
+        )
+        try:
+            async for said in self._manager.generate_request(wanted, None):
+                output = _output(said, False)
+                if output.finish != "abort":
+                    output.found = _findings(said["meta_info"], reading)
+        except HTTPException as error:
+            raise ValueError(error.detail) from error
+        return output
+
     def abort(self, request_id: str) -> bool:
         """End a request; it completes with its tokens so far. False where SGLang does not know it (any more)."""
         state = self._manager.rid_to_state.get(request_id)
@@ -298,8 +329,8 @@ class Server:
 
         _succeeded(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(selector="all")))
 
-    async def load(self, content: "Bucket | ShardBucket | Question | None") -> None:
-        """Have every process load a bucket, answer a question, or (None) release the sender's memory."""
+    async def load(self, content: "Content") -> None:
+        """Have every process load a bucket, answer a question, divide logits, or (None) release the sender's memory."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -372,6 +403,18 @@ def _output(said: Mapping[str, Any], truncated: bool) -> Output:
 
 def _experts(encoded: str | None) -> np.ndarray | None:
     return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+
+
+def _findings(meta: Mapping[str, Any], reading: Reading) -> Findings:
+    """Read SGLang's entries, (log-probability, token, text) of each token; the first token has none."""
+    own = meta["input_token_logprobs"][1:]
+    tops = [entries[: reading.top] for entries in meta["input_top_logprobs"][1:]] if reading.top else [[] for _ in own]
+    shape = (len(own), reading.top)
+    return Findings(
+        log_probs=np.asarray([entry[0] for entry in own], np.float32),
+        top_log_probs=np.asarray([[entry[0] for entry in row] for row in tops], np.float32).reshape(shape),
+        top_ids=np.asarray([[entry[1] for entry in row] for row in tops], np.int64).reshape(shape),
+    )
 
 
 def _succeeded(result: tuple[bool, str]) -> None:

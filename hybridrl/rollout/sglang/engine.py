@@ -44,6 +44,7 @@ _LAST_LINES_S = 1
     auto=2,
     records_routing=True,
     install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang)",
+    reads=True,
 )
 class SGLangEngine(InferenceEngine):
     """SGLang's engine in a separate process, and the calls to it."""
@@ -90,6 +91,8 @@ class SGLangEngine(InferenceEngine):
 
     async def start(self) -> None:
         await self._host.start()
+        if self.spec.logits_temperature != 1:
+            await self._host.call("divide_logits", self.spec.logits_temperature)
 
     async def generate(self, request: Request) -> Completion:
         completion: Completion = await self._host.call("generate", request)
@@ -97,6 +100,10 @@ class SGLangEngine(InferenceEngine):
             counts = (len(completion.token_ids), *[len(request.prompt_ids)] * 2, completion.cached_tokens)
             for name, count in zip(_COUNTERS, counts, strict=True):
                 self._totals[name] += count
+        return completion
+
+    async def read(self, request: Request) -> Completion:
+        completion: Completion = await self._host.call("read", request)
         return completion
 
     async def abort(self, ids: Sequence[str]) -> None:

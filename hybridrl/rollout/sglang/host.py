@@ -133,6 +133,35 @@ class Host:
 
         return RecordedLayers(self.spec.model)
 
+    async def read(self, request: "Request") -> "Completion":
+        """See `InferenceEngine.read`."""
+        from hybridrl.rollout.request import Completion
+
+        assert request.reading is not None
+        if why := self._unfit(request.prompt_ids):
+            return Completion(request.id, [], [], "error", error=why)
+        self._count += 1
+        name = self._names[request.id] = f"{self._count:020d}"
+        try:
+            output = await self.server.read(name, request.prompt_ids, request.reading, request.priority)
+        except ValueError as error:
+            return Completion(request.id, [], [], "error", error=str(error))
+        finally:
+            self._names.pop(request.id, None)
+            aborted = request.id in self._aborted
+            self._aborted.discard(request.id)
+        if output.found is not None:
+            return Completion(request.id, [], [], "stop", found=output.found)
+        return Completion(request.id, [], [], "abort" if aborted else "error", error=output.message or "it was aborted")
+
+    async def divide_logits(self, temperature: float) -> None:
+        from hybridrl.rollout.sglang.weights import LogitsTemperature
+
+        await self.server.begin_update()
+        await self.server.load(LogitsTemperature(temperature))
+        await self.server.end_update()
+        await self.server.drop_prefixes()
+
     def _unfit(self, prompt_ids: Sequence[int]) -> str | None:
         """What is wrong with a prompt. SGLang's processes die of tokens that the model does not have."""
         if not 0 < len(prompt_ids) < self.spec.max_model_len:

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +42,17 @@ class Question:
     folder: str
 
 
-def message(content: Bucket | ShardBucket | Question | None) -> list[tuple[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class LogitsTemperature:
+    """Has every process divide logits by a temperature, once."""
+
+    value: float
+
+
+Content = Bucket | ShardBucket | Question | LogitsTemperature | None
+
+
+def message(content: Content) -> list[tuple[str, torch.Tensor]]:
     """The named tensors that tell `load` what to load or to answer, or (None) that there are no more."""
     return [(base64.b64encode(pickle.dumps(content)).decode("ascii"), torch.empty(0))]
 
@@ -50,7 +61,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     """SGLang's hook: load what `message` names."""
     global _receiver, _shards
     ((text, _),) = named_tensors
-    content: Bucket | ShardBucket | Question | None = pickle.loads(base64.b64decode(text))
+    content: Content = pickle.loads(base64.b64decode(text))
     device = next(model.parameters()).device
     if _receiver is None or _shards is None:
         # SGLang copies what it loads before it returns, so that no copy of the whole bucket is needed.
@@ -60,6 +71,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
         if isinstance(content, Question):
             file = Path(content.folder) / str(_receiver.rank)
             file.write_bytes(pickle.dumps(_shards.require(content.checkpoint)))
+        elif isinstance(content, LogitsTemperature):
+            _divide_logits(model, content.value)
         elif isinstance(content, ShardBucket):
             _shards.load(content)
         elif content is not None:
@@ -79,6 +92,13 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
 
 def _load(model: nn.Module, weights: Weights) -> None:
     model.load_weights(weights)  # type: ignore[operator]  # every model of SGLang has it
+
+
+def _divide_logits(model: nn.Module, temperature: float) -> None:
+    processor: Any = model.logits_processor
+    if processor.final_logit_softcapping:  # which SGLang applies after the scale
+        raise RolloutError(f"SGLang cannot divide the logits of {type(model).__name__}, which are capped")
+    processor.logit_scale = (1.0 if processor.logit_scale is None else processor.logit_scale) / temperature
 
 
 def joined(weights: Weights, waiting: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
