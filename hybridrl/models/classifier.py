@@ -26,8 +26,8 @@ def check_reward_model(model: ModelConfig, config: PreTrainedConfig, key: str) -
     generative += [name for name in config.architectures or () if name.endswith("ForConditionalGeneration")]
     if generative:
         raise ModelError(
-            f"{where}: {generative[0]} generates text, and {_WANTED}. Judges that write their verdict are not built: "
-            "ask one from a reward function (reward.custom_reward_function.path), or name a classifier"
+            f"{where}: {generative[0]} generates text, and {_WANTED}. For a judge that writes its verdict, "
+            "serve it behind an OpenAI-compatible API, set reward.reward_model.judge.url and remove the path"
         )
     check_weights(checked_source(model.path))
     shapes = head_shapes(model.path)
