@@ -155,7 +155,10 @@ def test_a_shared_token_counts_once_for_each_of_its_rows(models: dict[str, Path]
     metrics = step(engine, batch, micro)
     assert metrics["shared_prefix_frac"] > 0.3
     assert metrics["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
-    assert_close(engine, expected)
+    got = dict(engine.exported.whole_tensors())
+    assert got.keys() == expected.keys()
+    for weight, tensor in expected.items():  # sums in another order: single elements differ by 2e-4, tensors by 8e-6
+        assert float((got[weight] - tensor).norm()) <= 3e-5 * float(tensor.norm()), weight
 
 
 def test_a_value_model_has_the_loss_of_its_backbone(models: dict[str, Path]) -> None:
