@@ -16,7 +16,7 @@ import torch
 
 from hybridrl.engine.microbatch import PREFERRED_CELLS, WORTHWHILE_PADDING, BatchPlan, Layout
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition, to_the_left
+from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition
 from hybridrl.models.tree_attention import Paths
 from hybridrl.utils import device
 
@@ -74,7 +74,9 @@ class PrefixPlan(BatchPlan):
         if micro.rows_together > 1:
             raise ValueError("rows that stay together cannot share prefixes (model.share_prefixes)")
         super().__init__(tensors, micro, packed=False)
-        order = to_the_left(self.attention)
+        # A stable sort of "is padding" moves the real tokens to the left and keeps their order.
+        width = max(1, *self.lengths) if self.lengths else 1
+        order = torch.argsort((~self.attention).to(torch.uint8), dim=1, stable=True)[:, :width]
         self._ids = self.input_ids.gather(1, order)
         positions = self.ranks if self.positions is None else self.positions
         kinds = positions.reshape(self.batch_size, -1, self.width).transpose(1, 2)  # [B, S, k]

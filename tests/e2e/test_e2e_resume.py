@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from hybridrl.models.tiny import build_tiny_model
 
+STEPS = 6  # 4 per epoch: the run ends in the middle of the second
 PLAIN_ENGINE = Path(__file__).parents[1] / "rollout" / "plain_engine.py"
 
 #: The actor in tensor-parallel and the critic in pipeline-parallel processes, each response with a seed of its own.
@@ -74,14 +75,14 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def overrides(run: list[str], model: Path, folder: Path, steps: int) -> list[str]:
+def overrides(run: list[str], model: Path, folder: Path) -> list[str]:
     return [
         *run,
         f"actor_rollout_ref.model.path={model}",
         f"critic.model.path={model}",
         f"trainer.default_local_dir={folder}",
         "trainer.n_gpus_per_node=2",
-        f"trainer.total_training_steps={steps}",
+        f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=2",
         "trainer.test_freq=2",
         "trainer.dump_freq=1",
@@ -120,19 +121,15 @@ def equal_runs(whole: Path, killed: Path, step: int, *kinds: str) -> dict[str, t
 def test_killed_and_resumed_equals_never_killed(
     start, start_real, sort_run, tmp_path, monkeypatch, words: tuple[str, ...], kills: int
 ) -> None:
-    """The first run's processes have other hash seeds than those of the others.
-
-    An epoch has 4 steps: the run that is killed twice ends in the middle of the second, the other with the first.
-    """
-    steps = 2 * kills + 2
+    """The first run's processes have other hash seeds than those of the others."""
     (tmp_path / "held.py").write_text(HELD)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     model = build_tiny_model(tmp_path / "model", hidden=32, heads=2, kv_heads=2)
-    job = start_real(*overrides([*sort_run, *words], model, whole, steps))
+    job = start_real(*overrides([*sort_run, *words], model, whole))
     assert job.wait() == 0, job.output[-4000:]
 
     # In the middle of step 4 and of an epoch: step 3, after the checkpoint, has to be undone ...
-    again = overrides([*sort_run, *words], model, killed, steps)
+    again = overrides([*sort_run, *words], model, killed)
     monkeypatch.setenv("HOLD_AT", "4")
     job = start(*again)
     job.wait_for(lambda: any(record["step"] == 3 for record in records(killed)))
@@ -147,9 +144,9 @@ def test_killed_and_resumed_equals_never_killed(
     monkeypatch.delenv("HOLD_AT")
     job = start(*again)
     assert job.wait() == 0, job.output[-4000:]
-    assert "resumed from" in job.output and f"step {2 * kills} of {steps}" in job.output
+    assert "resumed from" in job.output and f"step {2 * kills} of {STEPS}" in job.output
 
-    first = equal_runs(whole, killed, steps, "rollouts", "validation")
+    first = equal_runs(whole, killed, STEPS, "rollouts", "validation")
     assert any("optimizer" in name for name in first) and any("critic" in name for name in first)
 
 

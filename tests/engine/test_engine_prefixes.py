@@ -359,13 +359,15 @@ def test_a_layer_with_an_attention_of_its_own_is_refused(llama: Path) -> None:
         engine.infer(make_batch(FIELDS), MicroBatching())
 
 
+def without_paths(forward: Any, hidden_states: torch.Tensor, prefix_paths: Any = None, **given: Any) -> Any:
+    """An attention layer's pass that loses the paths."""
+    return forward(hidden_states, **given)
+
+
 @pytest.mark.parametrize(
     ("hidden", "reason"),
     [
-        (
-            lambda forward, hidden_states, prefix_paths=None, **given: forward(hidden_states, **given),
-            "does not pass on",
-        ),
+        (without_paths, "does not pass on"),
         (lambda forward, hidden_states, **given: (hidden_states, None), "1 of the 2 layers"),
         (lambda forward, hidden_states, **given: forward(hidden_states, softcap=9.0, **given), "uses softcap"),
     ],
@@ -450,13 +452,22 @@ def test_random_trees_in_float64(
 # ------------------------------------------------------------------ several ranks
 
 
-def steps(folder: Path, rows: slice, share: bool | None, **engine_settings: Any) -> dict[str, torch.Tensor]:
-    """The weights after two steps, and the log-probabilities of the rows."""
+def steps(
+    folder: Path, rows: slice, share: bool | None, hides: bool = False, **engine_settings: Any
+) -> dict[str, torch.Tensor]:
+    """The weights after two steps, and the log-probabilities of the rows.
+
+    Args:
+        hides: whether a layer does not pass on the paths of a tree.
+    """
     optim = {"lr_warmup_steps": 0, "override_optimizer_config": {"eps": 1e-4}}
-    engine = make_engine(folder, optim=optim, model={"share_prefixes": share}, **engine_settings)
+    engine: Any = make_engine(folder, optim=optim, model={"share_prefixes": share}, **engine_settings)
+    if hides:
+        attention = engine.module.model.layers[1].self_attn
+        attention.forward = functools.partial(without_paths, attention.forward)
     for _ in range(2):
         found = engine.train_batch(make_batch(FIELDS, rows), MicroBatching(max_tokens=60), policy_loss, TEMPERATURE)
-        assert ("shared_prefix_frac" in found) == (share is not False)  # on every rank
+        assert ("shared_prefix_frac" in found) == (share is not False and not hides)  # on every rank
     after = engine.infer(make_batch(FIELDS, rows), MicroBatching(), TEMPERATURE)
     return {**weights(engine), **after}
 
@@ -467,6 +478,7 @@ def on_two_ranks(rank: int, folder: Path) -> None:
     rows = slice(0, 3) if rank == 0 else slice(3, 12)  # within a group; the second has more micro-batches
     expected["log_probs"] = expected["log_probs"][rows]
     assert_close(steps(folder, rows, True), expected, 1e-5)
+    assert_close(steps(folder, rows, None, hides=True), expected, 1e-5)  # the trial takes part in all collectives
     # Whether it pays is decided for the rows of both ranks: the first has one row, which shares nothing.
     rows = slice(0, 1) if rank == 0 else slice(1, 12)
     expected["log_probs"] = torch.load(folder / "apart.pt", weights_only=True)["log_probs"][rows]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition
+from hybridrl.models.prefix_tree import PrefixOrder, PrefixTree, partition, share_saved
 
 # Few words, so that rows share prefixes; rows that are prefixes of others and equal rows occur often.
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -72,6 +72,27 @@ def test_some_of_the_rows(rows: list[list[int]], data: st.DataObject) -> None:
     assert sorted(found.rows) == sorted(chosen)
     expected = order_of([rows[row] for row in found.rows])
     assert (found.lengths, found.shared) == (expected.lengths, expected.shared)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), ROWS, min_size=1), st.randoms(use_true_random=False))
+def test_what_families_save_is_found_by_comparing_neighbours(families, shuffled) -> None:
+    """Never more than their trees save, and just that where rows that share most follow each other."""
+    rows = [(family, sorted(of_family)) for family, of_family in families.items()]
+    spread = [(family, row) for family, of_family in rows for row in of_family]
+    tokens = sum(len(row) for _, row in spread)
+    trees = 1 - sum(len(prefixes(of_family)) for _, of_family in rows) / tokens
+    assert saved_by(spread) == pytest.approx(trees)
+    shuffled.shuffle(spread)
+    assert saved_by(spread) <= trees + 1e-9
+
+
+def saved_by(rows: list[tuple[str, list[int]]]) -> float:
+    """`share_saved` of rows with padding on both sides."""
+    ids, attention = torch.full((len(rows), 12), 7), torch.zeros(len(rows), 12, dtype=torch.int64)
+    for number, (_, row) in enumerate(rows):
+        ids[number, number % 3 :][: len(row)] = torch.tensor(row)
+        attention[number, number % 3 :][: len(row)] = 1
+    return share_saved(ids, attention, [family for family, _ in rows])
 
 
 def test_a_chain_of_rows_is_one_run() -> None:

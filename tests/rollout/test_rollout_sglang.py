@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from dataclasses import replace
 from multiprocessing import shared_memory
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import psutil
 import pytest
@@ -515,6 +517,13 @@ def routed_model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def forked_engine(ray_session, monkeypatch) -> None:
+    """The processes of an engine that a test starts itself are forked, as those of a replica are (tests/README.md)."""
+    monkeypatch.setattr(sys, "executable", os.environ[fork_server.ENGINES])
+
+
+@pytest.mark.usefixtures("forked_engine")
 def test_recorded_experts_bring_the_trainer_closer_to_the_sampler(loop, routed_model) -> None:
     """The k3 estimate of the KL from SGLang in float32 to a trainer in bfloat16, with and without replay."""
 

@@ -9,6 +9,7 @@ everything it started end. The descriptor is a socket. The replica sends (number
 """
 
 import asyncio
+import contextlib
 import functools
 import os
 import pickle
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,14 @@ _STATUS_S = 0.25
 _ABORT_AGAIN_S = 0.05
 #: tokens between two searches for stop strings; tokens after one are cut off
 _STOP_INTERVAL = 8
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request of SGLang: its name there, and, once it has ended, whether `abort` was called for it."""
+
+    name: str
+    aborted: bool = False
 
 
 class Host:
@@ -98,31 +108,25 @@ class Host:
         seeded = self.spec.config.full_determinism
         wanted = compat.sampling(params, self.spec.eos_token_ids, min(params.max_new_tokens, room), seeded)
         stop = self._stop_strings(params.stop) if params.stop else None
-        # Of one width: SGLang aborts every request whose name begins with the one that it is given.
-        self._count += 1
-        name = self._names[request.id] = f"{self._count:020d}"
         end, output = None, None
         try:
-            interval, seen = (_STOP_INTERVAL if stop else None), 0
-            outputs = self.server.generate(
-                name, request.prompt_ids, wanted, interval, request.priority, request.routing
-            )
-            async for output in outputs:
-                if stop is None or end is not None:
-                    continue
-                end = stop.first_end(output.token_ids, seen)
-                seen = len(output.token_ids)
-                if end is not None and output.finish is None:
-                    self.server.abort(name)
+            with self._running(request.id) as running:
+                interval, seen = (_STOP_INTERVAL if stop else None), 0
+                outputs = self.server.generate(
+                    running.name, request.prompt_ids, wanted, interval, request.priority, request.routing
+                )
+                async for output in outputs:
+                    if stop is None or end is not None:
+                        continue
+                    end = stop.first_end(output.token_ids, seen)
+                    seen = len(output.token_ids)
+                    if end is not None and output.finish is None:
+                        self.server.abort(running.name)
         except ValueError as error:
             return Completion(request.id, [], [], "error", error=str(error))
-        finally:
-            self._names.pop(request.id, None)
-            aborted = request.id in self._aborted
-            self._aborted.discard(request.id)
         if output is None:
             return Completion(request.id, [], [], "abort")
-        answer = _completion(request.id, output, end, aborted)
+        answer = _completion(request.id, output, end, running.aborted)
         if output.experts is not None:
             answer.routed_experts = self._routing.chosen(output.experts)
         return answer
@@ -140,19 +144,29 @@ class Host:
         assert request.reading is not None
         if why := self._unfit(request.prompt_ids):
             return Completion(request.id, [], [], "error", error=why)
-        self._count += 1
-        name = self._names[request.id] = f"{self._count:020d}"
         try:
-            output = await self.server.read(name, request.prompt_ids, request.reading, request.priority)
+            with self._running(request.id) as running:
+                output = await self.server.read(running.name, request.prompt_ids, request.reading, request.priority)
         except ValueError as error:
             return Completion(request.id, [], [], "error", error=str(error))
-        finally:
-            self._names.pop(request.id, None)
-            aborted = request.id in self._aborted
-            self._aborted.discard(request.id)
         if output.found is not None:
             return Completion(request.id, [], [], "stop", found=output.found)
-        return Completion(request.id, [], [], "abort" if aborted else "error", error=output.message or "it was aborted")
+        why = output.message or "it was aborted"
+        return Completion(request.id, [], [], "abort" if running.aborted else "error", error=why)
+
+    @contextlib.contextmanager
+    def _running(self, request_id: str) -> Iterator["_Running"]:
+        """Within the context, a request has a name by which `abort` ends it."""
+        # Of one width: SGLang aborts every request whose name begins with the one that it is given.
+        self._count += 1
+        running = _Running(f"{self._count:020d}")
+        self._names[request_id] = running.name
+        try:
+            yield running
+        finally:
+            self._names.pop(request_id, None)
+            running.aborted = request_id in self._aborted
+            self._aborted.discard(request_id)
 
     async def divide_logits(self, temperature: float) -> None:
         from hybridrl.rollout.sglang.weights import LogitsTemperature

@@ -97,7 +97,10 @@ def _load(model: nn.Module, weights: Weights) -> None:
 def _divide_logits(model: nn.Module, temperature: float) -> None:
     processor: Any = model.logits_processor
     if processor.final_logit_softcapping:  # which SGLang applies after the scale
-        raise RolloutError(f"SGLang cannot divide the logits of {type(model).__name__}, which are capped")
+        raise RolloutError(
+            f"SGLang cannot divide the logits of {type(model).__name__} by temperature={temperature}, because they are "
+            "capped; set the teacher's temperature to 1, or its inference.name to vllm"
+        )
     processor.logit_scale = (1.0 if processor.logit_scale is None else processor.logit_scale) / temperature
 
 

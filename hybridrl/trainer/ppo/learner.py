@@ -187,10 +187,11 @@ class Learner:
         if spec.name not in self._shares:
             ask = getattr(group, "shares_prefixes", None)  # of `ModelWorker`; a role's workers may have another base
             self._shares[spec.name] = False if ask is None else ask()[0]
-        shares = self._shares[spec.name]
+        shares, prompts = self._shares[spec.name], batch.non_tensor_batch["uid"]
         if shares is None:
-            shares = share_saved(batch.batch["input_ids"], batch.batch["attention_mask"]) > WORTHWHILE_SHARE
-        return batch.non_tensor_batch["uid"] if shares else None
+            fields = batch.batch
+            shares = share_saved(fields["input_ids"], fields["attention_mask"], prompts) > WORTHWHILE_SHARE
+        return prompts if shares else None
 
     def _balanced(
         self, inputs: DataProto, families: np.ndarray | None
