@@ -93,7 +93,7 @@ def compared(make: Any, work: Path, **settings: Any) -> dict[str, Any]:
     """What updates with the KL to a reference and with a teacher's distributions change, and what the teacher says."""
     teacher = make(work / "tied", forward_only=True, **settings)
     engine = make(work / "untied", optim={**OPTIM, "lr_warmup_steps": 0}, **settings)
-    place, micro, fields = engine.geometry, MicroBatching(size=4), torch.load(work / "taught.pt", weights_only=True)
+    place, micro, fields = engine.geometry, MicroBatching(size=6), torch.load(work / "taught.pt", weights_only=True)
     rows = slice(place.dp_rank, None, place.dp_size)
     batch = make_batch(fields, rows)
     engine.compare_with(make(work / "untied", forward_only=True, **settings))

@@ -234,6 +234,15 @@ def test_forecast_counts_all_teachers(micro_model: Path, two_sources: Path, teac
             r"distillation\.fsdp_config\.dtype=auto: .* must be .*actor\.fsdp_config\.dtype=float32",
         ),
         (
+            [
+                "one",
+                f"{LOSS}.loss_mode=jsd",
+                "distillation.fsdp_config.ulysses_sequence_parallel_size=2",
+                "trainer.n_gpus_per_node=2",
+            ],
+            r"distillation\.fsdp_config\.ulysses_sequence_parallel_size=2: .* must be .*actor\.fsdp_config\.uly\S*=1",
+        ),
+        (
             ["one", "distillation.nnodes=1", "placement.roles.teacher=global"],
             r"placement\.roles\.teacher=global and distillation\.nnodes=1 both",
         ),
