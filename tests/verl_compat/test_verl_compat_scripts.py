@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,8 +149,10 @@ def test_a_script_that_does_not_end_is_ended_with_all_it_started(script: Path) -
     with pytest.raises(ConfigError, match=r"run\.sh"):
         read_script(script, seconds=2)
     child = int((script.parent / "child").read_text())
-    status = Path(f"/proc/{child}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    status, deadline = Path(f"/proc/{child}/status"), time.monotonic() + 30
+    while status.exists() and "State:\tZ" not in status.read_text():  # it was killed, and may not have stopped yet
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_each_key_is_told_as_mapped_without_effect_or_not_supported(script: Path, capsys) -> None:
