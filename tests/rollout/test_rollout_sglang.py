@@ -539,7 +539,7 @@ def test_recorded_experts_bring_the_trainer_closer_to_the_sampler(loop, routed_m
         asked = [Request("first", long, sampled(max_new_tokens=8), routing=True)]
         answers = [run(engine.generate(asked[0]))]
         lengths = (100, 70, *range(9, 25))
-        asked += [Request(f"r{n}", long[:n], sampled(max_new_tokens=30), routing=True) for n in lengths]
+        asked += [Request(f"r{n}", long[:n], sampled(max_new_tokens=120), routing=True) for n in lengths]
         waiting = [asyncio.run_coroutine_threadsafe(engine.generate(one), loop) for one in asked[1:]]
         answers += [one.result(120) for one in waiting]
         plain = run(engine.generate(Request("plain", long, sampled(max_new_tokens=4))))
