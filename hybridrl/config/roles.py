@@ -15,7 +15,7 @@ from hybridrl.config.own_settings import read_own
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.prime import PrimeConfig
 from hybridrl.config.schema.root import PPOTrainerConfig
-from hybridrl.config.served import ServedModel, served_reward_model, served_teachers
+from hybridrl.config.served import ServedModel, served_judge, served_reward_model, served_teachers
 from hybridrl.config.teachers import TEACHER_FIELDS, TEACHER_INDEX, teachers_of
 from hybridrl.errors import ConfigError
 from hybridrl.registry import ADV_ESTIMATORS
@@ -130,7 +130,8 @@ class RoleSpec:
     Attributes:
         name: name of the worker group, and the key of every mapping by role.
         worker: returns the worker class, and imports it only then. The constructor of the class takes `config` and
-            `timeout_s`, and the class has `init_model(steps, updates_per_step)`.
+            `timeout_s`, and the class has `init_model(steps, updates_per_step)`. None where engines serve the role in
+            every run.
         needed: whether the role takes part in a run.
         placement: keys of `placement.roles`. The first one that is set counts.
         own_pool: the processes of a pool of its own, by node; empty if `placement` decides.
@@ -144,6 +145,7 @@ class RoleSpec:
             if there is none.
         passes: forward passes before the update.
         scoring: how it scores responses before groups are chosen; None if it does not.
+        asked_in: the phase in which the reward manager asks the role's model; "" if it does not.
         served: the models of the role that inference engines serve in replicas in this run; none: the worker computes.
         server: returns the class that then stands in for the worker group, a `trainer.ppo.served.ServedRole`.
         scores: computes scores [B, T] from the batch after the passes. They are added to `token_level_scores`.
@@ -153,7 +155,7 @@ class RoleSpec:
     """
 
     name: str
-    worker: Callable[[], Any]
+    worker: Callable[[], Any] | None
     needed: Callable[[PPOTrainerConfig], bool]
     placement: tuple[str, ...]
     mesh: str
@@ -165,6 +167,7 @@ class RoleSpec:
     own_pool: Callable[[PPOTrainerConfig], list[int]] = _no_pool
     passes: tuple[Pass, ...] = ()
     scoring: Scoring | None = None
+    asked_in: str = ""
     served: Callable[[PPOTrainerConfig], tuple[ServedModel, ...]] = _not_served
     server: Callable[[], Any] | None = None
     scores: Callable[[Any], Any] | None = None
@@ -356,6 +359,23 @@ register_role(
         ),
         served=served_reward_model,
         server=_class("hybridrl.trainer.ppo.served", "ServedRewardModel"),
+    )
+)
+
+
+register_role(
+    RoleSpec(
+        name="judge",
+        worker=None,
+        path="reward.reward_model.judge",
+        config="reward.reward_model",
+        needed=lambda config: config.reward.reward_model.serves_judge,
+        placement=("reward_model", "actor_rollout_ref"),
+        own_pool=lambda config: config.reward.reward_model.own_pool,
+        mesh="judge",
+        asked_in="reward",
+        served=served_judge,
+        server=_class("hybridrl.trainer.ppo.judge", "ServedJudge"),
     )
 )
 

@@ -1,7 +1,9 @@
-"""Fixed models that inference engines serve in replicas: a reward model, and teachers."""
+"""Fixed models that inference engines serve in replicas: a reward model, a judge, and teachers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from hybridrl.config.schema.model import ModelConfig
 from hybridrl.config.schema.rollout import EngineKwargsConfig, RolloutConfig
@@ -13,6 +15,8 @@ from hybridrl.config.teachers import teachers_of
 _SHARED = ("start_timeout_s", "stuck_timeout_s", "max_restarts", "seed")
 #: tokens that another tokenizer or chat template may need more than the policy's, for a reward model
 _LONGER, _MORE_TOKENS = 2, 256
+#: characters of the question that a judge is asked without a template of the user's
+_QUESTION = 400
 
 
 @dataclass(frozen=True)
@@ -24,18 +28,19 @@ class ServedModel:
         engine: the engine's name.
         model: what it loads.
         rollout: the engine's settings, in the form in which engines read them.
-        task: what is asked of it: `score` or `read`.
+        task: what is asked of it: `score`, `read` or `generate`.
         replicas: how many; 0: as many as there is room for.
         top: with the task `read`, how many of the likeliest tokens are asked for.
         temperature: with the task `read`, what logits are divided by.
-        needs: tokens that a text may have; `rollout.max_model_len` is None where the model's own limit may be less.
+        needs: tokens that a text may have, with what is generated of it; `rollout.max_model_len` is None where the
+            model's own limit may be less.
     """
 
     where: str
     engine: str
     model: ModelConfig
     rollout: RolloutConfig
-    task: str
+    task: Literal["score", "read", "generate"]
     needs: int
     replicas: int = 0
     top: int = 0
@@ -56,6 +61,29 @@ def served_reward_model(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
     needs = part.rollout.max_model_len or part.max_length or _LONGER * _tokens(config) + _MORE_TOKENS
     rollout = _rollout(part.rollout, config, part.rollout.max_model_len or part.max_length)
     return (ServedModel(where, part.rollout.name, part.model, rollout, "score", needs),)
+
+
+def served_judge(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:
+    """Return the judge, which an inference engine serves."""
+    part = config.reward.reward_model
+    judge, serving = part.judge, part.rollout
+    if serving.name is None:
+        return ()  # checked: it has one
+    # a question holds the prompt, the response, a ground truth, and the words of the template: a token each at most
+    words = len(_text_of(judge.template)) + len(judge.system_prompt or "")
+    needs = serving.max_model_len or _LONGER * _tokens(config) + _MORE_TOKENS + words + judge.max_tokens
+    rollout = _rollout(serving, config, serving.max_model_len)
+    sampled = judge.temperature > 0
+    rollout = replace(rollout, do_sample=sampled, temperature=judge.temperature if sampled else 1.0)
+    return (ServedModel("reward.reward_model.rollout", serving.name, part.model, rollout, "generate", needs),)
+
+
+def _text_of(template: str | None) -> str:
+    """The text of a template, as far as it can be read: what cannot be is refused elsewhere."""
+    try:
+        return _QUESTION * " " if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def served_teachers(config: PPOTrainerConfig) -> tuple[ServedModel, ...]:

@@ -27,7 +27,7 @@ def check_reward_model(model: ModelConfig, config: PreTrainedConfig, key: str) -
     if generative:
         raise ModelError(
             f"{where}: {generative[0]} generates text, and {_WANTED}. For a judge that writes its verdict, "
-            "serve it behind an OpenAI-compatible API, set reward.reward_model.judge.url and remove the path"
+            "set reward.reward_model.judge.enable=True and reward.reward_model.rollout.name (vllm or sglang)"
         )
     check_weights(checked_source(model.path))
     shapes = head_shapes(model.path)

@@ -14,6 +14,7 @@ from hybridrl.errors import RewardError
 from hybridrl.reward.function import KEY, RewardFunction
 from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.pool import RewardPool
+from hybridrl.reward.served_judge import ServedJudge
 from hybridrl.reward.signature import Form, ground_truth_of, missing_column
 from hybridrl.reward.weighted import Pool, WeightedPools
 from hybridrl.utils.user_code import load_object
@@ -80,19 +81,26 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     return WeightedPools(pools, weights, tolerates) if judge is None else _with_judge(pools, weights, judge, reward)
 
 
-def _judge(reward: RewardConfig) -> RewardPool:
-    """The pool, one process, that asks the judge."""
-    judge = reward.reward_model.judge
-    names = ("url", "model", "template", "system_prompt", "max_concurrent", "attempts", "timeout_s", "token_env")
-    settings = {name: getattr(judge, name) for name in names}
+def _judge(reward: RewardConfig) -> RewardPool | ServedJudge:
+    """What asks the judge, by one process."""
+    judge, module = reward.reward_model.judge, "pkg://hybridrl.reward.judge"
+    settings: dict[str, Any] = {"template": judge.template, "system_prompt": judge.system_prompt}
     settings |= {"parse_path": judge.parse.path, "parse_name": judge.parse.name}
+    if reward.reward_model.serves_judge:
+        function = RewardFunction(module, "ask_or_read", settings, key="reward.reward_model.judge")
+        return ServedJudge(service_pool(reward, function, judge.timeout_s))
+    names = ("url", "model", "max_concurrent", "attempts", "timeout_s", "token_env")
+    settings |= {name: getattr(judge, name) for name in names}
     settings["sampling"] = {"temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.extra_body}
-    function = RewardFunction("pkg://hybridrl.reward.judge", "compute_score", settings, key="reward.reward_model.judge")
+    function = RewardFunction(module, "compute_score", settings, key="reward.reward_model.judge")
     return service_pool(reward, function, judge.timeout_s)
 
 
 def _with_judge(
-    pools: Mapping[str, RewardPool], weights: Mapping[str, float], judge: RewardPool, reward: ScoringConfig
+    pools: Mapping[str, RewardPool],
+    weights: Mapping[str, float],
+    judge: RewardPool | ServedJudge,
+    reward: ScoringConfig,
 ) -> WeightedPools:
     assert isinstance(reward, RewardConfig)
     if "judge" in pools:

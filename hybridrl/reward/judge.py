@@ -6,6 +6,7 @@ Imported by the pool's processes, so it must stay light: no torch, no numpy.
 """
 
 import asyncio
+import functools
 import inspect
 import json
 import math
@@ -28,6 +29,8 @@ from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 _KEY = "reward.reward_model.judge"
 _CHECK_S = 30.0
+#: what `ask_or_read` returns, and the column in which it gets the answer
+QUESTION, ANSWER = "question", "judge_answer"
 _SCORE = re.compile(r"score[\s*_`]{0,5}[:=][\s*_`]{0,5}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 TEMPLATE = """You judge an answer to a request.
 
@@ -46,15 +49,54 @@ where N is a number from 0 (useless) to 10 (could not be better)."""
 
 
 @dataclass(frozen=True)
+class Questions:
+    """What a judge is asked, and how its answers are read.
+
+    Attributes:
+        render: makes the question, from `prompt`, `messages`, `response`, `ground_truth`, `data_source`, `extra_info`.
+        parse: reads the answer; see `compute_score`.
+        system_prompt: comes before the question; None: nothing.
+    """
+
+    render: Callable[..., str]
+    parse: Callable[[str, Mapping[str, Any]], Any]
+    system_prompt: str | None
+
+    @classmethod
+    def of(
+        cls, template: str | None, system_prompt: str | None, parse_path: str | None, parse_name: str | None
+    ) -> "Questions":
+        """Those of the settings.
+
+        Raises:
+            RewardError: the template or the function cannot be read.
+        """
+        return cls(_template(template), _parser(parse_path, parse_name), system_prompt)
+
+    def messages(self, sample: Mapping[str, Any]) -> list[dict[str, str]] | NoVerdict:
+        """The conversation that ends with the question about a sample."""
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        try:
+            question = self.render(**sample)
+        except Exception as error:  # the template is a user's
+            return NoVerdict(Reason.GRADING, f"the template failed: {type(error).__name__}: {error}")
+        return [*system, {"role": "user", "content": question}]
+
+    def verdict(self, text: str, sample: Mapping[str, Any]) -> Any:
+        """What an answer says: a dict with `score` and `judgement`, or a `NoVerdict`."""
+        if not text:
+            return NoVerdict(Reason.GRADING, "the judge answered nothing")
+        return _read(self.parse, text, sample)
+
+
+@dataclass(frozen=True)
 class Judge:
     """Asks a model behind an endpoint with the OpenAI chat API.
 
     Attributes:
         client: sends the requests.
         model: its name at the endpoint.
-        render: makes the question, from `prompt`, `messages`, `response`, `ground_truth`, `data_source`, `extra_info`.
-        parse: reads the answer; see `compute_score`.
-        system_prompt: comes before the question; None: nothing.
+        questions: what it is asked.
         sampling: further fields of the request.
         timeout_s: seconds that an answer may take.
         threads: ask; a thread for each request at once.
@@ -63,9 +105,7 @@ class Judge:
 
     client: JsonClient
     model: str
-    render: Callable[..., str]
-    parse: Callable[[str, Mapping[str, Any]], Any]
-    system_prompt: str | None
+    questions: Questions
     sampling: Mapping[str, Any]
     timeout_s: float
     threads: ThreadPoolExecutor
@@ -82,20 +122,16 @@ class Judge:
         return await asyncio.wrap_future(answer)
 
     def _verdict(self, sample: Mapping[str, Any]) -> Any:
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages = self.questions.messages(sample)
+        if isinstance(messages, NoVerdict):
+            return messages
         try:
-            question = self.render(**sample)
-        except Exception as error:  # the template is a user's
-            return NoVerdict(Reason.GRADING, f"the template failed: {type(error).__name__}: {error}")
-        body = {"model": self.model, "messages": [*system, {"role": "user", "content": question}], **self.sampling}
-        try:
-            answer = self.client.post(body, self.timeout_s, _fault)
+            answer = self.client.post(
+                {"model": self.model, "messages": messages, **self.sampling}, self.timeout_s, _fault
+            )
         except ServiceError as error:
             return NoVerdict(error.reason, f"the judge gave no answer: {error}")
-        text = _text(answer)
-        if not text:
-            return NoVerdict(Reason.GRADING, "the judge answered nothing")
-        return _read(self.parse, text, sample)
+        return self.questions.verdict(_text(answer) or "", sample)
 
 
 def _fault(answer: Mapping[str, Any]) -> str | None:
@@ -159,9 +195,9 @@ def make_judge(
     token, base = os.environ.get(token_env) if token_env else None, url.rstrip("/")
     client = JsonClient(f"{base}/chat/completions", token, attempts, patience_s=timeout_s)
     name = _model_of(base, token, model)
+    questions = Questions.of(template, system_prompt, parse_path, parse_name)
     threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="judge")
-    slots, parse = asyncio.Semaphore(max_concurrent), _parser(parse_path, parse_name)
-    return Judge(client, name, _template(template), parse, system_prompt, sampling, timeout_s, threads, slots)
+    return Judge(client, name, questions, sampling, timeout_s, threads, asyncio.Semaphore(max_concurrent))
 
 
 def _model_of(base: str, token: str | None, model: str | None) -> str:
@@ -209,10 +245,14 @@ def _parser(path: str | None, name: str | None) -> Callable[[str, Mapping[str, A
 
 
 _judges: dict[str, Judge] = {}
+_questions = functools.cache(Questions.of)
 
 
 def check_reward_kwargs(**settings: Any) -> None:
     """Make the judge when its process starts, so that what is wrong is told before a run begins."""
+    if "url" not in settings:
+        _questions(**settings)
+        return
     name = json.dumps(settings, sort_keys=True, default=str)
     if name not in _judges:
         _judges[name] = make_judge(**settings)
@@ -228,14 +268,42 @@ async def compute_score(
 ) -> Any:
     """What the judge says of a response; `settings` are those of `make_judge`."""
     name = json.dumps(settings, sort_keys=True, default=str)
+    return await _judges[name].verdict(_asked_about(data_source, solution_str, ground_truth, extra_info, prompt))
+
+
+def ask_or_read(
+    data_source: Any,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+    prompt: Any,
+    judge_answer: str | None = None,
+    **settings: Any,
+) -> Any:
+    """One of the two steps around an answer that is generated elsewhere; `settings` are those of `Questions.of`.
+
+    Returns:
+        Without an answer a dict with the `question`, messages; with one what it says, as `compute_score` returns it. Or
+        a `NoVerdict`.
+    """
+    questions = _questions(**settings)
+    sample = _asked_about(data_source, solution_str, ground_truth, extra_info, prompt)
+    if judge_answer is not None:
+        return questions.verdict(judge_answer, sample)
+    messages = questions.messages(sample)
+    return messages if isinstance(messages, NoVerdict) else {"score": 0.0, QUESTION: messages}
+
+
+def _asked_about(
+    data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any, prompt: Any
+) -> dict[str, Any]:
+    """The variables of a template."""
     messages = plain(prompt) if not isinstance(prompt, str) else [{"role": "user", "content": prompt}]
-    last = messages[-1].get("content") if messages else ""
-    sample = {
-        "prompt": last,
+    return {
+        "prompt": messages[-1].get("content") if messages else "",
         "messages": messages or [],
         "response": solution_str,
         "ground_truth": plain(ground_truth),
         "data_source": data_source,
         "extra_info": plain(extra_info),
     }
-    return await _judges[name].verdict(sample)

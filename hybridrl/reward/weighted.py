@@ -12,6 +12,7 @@ from hybridrl.reward.limited import LimitedPool
 from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.processes.pool import RewardPool
+from hybridrl.reward.served_judge import ServedJudge
 from hybridrl.reward.signature import Call, Sample
 from hybridrl.verdict import NoVerdict, Reason
 
@@ -30,7 +31,10 @@ class WeightedPools:
     """
 
     def __init__(
-        self, pools: Mapping[str, RewardPool], weights: Mapping[str, float], tolerates: Collection[Reason] = ()
+        self,
+        pools: Mapping[str, RewardPool | ServedJudge],
+        weights: Mapping[str, float],
+        tolerates: Collection[Reason] = (),
     ) -> None:
         self.pools = dict(pools)
         self.weights = dict(weights)

@@ -28,6 +28,8 @@ from hybridrl.trainer.open_settings import idle_settings, names_model, open_mapp
 from hybridrl.utils.files import write_text
 
 _CODE = (".py", ".pkl")
+#: settings that name a text which decides about rewards as code does
+_TEXTS = ("reward.reward_model.judge.template",)
 _HOW_TO_RESUME = ("trainer.resume_mode", "trainer.resume_from_path")
 _PATHS = (
     "actor_rollout_ref.model.path",
@@ -112,11 +114,12 @@ def _program_of(groups: Collection[str]) -> str:
 
 
 def code_digests(config: ConfigNode) -> dict[str, str]:
-    """Hash the files of the user's code (.py, .pkl) that settings name, by key."""
+    """Hash the files of the user's code (.py, .pkl), and of texts that act like code, that settings name, by key."""
     found = {}
     for key, value in leaves(written(config), set()):
         for path in value if isinstance(value, list) else [value]:
-            if isinstance(path, str) and path.endswith(_CODE) and Path(path).expanduser().is_file():
+            is_code = isinstance(path, str) and (path.endswith(_CODE) or key in _TEXTS)
+            if is_code and Path(path).expanduser().is_file():
                 found[key] = sha256(Path(path).expanduser())[:12]
     return found
 

@@ -1,7 +1,10 @@
-"""A language model as judge, behind a real endpoint: what it is asked, how it is read, and what is no verdict."""
+"""A language model as judge, behind a real endpoint or served by the run: its questions, how answers are read, and what
+is no verdict.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -14,8 +17,9 @@ from hybridrl.config import load_config
 from hybridrl.reward import RewardError, create_reward_manager
 from hybridrl.reward.factory import check_reward
 from hybridrl.reward.judge import last_score
+from hybridrl.reward.served_judge import judges_in
 from hybridrl.trainer.ppo.roles import active_roles
-from hybridrl.verdict import Reason
+from hybridrl.verdict import NoVerdictError, Reason
 
 
 class Endpoint(BaseHTTPRequestHandler):
@@ -191,3 +195,91 @@ def test_an_endpoint_that_is_not_there_is_refused_before_a_run(judged_by):
 )
 def test_the_last_score_of_a_text(text, score):
     assert last_score(text, {}) == score
+
+
+# ---------------------------------------------------------------- a judge that the run serves
+
+
+@pytest.fixture
+def served_by(tokenizer):
+    """A manager whose judge is what a test gives; the run would give replicas of an engine."""
+    made = []
+
+    def make(answer, *more: str):
+        model = "reward.reward_model"
+        words = [f"{model}.enable=True", f"{model}.judge.enable=True", f"{model}.rollout.name=vllm", *more]
+        config = load_config("ppo_trainer", ["actor_rollout_ref.model.path=/nowhere", *words])
+        made.append(create_reward_manager(config, tokenizer))
+        for judge in judges_in(made[-1].pool):
+            judge.connect(answer)
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def answering(texts: dict[str, str | None], asked: list | None = None):
+    """Answers by the first letter of a response, as `endpoint` does with the same texts."""
+
+    async def answer(messages):
+        if asked is not None:
+            asked.append(messages)
+        text = texts[messages[-1]["content"].split("-> ")[1][0]]
+        if text is None:
+            raise NoVerdictError(Reason.INFRA, "the engine refused it")
+        return text, 0.25
+
+    return answer
+
+
+def test_a_served_judge_follows_the_rules_of_one_behind_an_endpoint(
+    judged_by, served_by, make_batch, user_file, tmp_path
+):
+    (tmp_path / "question.txt").write_text("{{ messages[0].content }} -> {{ response }} ({{ ground_truth }})")
+    where = "reward.reward_model.judge"
+    more = [f"{where}.template={tmp_path / 'question.txt'}", f"{where}.parse.path={user_file(PARSE)}"]
+    more += [f"{where}.parse.name=grade", f"{where}.system_prompt=Be fair.", "reward.reward_model.weight=0.5"]
+    texts = {"x": "So: A", "y": "So: F", "z": "I refuse", "w": "So: ?", "v": "", "u": None}
+    asked: list = []
+    batch = make_batch(list("xyzwvu"), **rows(*"123456"))
+    with endpoint(lambda question: texts[question.split("-> ")[1][0]]) as server:
+        expected = judged_by(server.url, *more)(batch, return_dict=True)
+        sent = [body["messages"] for body, _ in server.asked]
+    found = served_by(answering(texts, asked), *more)(batch, return_dict=True)
+    assert sorted(map(str, asked)) == sorted(map(str, sent))
+    assert found["reward_tensor"].nan_to_num(-1).equal(expected["reward_tensor"].nan_to_num(-1))
+    assert found["reward_extra_info"] == expected["reward_extra_info"]
+    reasons = [one and one.reason for one in found["missing"]]
+    assert reasons == [one and one.reason for one in expected["missing"]]
+    assert reasons == [None, None, Reason.GRADING, Reason.GRADING, Reason.GRADING, Reason.INFRA]
+    assert 0.25 < found["metrics"]["timing_s/reward_sample/max"] < 0.25 + 60
+
+
+def test_a_served_judge_is_asked_side_by_side_and_before_it_is_there_not_at_all(served_by, make_batch, tmp_path):
+    """Each of eight questions is answered only once all have been asked."""
+    (tmp_path / "question.txt").write_text("{{ response }}")
+    together = asyncio.Event()
+    waiting: list[str] = []
+
+    async def answer(messages):
+        waiting.append(messages[-1]["content"])
+        if len(waiting) == 8:
+            together.set()
+        await together.wait()
+        return "Score: 3", 0.0
+
+    template = f"reward.reward_model.judge.template={tmp_path / 'question.txt'}"
+    manager = served_by(answer, template)
+    found = manager(make_batch(list("abcdefgh"), **rows(*"12345678")), return_dict=True)
+    assert sorted(waiting) == list("abcdefgh") and found["reward_tensor"].sum() == 24.0
+    early = create_reward_manager(manager.config, manager.tokenizer)
+    with contextlib.closing(early), pytest.raises(RewardError, match="has not loaded its models yet"):
+        early(make_batch(["a"], **rows("1")))
+
+
+@pytest.mark.parametrize("word", ["template=/nowhere.txt", "parse.path=/nowhere.py"])
+def test_a_served_judge_that_cannot_work_is_refused_before_a_run(served_by, word):
+    manager = served_by(answering({}), f"reward.reward_model.judge.{word}")
+    with pytest.raises(RewardError, match=word.split("=")[1]):
+        check_reward(manager.config)

@@ -9,17 +9,13 @@ import pytest
 import torch
 from ray.util import placement_group_table
 from scoring_tools import as_generated, scores_of
-from trainer_tools import trained
+from trainer_tools import lent, trained
 from transformers import AutoTokenizer
 
 from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError, ModelError
-from hybridrl.protocol import DataProto
-from hybridrl.rollout.rollout import InPlaceRollout
-from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.memory import memory_advice
-from hybridrl.trainer.ppo.trainer import RayPPOTrainer
 
 MODEL = "reward.reward_model"
 TEMPLATE = "{% for one in messages %}{{ '[' + one['role'] + '] ' + one['content'] + '<|im_end|>' }}{% endfor %}"
@@ -65,22 +61,6 @@ def rendered(reward_model: Path, rows: list[dict[str, Any]]) -> list[torch.Tenso
 def placed() -> set[str]:
     """The placement groups on Ray."""
     return {name for name, group in placement_group_table().items() if group["state"] != "REMOVED"}
-
-
-def lent(trainer: RayPPOTrainer, batch: DataProto) -> int:
-    """How often a rollout with memory of its own is asked for its cache while a batch is scored."""
-
-    class Lender(InPlaceRollout):
-        gives_memory_back = True
-        count = 0
-
-        def lend_cache(self) -> None:
-            self.count += 1
-
-    rollout = Lender(trainer.groups["actor_rollout"], trainer.config.actor_rollout_ref.rollout)
-    trainer.scorer.connect(trainer.groups, rollout)
-    trainer.scorer(trainer.reward_fn, batch, PhaseTimer())
-    return rollout.count
 
 
 def test_a_reward_model_alone_scores_in_the_policys_processes(

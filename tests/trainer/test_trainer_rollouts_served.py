@@ -1,10 +1,11 @@
-"""A reward model and a teacher in replicas of vLLM: what they say in a run, against plain transformers models."""
+"""A reward model, a judge and a teacher in replicas of vLLM: what they say in a run, against plain models."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from judge_tools import PARSE, TEMPLATE, check_judgements
 from scoring_tools import as_generated, said_by, scores_of
 from trainer_tools import trained
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -92,3 +93,39 @@ def test_vllm_says_what_transformers_says(
     (record,) = [one for one in records if "distillation/loss" in one]
     assert record["timing_s/teacher"] > 0 and record["timing_s/reward_model"] > 0
     assert any("val" in name for one in records for name in one)
+
+
+def test_a_judge_in_vllm_answers_as_transformers_does(
+    ray_session, micro_model: Path, sort_data: Path, served_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """On the policy's devices, with a tokenizer of its own."""
+    judge, _ = served_models
+    (tmp_path / "question.txt").write_text(TEMPLATE)
+    (tmp_path / "read.py").write_text(PARSE)
+    with trained(
+        f"actor_rollout_ref.model.path={micro_model}",
+        f"data.train_files={sort_data / 'train.parquet'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=24",
+        "data.max_response_length=6",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.missing.max_share=1",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.total_training_steps=1",
+        "trainer.dump_freq=1",
+        "trainer.device=cpu",
+        "trainer.threads_per_worker=1",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        f"{SERVED}.enable=True",
+        f"{SERVED}.model.path={judge}",
+        f"{SERVED}.rollout.name=vllm",
+        f"{SERVED}.judge.enable=True",
+        f"{SERVED}.judge.template={tmp_path / 'question.txt'}",
+        f"{SERVED}.judge.parse.path={tmp_path / 'read.py'}",
+        f"{SERVED}.judge.max_tokens=8",
+    ) as (trainer, _):
+        assert trainer.groups["judge"].takes_turns
+    rows = check_judgements(tmp_path / "run" / "rollouts" / "1.jsonl", judge, system=None)
+    assert len({row["judge/judgement"] for row in rows}) > 1

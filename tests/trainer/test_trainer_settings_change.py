@@ -176,6 +176,17 @@ def test_a_reward_file_with_another_content_is_a_change(folder: Path) -> None:
     assert changed_code({}, before) == [], "saved by a version that did not record them"
 
 
+def test_another_question_of_a_judge_is_a_change(folder: Path) -> None:
+    template, model = folder / "question.txt", "reward.reward_model"
+    template.write_text("{{ response }}")
+    words = [f"{model}.enable=True", f"{model}.judge.enable=True", f"{model}.judge.template={template}"]
+    config = load_config("ppo_trainer", [*WORDS, *words])
+    before = code_digests(config)
+    template.write_text("Is this good? {{ response }}")
+    (change,) = changed_code(before, code_digests(config))
+    assert change.key == f"content of {model}.judge.template"
+
+
 def test_a_run_of_another_program_is_refused(folder: Path) -> None:
     config = load_config("sft_trainer", ["model.path=models/a", "data.train_files=data/one.parquet"])
     with pytest.raises(CheckpointError, match=r"main_ppo.*main_sft.*default_local_dir"):

@@ -19,6 +19,7 @@ from hybridrl.config.checks.algorithm import (
 )
 from hybridrl.config.checks.consequences import consequences
 from hybridrl.config.checks.distillation import check_distillation, chosen_by_name
+from hybridrl.config.checks.judge import check_judge, idle_judge
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
 from hybridrl.config.checks.served import check_served
@@ -52,7 +53,6 @@ from hybridrl.registry import (
     has_replicas,
     is_endpoint,
 )
-from hybridrl.utils.json_client import is_address
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
@@ -271,8 +271,11 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
             if functools.reduce(getattr, name.split("."), config.reward):
                 yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
     if part.is_judge:
-        yield from _check_judge(config)
+        yield from check_judge(config)
+    if part.is_judge and not part.serves_judge:
         return
+    if not part.is_judge:
+        yield from idle_judge(config)
     if part.model.adapted:
         yield (
             f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
@@ -285,22 +288,6 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
             f"{where}.enable_resource_pool=True and placement.roles.reward_model={placed['reward_model']} both say "
             "where the reward model runs; set one of them"
         )
-
-
-def _check_judge(config: PPOTrainerConfig) -> Iterator[str]:
-    where, part, manager = "reward.reward_model", config.reward.reward_model, config.reward.reward_manager
-    if not is_address(part.judge.url):
-        yield f"{where}.judge.url={part.judge.url}: give an address such as http://HOST:8000/v1"
-    unread = {
-        "model.path": part.model.path,
-        "rollout.name": part.rollout.name,
-        "enable_resource_pool": part.enable_resource_pool,
-    }
-    for name, value in unread.items():
-        if value:
-            yield f"{where}.{name}={value} has no effect with {where}.judge.url, whose endpoint runs it; remove it"
-    if manager.source == "register" and not REWARD_MANAGERS.facts(manager.name).runs_functions:
-        yield f"{where}.judge.url has no effect with reward.reward_manager.name={manager.name}; remove one of them"
 
 
 # ---------------------------------------------------------------- lengths and sampling

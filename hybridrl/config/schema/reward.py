@@ -143,7 +143,8 @@ class RemoteScoresConfig(ConfigNode):
         custom = config.reward.custom_reward_function.path or config.reward.functions
         model = config.reward.reward_model
         if self.url is not None and model.enable and (model.is_judge or model.combine != "sum"):
-            what = "judge.url: one of them scores" if model.is_judge else f"combine={model.combine}: set it to sum"
+            judge = "judge.enable" if model.serves_judge else "judge.url"
+            what = f"{judge}: one of them scores" if model.is_judge else f"combine={model.combine}: set it to sum"
             yield f"reward.reward_kwargs.url={self.url} with reward.reward_model.{what}"
         if self.url is not None and not is_address(self.url):
             yield f"reward.reward_kwargs.url={self.url}: give an address such as http://HOST:8000/scores"
@@ -197,8 +198,11 @@ class ParseConfig(ConfigNode):
 class JudgeConfig(ConfigNode):
     """`reward.reward_model.judge`: a language model that is asked about each response, in place of a classifier."""
 
+    enable: bool = key(
+        False, "the run serves the judge: reward_model.model.path in replicas of the engine reward_model.rollout.name"
+    )
     url: str | None = key(
-        None, "OpenAI-compatible API that serves the judge, such as http://HOST:8000/v1; null: a classifier scores"
+        None, "OpenAI-compatible API that serves the judge instead, such as http://HOST:8000/v1; null: none does"
     )
     model: str | None = key(None, "its name there; null: the only one that the endpoint has")
     token_env: str | None = key("OPENAI_API_KEY", "environment variable with the API key, where it is set; null: none")
@@ -211,10 +215,17 @@ class JudgeConfig(ConfigNode):
     parse: ParseConfig = group(ParseConfig)
     temperature: float = key(0.0, "of the judge's answers", ge=0)
     max_tokens: int = key(1024, "most tokens of an answer", gt=0)
-    extra_body: dict[str, Any] = key({}, "further fields of each request")
+    extra_body: dict[str, Any] = key(
+        {}, "further fields of each request; with enable: top_p, top_k, seed and chat_template_kwargs"
+    )
     max_concurrent: int = key(64, "requests at once", gt=0)
     attempts: int = key(4, "how often a request that fails is sent", gt=0)
-    timeout_s: float = key(120.0, "seconds for the verdict on a response, with all attempts", gt=0)
+    timeout_s: float = key(
+        120.0,
+        "seconds for the verdict on a response, with all attempts; with enable: for template and parse each, because "
+        "the engine has limits of its own",
+        gt=0,
+    )
 
 
 _POLICY = "${actor_rollout_ref.model."
@@ -261,17 +272,22 @@ class RewardModelConfig(ConfigNode):
         MegatronConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
     )
     rollout: ServingConfig = group(ServingConfig, "an inference engine that serves the model instead")
-    judge: JudgeConfig = group(JudgeConfig, "a language model behind an endpoint that judges instead")
+    judge: JudgeConfig = group(JudgeConfig, "a language model that judges instead")
 
     @property
     def is_judge(self) -> bool:
         """Whether a language model judges, so that no classifier takes part."""
-        return self.enable and self.judge.url is not None
+        return self.enable and (self.judge.enable or self.judge.url is not None)
+
+    @property
+    def serves_judge(self) -> bool:
+        """Whether that language model runs in replicas of the run."""
+        return self.is_judge and self.judge.enable
 
     @property
     def own_pool(self) -> list[int]:
         """The processes of its own pool, by node; empty if `placement` says where it runs."""
-        owns = self.enable and self.enable_resource_pool and not self.is_judge
+        owns = self.enable and self.enable_resource_pool and (self.serves_judge or not self.is_judge)
         return [self.n_gpus_per_node] * self.nnodes if owns else []
 
 

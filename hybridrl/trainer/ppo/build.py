@@ -21,6 +21,7 @@ from hybridrl.registry import INFERENCE_ENGINES, import_external_lib
 from hybridrl.reward import RewardManager, create_reward_manager
 from hybridrl.rollout.start import check_layout, devices_per_replica, resolve_rollout
 from hybridrl.single_controller import ResourcePoolManager
+from hybridrl.trainer.ppo.judge import check_judge_model
 from hybridrl.trainer.ppo.needs import check_algorithm
 from hybridrl.trainer.ppo.served import check_served
 from hybridrl.trainer.ppo.teachers import check_rows, check_teachers
@@ -51,6 +52,7 @@ def prepare(
     check_kl_form(config)
     check_router_replay(config)
     check_teachers(config, tokenizer)
+    check_judge_model(config)
     reward = create_reward_manager(config, tokenizer)
     try:
         reward.start()
@@ -89,8 +91,9 @@ def _check_images(config: PPOTrainerConfig) -> None:
     for spec in active_roles(config):
         model = getattr(spec.config_of(config), "model", None)
         if isinstance(model, ModelConfig) and is_vision_model(config_of(model)) != seeing:
+            where = spec.config if isinstance(spec.config, str) and spec.config else spec.where
             raise ModelError(
-                f"{spec.where}.model.path={model.path} and actor_rollout_ref.model.path={policy.path}: one reads "
+                f"{where}.model.path={model.path} and actor_rollout_ref.model.path={policy.path}: one reads "
                 "images and the other does not; use models of one kind for all roles"
             )
     if seeing and config.use_critic:

@@ -94,9 +94,10 @@ class RunForecast(MemoryForecast):
         for name, taken in self.served.items():
             spec = ROLES[name]
             peak = self._resident(name) - self.idle[name] + max(taken, self.idle[name])
-            if spec.scoring is not None:
+            phase = spec.asked_in if spec.scoring is None else spec.scoring.phase
+            if phase:
                 beside = max(self.receiving, self.sleeping) if self._with_policy(name) else 0.0
-                found[spec.scoring.phase] = peak + beside
+                found[phase] = peak + beside
             for each in spec.passes:
                 found[each.phase] = peak + (self.sleeping if self._with_policy(name) else 0.0)
         return found

@@ -5,6 +5,7 @@ Shapes: B rows, T response width.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from hybridrl.rollout import Rollout
 from hybridrl.single_controller import RayWorkerGroup
 from hybridrl.trainer.phases import PhaseTimer
 from hybridrl.trainer.ppo.early_scores import EarlyScores
+from hybridrl.trainer.ppo.judge import ServedJudge
 from hybridrl.trainer.ppo.roles import POLICY, active_roles
 
 
@@ -43,6 +45,7 @@ class Scorer:
         self._config = config
         self._roles: list[tuple[Scoring, Callable[[DataProto], DataProto], Any]] = []
         self._lends: Callable[[], None] | None = None
+        self._judge: ServedJudge | None = None
 
     @classmethod
     def of(cls, config: PPOTrainerConfig, tokenizer: Any) -> Scorer:
@@ -64,8 +67,10 @@ class Scorer:
         assert self._config is not None
         specs = [spec for spec in active_roles(self._config) if spec.name in self._readers and spec.name in groups]
         self._roles = [(spec.scoring, self._readers[spec.name], groups[spec.name]) for spec in specs if spec.scoring]
-        pool = groups[POLICY].resource_pool
-        shared = any(groups[spec.name].resource_pool is pool for spec in specs)
+        judge = groups.get("judge")
+        self._judge = judge if isinstance(judge, ServedJudge) else None
+        pool, asked = groups[POLICY].resource_pool, [groups[spec.name] for spec in specs]
+        shared = any(group.resource_pool is pool for group in (*asked, *([self._judge] if self._judge else [])))
         if shared and rollout.gives_memory_back and not self._config.actor_rollout_ref.rollout.nnodes:
             self._lends = rollout.lend_cache
 
@@ -85,7 +90,7 @@ class Scorer:
         for scoring, read, group in self._roles:
             with timer.phase(scoring.phase):
                 pending.append((scoring, getattr(group, scoring.method)(read(batch))))
-        with timer.phase("reward"):
+        with timer.phase("reward"), contextlib.nullcontext() if self._judge is None else self._judge.turn():
             result = ask(reward_fn, batch)
         for scoring, future in pending:
             with timer.phase(scoring.phase):

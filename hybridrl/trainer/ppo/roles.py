@@ -101,6 +101,7 @@ def spawn_worker_groups(
                 **spec.arguments,
             )
             for spec in specs
+            if spec.worker is not None
         }
         fused = ray_worker_group_cls(
             resource_pool=manager.get_resource_pool(specs[0].name),

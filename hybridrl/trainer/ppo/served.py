@@ -23,13 +23,19 @@ from hybridrl.protocol import DataProto
 from hybridrl.registry import INFERENCE_ENGINES
 from hybridrl.rollout.inference_engine import EngineSpec, InferenceEngines
 from hybridrl.rollout.replicas.pool import PoolSettings, ReplicaPool, request_number
-from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, Findings, Reading, Request, Task
+from hybridrl.rollout.request import GREEDY_TOKEN, MEMORY_TAGS, Completion, Findings, Reading, Request
 from hybridrl.rollout.start import replica_placements
 from hybridrl.single_controller.ray import RayResourcePool
 from hybridrl.utils.cores import available_cores
 from hybridrl.utils.spans import Span, kept
 
 _KEY = "actor_rollout_ref.rollout"
+#: what an engine has to be able to, by what is asked of a model: its fact, and what it serves
+_ABILITIES = {
+    "score": ("scores", "classifiers"),
+    "read": ("reads", "log-probabilities of prompts"),
+    "generate": ("has_replicas", "language models in replicas"),
+}
 
 
 class ServedRole:
@@ -102,7 +108,6 @@ class ServedRole:
         if rollout.max_model_len is None:
             limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
             rollout = replace(rollout, max_model_len=min(model.needs, limit or model.needs))
-        task: Task = "score" if model.task == "score" else "read"
         spec = EngineSpec(
             config=rollout,
             model=model.model,
@@ -110,7 +115,7 @@ class ServedRole:
             pad_token_id=tokenizer.pad_token_id or 0,
             threads=threads,
             load_weights=True,
-            task=task,
+            task=model.task,
             top=min(model.top, hf_config.get_text_config().vocab_size),
             logits_temperature=model.temperature,
         )
@@ -271,19 +276,15 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
     """
     for model in models:
         facts, asked = InferenceEngines.facts(model.engine), f"{model.where}.name={model.engine}"
-        ability = "scores" if model.task == "score" else "reads"
+        ability, what = _ABILITIES[model.task]
+        otherwise = "" if model.task == "generate" else ", or leave it out, and a training engine computes the model"
         if not getattr(facts, ability):
             able = [name for name in INFERENCE_ENGINES.names() if getattr(InferenceEngines.facts(name), ability)]
-            what = "classifiers" if ability == "scores" else "log-probabilities of prompts"
-            raise RolloutError(
-                f"{asked}: this engine serves no {what}; set it to {' or '.join(able)}, or leave it out, and a "
-                "training engine computes the model"
-            )
+            raise RolloutError(f"{asked}: this engine serves no {what}; set it to {' or '.join(able)}{otherwise}")
         if missing := InferenceEngines.missing_packages(model.engine):
             raise RolloutError(
                 f"{asked}: {', '.join(missing)} is not installed. "
-                f"{facts.install or 'pip install ' + ' '.join(missing)}; or leave it out, and a training engine "
-                "computes the model"
+                f"{facts.install or 'pip install ' + ' '.join(missing)}{otherwise}"
             )
         if model.task == "score" and f"{HEAD_NAME}.bias" in head_shapes(model.model.path):
             raise RolloutError(
@@ -293,7 +294,10 @@ def check_served(models: Sequence[ServedModel], on_gpu: bool) -> None:
         try:
             InferenceEngines.get(model.engine).check(model.rollout, model.model, on_gpu)
         except RolloutError as error:
-            text = str(error).replace(f"{_KEY}.name=hf", f"leave {model.where}.name out")
+            instead = f"{model.where}.name=sglang" if model.task == "generate" else f"leave {model.where}.name out"
+            text = str(error).replace(f"{_KEY}.name=hf", instead)
+            if model.task == "generate":
+                text = text.replace(f"{_KEY}.temperature", "reward.reward_model.judge.temperature")
             raise RolloutError(text.replace(f"{_KEY}.", f"{model.where}.")) from error
 
 

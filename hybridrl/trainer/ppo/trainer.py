@@ -29,6 +29,7 @@ from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import RayWorkerGroup, ResourcePoolManager
 from hybridrl.trainer.ppo.forecast import check_before_loading
 from hybridrl.trainer.ppo.health_checks import HealthMonitor
+from hybridrl.trainer.ppo.judge import judges_of
 from hybridrl.trainer.ppo.learner import Learner, StepResult
 from hybridrl.trainer.ppo.memory import MemoryReport, memory_advice, phase_peaks
 from hybridrl.trainer.ppo.needs import total_training_steps
@@ -84,6 +85,8 @@ class RayPPOTrainer:
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn or reward_fn
         self.scorer = Scorer.of(config, tokenizer)
+        managers = [self.reward_fn, self.val_reward_fn] if config.reward.reward_model.serves_judge else []
+        self._judges = [judge for manager in managers for judge in judges_of(manager)]
         generated_at_once = config.data.gen_batch_size or config.data.train_batch_size
         self.train_loader = create_train_loader(config.data, train_dataset, generated_at_once)
         self.val_loader = None if val_dataset is None else create_val_loader(config.data, val_dataset)
@@ -127,6 +130,8 @@ class RayPPOTrainer:
         self.run.writers = self.learner.background_writers
         self._start_rollout(self.groups[POLICY])
         self.scorer.connect(self.groups, self.rollout)
+        for judge in self._judges:
+            judge.connect(self.groups["judge"].answering(self.config.reward.reward_model.judge))
         self.sampler = self.sampler_class(
             self.config, self.rollout, self.reward_fn, self.train_loader, self.pool, self.scorer
         )
