@@ -166,7 +166,7 @@ class TrainFacts(Facts):
     """A training engine.
 
     Attributes:
-        model_types: what it can train: `language_model`, `value_model`, `reward_model`.
+        model_types: what it can train: `language_model`, `value_model`, `reward_model`, `step_model`.
     """
 
     model_types: tuple[str, ...] = ("language_model", "value_model")

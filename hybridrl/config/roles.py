@@ -83,7 +83,8 @@ class Scoring:
             `column`.
         column: the scores' name in the batch, in dumps and in `reward/<column>/mean`.
         reader: returns a class, imported only then. It is called with the configuration and the policy's tokenizer
-            before a model is loaded, when it may raise a `UserError`, and its result with each batch.
+            before a model is loaded, when it may raise a `UserError`, and its result with each batch. Where the result
+            has a method `rewards`, that makes rewards [B, T] and columns of the scores, what was read and the batch.
         weight: w.
         advice: what to change if the phase runs out of memory.
     """
@@ -352,7 +353,7 @@ register_role(
             "reward_model",
             "compute_rm_score",
             column="rm_scores",
-            reader=_class("hybridrl.reward.conversations", "Conversations"),
+            reader=_class("hybridrl.reward.conversations", "reader_of"),
             weight=lambda config: config.reward.reward_model.weight,
             advice="lower reward.reward_model.micro_batch_size_per_gpu (or forward_max_token_len_per_gpu with "
             "use_dynamic_bsz) or max_length, or set reward.reward_model.enable_resource_pool",

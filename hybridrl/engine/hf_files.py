@@ -72,7 +72,7 @@ def write_config(config: PreTrainedConfig, model_type: str, files: ModelFiles, f
 
     Args:
         config: of the model that training started from.
-        model_type: `language_model`, `value_model` or `reward_model`.
+        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
         files: the files, whose dtype is recorded.
         folder: where they are.
     """

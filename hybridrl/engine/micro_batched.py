@@ -30,6 +30,7 @@ OUTPUTS = {
     "language_model": ("log_probs", "entropy", "sum_pi_squared", "ref_kl"),
     "value_model": ("values",),
     "reward_model": ("values",),
+    "step_model": ("values",),
 }
 BUDGET_KEYS = (
     "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu or data.max_token_len_per_gpu (or the micro-batch size)"
@@ -66,7 +67,7 @@ class MicroBatchedEngine(Engine):
     step, by `gradient_norm`, `apply_gradients` and `discard_gradients`.
 
     Attributes:
-        model_type: `language_model`, `value_model` or `reward_model`.
+        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
         packed: whether micro-batches are packed into one row instead of padded.
         work: what a sequence costs this model, for micro-batches that take about the same time.
         shares_prefixes: whether tokens that rows of a micro-batch share are computed once; each of its micro-batches

@@ -173,7 +173,7 @@ class Engine(ABC):
         """What a rank will take of its device's memory; None for an engine that cannot tell.
 
         Args:
-            model_type: `language_model`, `value_model` or `reward_model`.
+            model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
             model: a `ModelConfig`.
             engine: the settings that this engine reads.
             optim: an `OptimConfig`; None for an engine that only computes.

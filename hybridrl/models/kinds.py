@@ -1,4 +1,4 @@
-"""The kinds of model that training engines build: language models, value models and reward models."""
+"""The kinds of model that training engines build: language, value and reward models, and classifiers of steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,5 +30,10 @@ KINDS = {
         partial(value.build_value_model, bias=False),
         partial(value.load_value_model, bias=False),
         partial(value.open_value_model, bias=False),
+    ),
+    "step_model": ModelKind(
+        value.build_value_model,
+        partial(value.load_value_model, steps=True),
+        partial(value.open_value_model, steps=True),
     ),
 }

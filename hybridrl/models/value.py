@@ -7,6 +7,9 @@ either of them here.
 
 The head of a reward model has no bias, as in transformers: only differences of rewards are learned, so that a bias
 would be left to rounding errors.
+
+A classifier of steps has one label or two. Of two, the value is the difference of their logits, whose sigmoid is the
+probability of the second: one number, as all models here compute.
 """
 
 from __future__ import annotations
@@ -46,6 +49,22 @@ class ValueHead(nn.Linear):
         return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 
 
+class DeepHead(nn.Sequential):
+    """Two linear maps to one number with a ReLU between them, computed in float32; see `ValueHead`."""
+
+    def __init__(self, width: int, inner: int, where: torch.device) -> None:
+        first, last = (nn.Linear(*sizes, device=where, dtype=torch.float32) for sizes in ((width, inner), (inner, 1)))
+        super().__init__(first, nn.ReLU(), last)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            if isinstance(layer, nn.Linear):
+                hidden = nn.functional.linear(hidden.float(), layer.weight.float(), layer.bias.float())
+            else:
+                hidden = layer(hidden)
+        return hidden
+
+
 class ValueModel(nn.Module):
     """Backbone and head. `model(...)` returns an object whose `logits [..., 1]` are the values in float32."""
 
@@ -55,7 +74,7 @@ class ValueModel(nn.Module):
         self.base_model_prefix: str = getattr(backbone, "base_model_prefix", None) or "model"
         setattr(self, self.base_model_prefix, backbone)
         width, where = config.get_text_config().hidden_size, next(backbone.parameters()).device
-        self.score = ValueHead(width, 1, bias=bias, device=where, dtype=torch.float32)
+        self.score: nn.Module = ValueHead(width, 1, bias=bias, device=where, dtype=torch.float32)
 
     @property
     def backbone(self) -> nn.Module:
@@ -97,17 +116,24 @@ def build_value_model(
 
 
 def load_value_model(
-    path: str | Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False, bias: bool = True
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    bias: bool = True,
+    steps: bool = False,
 ) -> ValueModel:
     """Load a value model from the weights at `path`.
 
-    They may be those of a language model (the head starts at 0), or of a saved value or reward model.
+    They may be those of a language model (the head starts at 0), or of a saved value or reward model. With `steps` they
+    are those of a classifier of steps.
 
     Raises:
         ModelError: there are no weights, or they do not fit the configuration.
     """
     backbone = call_from_pretrained(AutoModel, path, config, dtype, trust_remote_code)
-    return _with_head(ValueModel(backbone, config, bias), path)
+    model = ValueModel(backbone, config, bias)
+    return _with_step_head(model, path) if steps else _with_head(model, path)
 
 
 def open_value_model(
@@ -116,6 +142,7 @@ def open_value_model(
     dtype: torch.dtype | str,
     trust_remote_code: bool = False,
     bias: bool = True,
+    steps: bool = False,
 ) -> StoredWeights:
     """Open what `load_value_model` loads, without reading the weights of the backbone.
 
@@ -123,7 +150,8 @@ def open_value_model(
         ModelError: there are no weights, or they do not fit the configuration.
     """
     stored = open_pretrained(AutoModel, path, config, dtype, trust_remote_code)
-    model = _with_head(ValueModel(stored.module, config, bias), path)
+    model = ValueModel(stored.module, config, bias)
+    model = _with_step_head(model, path) if steps else _with_head(model, path)
     return stored.within(model, f"{model.base_model_prefix}.")
 
 
@@ -140,6 +168,26 @@ def _with_head(model: ValueModel, path: str | Path) -> ValueModel:
     for name, tensor in head.items():
         value = tensor.float().reshape(getattr(model.score, name).shape)
         setattr(model.score, name, nn.Parameter(value))
+    return model
+
+
+def _with_step_head(model: ValueModel, path: str | Path) -> ValueModel:
+    """Give the model the head of a classifier of steps; of two labels, the difference of their logits."""
+    found = {name: tensor.float() for name, tensor in _head_tensors(path).items()}
+    deep = f"{HEAD_NAME}.0.weight" in found
+    last = f"{HEAD_NAME}.2." if deep else f"{HEAD_NAME}."
+    for name in [name for name in found if name.startswith(last) and found[name].shape[0] == 2]:
+        found[name] = found[name][1:] - found[name][:1]
+    if deep:
+        inner, width = found[f"{HEAD_NAME}.0.weight"].shape
+        model.score = DeepHead(width, inner, next(model.score.parameters()).device)
+    with torch.no_grad():
+        for name, _ in list(model.score.named_parameters()):
+            layer, _, kind = name.rpartition(".")
+            value = found.get(f"{HEAD_NAME}.{name}")
+            if value is None:  # a bias that the classifier does not have
+                value = torch.zeros(model.score.get_parameter(name).shape)
+            setattr(model.score.get_submodule(layer), kind, nn.Parameter(value))
     return model
 
 
@@ -189,15 +237,18 @@ def head_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 def _read_head(path: str | Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a head of one number, by `weight` and `bias`; empty if there are none."""
+    found = {name.removeprefix(f"{HEAD_NAME}."): tensor for name, tensor in _head_tensors(path).items()}
+    return {name: tensor for name, tensor in found.items() if name in ("weight", "bias") and tensor.shape[0] == 1}
+
+
+def _head_tensors(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read the tensors `score.*` in the safetensors files of a model."""
     from safetensors import safe_open
 
     found: dict[str, torch.Tensor] = {}
     for file in _head_files(path):
         with safe_open(str(file), framework="pt") as tensors:
-            for name in set(tensors.keys()) & {f"{HEAD_NAME}.weight", f"{HEAD_NAME}.bias"}:
-                tensor = tensors.get_tensor(name)
-                if tensor.shape[0] == 1:
-                    found[name.removeprefix(f"{HEAD_NAME}.")] = tensor
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(f"{HEAD_NAME}.")}
     return found
 
 

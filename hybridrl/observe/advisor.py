@@ -131,7 +131,17 @@ def _for_slow_rank(facts: _Facts) -> str:
 
 
 def _reward(facts: _Facts, phase: str) -> tuple[str, str]:
-    workers = facts.setting("reward.num_workers")
+    workers, judge = facts.setting("reward.num_workers"), "reward.reward_model.judge"
+    if facts.setting("reward.reward_model.enable") and facts.setting(f"{judge}.url"):
+        return (
+            "a judge is slower than the models",
+            f"{judge}.max_concurrent={2 * facts.setting(f'{judge}.max_concurrent', 64)}",
+        )
+    if facts.setting("reward.reward_model.enable") and facts.setting(f"{judge}.enable"):
+        key = "reward.reward_model.n_gpus_per_node"
+        own = facts.setting("reward.reward_model.enable_resource_pool")
+        more = f"{key}={2 * facts.setting(key, 1)}" if own else "reward.reward_model.enable_resource_pool=True"
+        return "a judge is slower than the models", f"{more}, or a lower {judge}.max_tokens"
     return (
         "the reward function is slower than the models",
         f"reward.num_workers={2 * workers if workers else 8}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridrl.config import PPOTrainerConfig
+from hybridrl.config import ModelConfig, PPOTrainerConfig
 from hybridrl.errors import ModelError, RewardError
 from hybridrl.models.classifier import check_reward_model, scored_length
 from hybridrl.models.info import config_of, tokenizer_of
@@ -19,9 +19,65 @@ from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import MULTI_MODAL_INPUTS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 KEY = "reward.reward_model.model"
+
+
+def reader_of(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return what makes the batches that the reward model scores: of conversations, or of their steps."""
+    if config.reward.reward_model.steps.enable:
+        from hybridrl.reward.step_conversations import StepConversations
+
+        return StepConversations(config, tokenizer)
+    return Conversations(config, tokenizer)
+
+
+def own_tokenizer(model: ModelConfig, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """Return the reward model's tokenizer.
+
+    Raises:
+        ModelError: there is none, or it has tokens that the model does not know.
+    """
+    try:
+        tokenizer = tokenizer_of(model)
+        check_vocabulary(tokenizer, config.get_text_config().vocab_size, model.tokenizer_path or model.path)
+    except ModelError as error:
+        raise ModelError(f"{KEY}: {error} (here {KEY}.tokenizer_path)") from error
+    return tokenizer
+
+
+def refuse_images(batch: DataProto) -> None:
+    """Refuse prompts whose images the reward model would not see.
+
+    Raises:
+        RewardError: there are some.
+    """
+    if any(len(given) for given in batch.non_tensor_batch.get(MULTI_MODAL_INPUTS, ())):
+        raise RewardError(
+            "reward.reward_model.enable=True: the reward model reads text, and prompts of this batch have images; "
+            "score them with a reward function"
+        )
+
+
+def generated_tokens(batch: DataProto, reason: str) -> list[list[int]]:
+    """Return the tokens of each response, those of tools included; a warning tells of these.
+
+    Args:
+        reason: why it reads them as one text.
+    """
+    width = batch.batch["responses"].shape[1]
+    mask = batch.batch["attention_mask"][:, -width:].bool()
+    written = batch.batch.get("response_mask", None)
+    if written is not None and bool((mask & ~written.bool()).any()):
+        notify(
+            f"the reward model {reason} reads a session with tools (rollout.multi_turn, rollout.agent) as one long "
+            "answer, which holds the text of the tools too; a classifier of whole responses with tokenizer and "
+            "template of the policy would read the session's turns",
+            "warning",
+            once=True,
+        )
+    return [row[keep].tolist() for row, keep in zip(batch.batch["responses"], mask, strict=True)]
 
 
 class Conversations:
@@ -47,12 +103,7 @@ class Conversations:
         part = config.reward.reward_model
         self._config = config_of(part.model)
         check_reward_model(part.model, self._config, KEY)
-        try:
-            self._own = tokenizer_of(part.model)
-            source = part.model.tokenizer_path or part.model.path
-            check_vocabulary(self._own, self._config.get_text_config().vocab_size, source)
-        except ModelError as error:
-            raise ModelError(f"{KEY}: {error} (here {KEY}.tokenizer_path)") from error
+        self._own = own_tokenizer(part.model, self._config)
         self._policy = tokenizer
         self._max_length = part.max_length
         same_template = tokenizer.chat_template == self._own.chat_template
@@ -78,11 +129,7 @@ class Conversations:
         Raises:
             RewardError: a prompt has images, which the model would not see.
         """
-        if any(len(given) for given in batch.non_tensor_batch.get(MULTI_MODAL_INPUTS, ())):
-            raise RewardError(
-                "reward.reward_model.enable=True: the reward model reads text, and prompts of this batch have images; "
-                "score them with a reward function"
-            )
+        refuse_images(batch)
         rows = self._rendered(batch) if self.renders else self._as_generated(batch)
         cut = [row[: self._max_length] for row in rows]
         if not self._told and any(len(short) < len(row) for short, row in zip(cut, rows, strict=True)):
@@ -108,19 +155,8 @@ class Conversations:
         return next((count for count in counts if row[-count:] == self._closing[:count]), 0)
 
     def _rendered(self, batch: DataProto) -> list[list[int]]:
-        width = batch.batch["responses"].shape[1]
-        mask = batch.batch["attention_mask"][:, -width:].bool()
-        written = batch.batch.get("response_mask", None)
-        if written is not None and bool((mask & ~written.bool()).any()):
-            notify(
-                "the reward model has a tokenizer or chat template of its own, so it reads a session with tools "
-                "(rollout.multi_turn, rollout.agent) as one long answer, which holds the text of the tools too; with "
-                "those of the policy it would read the session's turns",
-                "warning",
-                once=True,
-            )
-        generated = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], mask, strict=True)]
-        answers = self._policy.batch_decode(generated, skip_special_tokens=True)
+        reason = "has a tokenizer or chat template of its own, so it"
+        answers = self._policy.batch_decode(generated_tokens(batch, reason), skip_special_tokens=True)
         prompts = batch.non_tensor_batch["raw_prompt"]
         texts = [
             self._render([*prompt, {"role": "assistant", "content": answer}])

@@ -117,7 +117,8 @@ def _reward_model(config: PPOTrainerConfig, ranks: int) -> Forecast | None:
     part = config.reward.reward_model
     infer = micro_batching(part.micro_batch_size_per_gpu, part.use_dynamic_bsz, part.forward_max_token_len_per_gpu)
     work = _workload(config, config.data.train_batch_size, ranks, None, infer)
-    return _forecast("value_model", part, part.model, None, ranks, work)
+    kind = "step_model" if part.steps.enable else "value_model"
+    return _forecast(kind, part, part.model, None, ranks, work)
 
 
 def _process_rewards(config: PPOTrainerConfig, ranks: int) -> Forecast | None:

@@ -1,4 +1,4 @@
-"""The reward model's worker: one score for each conversation."""
+"""The reward model's worker: one score for each conversation, or for each of its steps."""
 
 from hybridrl.config.schema.reward import RewardModelConfig
 from hybridrl.config.strategies import engine_settings
@@ -26,7 +26,8 @@ class RewardModelWorker(ModelWorker):
         """Build and shard the model; see `ModelWorker.build_engine`."""
         config = self.config
         settings = engine_settings(config, config.model.external_lib)
-        self.build_engine("value_model", config.strategy, config.model, settings, None, steps, updates_per_step)
+        kind = "step_model" if config.steps.enable else "value_model"
+        self.build_engine(kind, config.strategy, config.model, settings, None, steps, updates_per_step)
         self.place_in_mesh("reward_model")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward_model"), blocking=False)

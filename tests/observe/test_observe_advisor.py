@@ -35,6 +35,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def judged(judge: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The settings of a run whose judge is set so."""
+    model = {"enable": True, "n_gpus_per_node": 2, "judge": judge, **more}
+    return {**CONFIG, "reward": {**CONFIG["reward"], "reward_model": model}}
+
+
 def _write(
     folder: Path,
     times: dict[str, float],
@@ -70,6 +76,24 @@ def _write(
 
 PLANTED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "slow reward": ({"times": {**BALANCED, "reward": 20.0}}, "reward", None, "reward.num_workers=8"),
+    "slow judge": (
+        {"times": {**BALANCED, "reward": 20.0}, "config": judged({"enable": True})},
+        "reward",
+        None,
+        "reward.reward_model.enable_resource_pool=True, or a lower reward.reward_model.judge.max_tokens",
+    ),
+    "slow judge with devices of its own": (
+        {"times": {**BALANCED, "reward": 20.0}, "config": judged({"enable": True}, enable_resource_pool=True)},
+        "reward",
+        None,
+        "reward.reward_model.n_gpus_per_node=4",
+    ),
+    "slow endpoint of a judge": (
+        {"times": {**BALANCED, "reward": 20.0}, "config": judged({"url": "http://host/v1", "max_concurrent": 8})},
+        "reward",
+        None,
+        "reward.reward_model.judge.max_concurrent=16",
+    ),
     "one slow rank": (
         {"times": {**BALANCED, "old_log_prob": 20.0}, "slow": (2, 2.5)},
         "old_log_prob",

@@ -10,10 +10,11 @@ import torch
 from ray.util import placement_group_table
 from scoring_tools import as_generated, scores_of
 from trainer_tools import lent, trained
-from transformers import AutoTokenizer
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from hybridrl.config import load_config, validate
 from hybridrl.errors import ConfigError, ModelError
+from hybridrl.reward.steps import steps_of
 from hybridrl.trainer.ppo.forecast import forecast_run
 from hybridrl.trainer.ppo.memory import memory_advice
 
@@ -114,6 +115,43 @@ def test_two_ranks_of_its_own_pool_score_the_same_and_a_function_adds_to_it(
     assert (fields["token_level_scores"] != 0).nonzero()[:, 1].tolist() == last.tolist()
 
 
+def test_a_classifier_of_steps_pays_each_step_on_two_ranks(ray_session, micro_model, sort_data, tmp_path: Path) -> None:
+    """Its scores are transformers' probabilities behind each mark. Steps end where random bytes are no characters."""
+    folder, separator = tmp_path / "steps", "\N{REPLACEMENT CHARACTER}"
+    model = AutoModelForTokenClassification.from_pretrained(micro_model, num_labels=2, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(micro_model)
+    tokenizer.save_pretrained(folder)
+    own = [
+        f"{MODEL}.steps.enable=True",
+        f"{MODEL}.steps.separator='{separator}'",
+        f"{MODEL}.steps.mark=+",
+        f"{MODEL}.weight=2",
+        "data.max_response_length=16",
+        "trainer.n_gpus_per_node=2",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+    ]
+    with trained(*words(micro_model, sort_data, folder, tmp_path), *own) as (_, result):
+        scores, mask = result.batch.batch["token_level_scores"], result.batch.batch["response_mask"]
+    for kind in ("rollouts", "validation"):
+        rows = dumped(tmp_path, kind)
+        for row in rows:
+            text, places = re.sub(r"(^|\n)(user|assistant)(?=\n)", r"\1<|im_start|>\2", row["input"]), []
+            text = re.sub(r"\n(?=<\|im_start\|>)", "<|im_end|>\n", text)
+            for step in steps_of(row["output"], separator):
+                text += step.rstrip(separator) + "+"
+                places.append(len(tokenizer(text)["input_ids"]) - 1)
+            with torch.no_grad():
+                said = model(**tokenizer(text, return_tensors="pt")).logits[0, places].softmax(-1)[:, 1]
+            assert row["rm_step_scores"] == pytest.approx(said.tolist(), abs=1e-5)
+            assert row["score"] == pytest.approx(2 * said.sum().item(), abs=1e-4)
+        assert max(len(row["rm_step_scores"]) for row in rows) > 1
+    rewarded = (scores != 0) & mask.bool()
+    assert torch.equal(rewarded, scores != 0) and (rewarded.sum(1) > 1).any()
+
+
 def test_a_model_that_writes_is_refused_and_nothing_is_left_on_ray(
     ray_session, micro_model, sort_data, tmp_path: Path
 ) -> None:
@@ -138,6 +176,15 @@ def test_a_model_that_writes_is_refused_and_nothing_is_left_on_ray(
         ([f"{MODEL}.weight=inf"], rf"{MODEL}\.weight=inf"),
         ([f"{MODEL}.model.lora_rank=4"], r"is frozen and read without an adapter"),
         ([f"{MODEL}.strategy=nowhere"], rf"{MODEL}\.strategy=.*nowhere"),
+        ([f"{MODEL}.steps.mark=x"], rf"{MODEL}\.steps\.mark: no effect without .*steps\.enable=True"),
+        ([f"{MODEL}.steps.enable=True", f"{MODEL}.steps.separator=''"], r"steps\.separator is empty"),
+        ([f"{MODEL}.steps.enable=True", f"{MODEL}.max_length=9"], r"max_length=9 with .*would have no score"),
+        ([f"{MODEL}.steps.enable=True", f"{MODEL}.rollout.name=vllm"], r"rollout\.name=vllm with .*whole responses"),
+        ([f"{MODEL}.steps.enable=True", f"{MODEL}.strategy=megatron"], r"strategy=megatron with .*set it to .*fsdp2"),
+        (
+            [f"{MODEL}.steps.enable=True", f"{MODEL}.judge.url=http://h/v1"],
+            r"steps\.enable=True has no effect with a",
+        ),
         ([f"{MODEL}.fsdp_config.forward_only=False"], rf"{MODEL} is frozen"),
         (
             [f"{MODEL}.use_dynamic_bsz=True", f"{MODEL}.forward_max_token_len_per_gpu=9"],

@@ -23,6 +23,7 @@ from hybridrl.config.checks.judge import check_judge, idle_judge
 from hybridrl.config.checks.paths import check_class, check_files, check_functions, check_model, check_source_file
 from hybridrl.config.checks.roles import check_contents, check_optimizer, check_placement, check_roles, rollbacks
 from hybridrl.config.checks.served import check_served
+from hybridrl.config.checks.step_scores import check_step_scores
 from hybridrl.config.checks.supervised import check_supervised
 from hybridrl.config.convert import build, show
 from hybridrl.config.data_names import KINDS, dataset_name, local_files
@@ -270,6 +271,7 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
         for name in ("custom_reward_function.path", "functions"):
             if functools.reduce(getattr, name.split("."), config.reward):
                 yield f"reward.{name} has no effect with {where}.combine=only; remove it, or set combine=sum"
+    yield from check_step_scores(config)
     if part.is_judge:
         yield from check_judge(config)
     if part.is_judge and not part.serves_judge:

@@ -228,6 +228,22 @@ class JudgeConfig(ConfigNode):
     )
 
 
+@dataclass
+class StepScoresConfig(ConfigNode):
+    """`reward.reward_model.steps`: a classifier that scores each step of a response (a process reward model)."""
+
+    enable: bool = key(False, "the model is a classifier of tokens, and scores each step where it ends")
+    separator: str = key("\n\n", "text between two steps of a response")
+    mark: str | None = key(
+        None, "text that the model reads after each step in place of the separator, and scores at; null: the separator"
+    )
+    reward: str = key(
+        "each",
+        "each: each score at the end of its step; else one number of them at the end of the response",
+        choices=("each", "mean", "min", "product", "last"),
+    )
+
+
 _POLICY = "${actor_rollout_ref.model."
 
 
@@ -271,6 +287,7 @@ class RewardModelConfig(ConfigNode):
     megatron: MegatronConfig = group(
         MegatronConfig, forward_only=True, strategy=Follow("${reward.reward_model.strategy}", "fsdp2")
     )
+    steps: StepScoresConfig = group(StepScoresConfig, "single steps of a response are scored")
     rollout: ServingConfig = group(ServingConfig, "an inference engine that serves the model instead")
     judge: JudgeConfig = group(JudgeConfig, "a language model that judges instead")
 

@@ -73,7 +73,7 @@ from hybridrl.utils.metrics import Metric
 
 @TrainEngines.register(
     "fsdp2",
-    model_types=("language_model", "value_model", "reward_model"),
+    model_types=("language_model", "value_model", "reward_model", "step_model"),
     settings="hybridrl.config.schema.engine:FSDPConfig",
 )
 class FSDPEngine(
@@ -89,7 +89,7 @@ class FSDPEngine(
     """A Hugging Face causal language model, or a backbone with a value head.
 
     Args:
-        model_type: `language_model`, `value_model` or `reward_model`.
+        model_type: `language_model`, `value_model`, `reward_model` or `step_model`.
         model: A `ModelConfig`: path, override_config, trust_remote_code, enable_gradient_checkpointing,
             use_remove_padding, ...
         engine: An `FSDPConfig`: dtypes, sharding, offload.

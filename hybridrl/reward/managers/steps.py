@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property
-from itertools import accumulate, takewhile
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.reward.manager import RewardManager, Scored, register_reward_manager
 from hybridrl.reward.positions import response_lengths, tensors_of
 from hybridrl.reward.processes.outcome import Outcome, without_score
 from hybridrl.reward.signature import Sample
-from hybridrl.utils.token_text import TokenTexts
+from hybridrl.reward.steps import StepPlaces, steps_of
 from hybridrl.verdict import NoVerdict, Reason
 
 if TYPE_CHECKING:
@@ -34,8 +32,8 @@ class StepsRewardManager(RewardManager):
     """
 
     @cached_property
-    def _texts(self) -> TokenTexts:
-        return TokenTexts(self.tokenizer)
+    def _places(self) -> StepPlaces:
+        return StepPlaces(self.tokenizer, self.settings.separator)
 
     def _scored(self, outcome: Outcome, sample: Sample, length: int) -> Scored:
         if outcome.no_verdict is None and (fault := self._fault(outcome, sample)) is not None:
@@ -54,7 +52,7 @@ class StepsRewardManager(RewardManager):
             tokens = tensors["responses"][row, : lengths[row]].tolist()
             own = [1] * len(tokens) if mask is None else mask[row, : lengths[row]].tolist()
             for scores in lists:
-                for place, score in zip(self._ends(tokens, own), scores, strict=True):
+                for place, score in zip(self._places(tokens, own), scores, strict=True):
                     rewards[row, place] += self.settings.weight * score
         return result
 
@@ -66,54 +64,6 @@ class StepsRewardManager(RewardManager):
             if len(scores) != count:
                 return f"{len(scores)} {_NAME} for {count} steps between {self.settings.separator!r}"
         return None
-
-    def _ends(self, tokens: Sequence[int], own: Sequence[int]) -> list[int]:
-        """The last generated token of each step; that of an earlier step where it has none."""
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        length = self._lengths(tokens, text)
-        last = list(accumulate((place if mine else -1 for place, mine in enumerate(own)), max, initial=-1))
-        ends, end = [], 0
-        for step in steps_of(text, self.settings.separator):
-            end += len(step)
-            # the first tokens, at least one, whose text reaches the end of the step
-            count = bisect_left(range(len(tokens)), end, lo=min(1, len(tokens)), key=length)
-            ends.append(max(last[count], 0))
-        return ends
-
-    def _lengths(self, tokens: Sequence[int], text: str) -> Callable[[int], int]:
-        """A function that returns the length of the text of the first so many tokens.
-
-        The texts of single tokens joined are usually the text of all, with a space before it that decoding drops. Where
-        a tokenizer changes the text that it joins, for example removes spaces, first tokens are decoded one by one.
-        """
-        special = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
-        shown = iter(self._texts([token for token in tokens if token not in special]))
-        texts = ["" if token in special else next(shown) for token in tokens]
-        joined = "".join(texts)
-        dropped = len(joined) - len(text)
-        if joined[dropped:] == text and not joined[:dropped].strip():
-            sums = list(accumulate(map(len, texts), initial=-dropped))
-            return sums.__getitem__
-
-        @cache
-        def length(count: int) -> int:
-            first = self.tokenizer.decode(tokens[:count], skip_special_tokens=True)
-            # a part of a character at the end is not part of the text
-            return sum(takewhile(bool, (own == whole for own, whole in zip(first, text, strict=False))))
-
-        return length
-
-
-def steps_of(text: str, separator: str) -> list[str]:
-    """The steps of a text, each with the separators behind it; joined they are the text."""
-    steps: list[str] = []
-    for part in text.split(separator):
-        if part.strip() or not steps:
-            steps.append(part + separator)
-        else:
-            steps[-1] += part + separator
-    steps[-1] = steps[-1][: len(steps[-1]) - len(separator)]
-    return steps
 
 
 def _lists_of(outcome: Outcome) -> list[Any]:

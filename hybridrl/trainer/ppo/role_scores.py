@@ -89,20 +89,33 @@ class Scorer:
         pending = []
         for scoring, read, group in self._roles:
             with timer.phase(scoring.phase):
-                pending.append((scoring, getattr(group, scoring.method)(read(batch))))
+                asked = read(batch)
+                pending.append((scoring, read, asked, getattr(group, scoring.method)(asked)))
         with timer.phase("reward"), contextlib.nullcontext() if self._judge is None else self._judge.turn():
             result = ask(reward_fn, batch)
-        for scoring, future in pending:
+        for scoring, read, asked, future in pending:
             with timer.phase(scoring.phase):
-                scores = future.get().batch[scoring.column][:, -1]
-            result["reward_tensor"] = self._added(result["reward_tensor"], scoring, scores, batch)
-            result["reward_extra_info"][scoring.column] = scores.tolist()
+                scores = future.get().batch[scoring.column]
+                rewards, columns = getattr(read, "rewards", _at_the_end(scoring.column))(scores, asked, batch)
+            result["reward_tensor"] = self._added(result["reward_tensor"], scoring, rewards, batch)
+            result["reward_extra_info"] |= columns
         return result
 
-    def _added(self, rewards: torch.Tensor, scoring: Scoring, scores: torch.Tensor, batch: DataProto) -> torch.Tensor:
+    def _added(self, rewards: torch.Tensor, scoring: Scoring, more: torch.Tensor, batch: DataProto) -> torch.Tensor:
         assert self._config is not None
         sessions = split_sessions(batch.non_tensor_batch, len(batch))
-        rows = torch.arange(len(scores)) if sessions is None else sessions.last
+        rows = torch.arange(len(more)) if sessions is None else sessions.last
         rewards = rewards.clone()
-        rewards[rows, last_generated(batch)[rows]] += scoring.weight(self._config) * scores[rows]
+        rewards[rows] += scoring.weight(self._config) * more[rows]
         return rewards
+
+
+def _at_the_end(column: str) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
+    """How scores [B, 1] of whole responses become rewards: at the last generated token."""
+
+    def rewards(scores: torch.Tensor, asked: DataProto, batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+        placed = torch.zeros(batch.batch["responses"].shape, dtype=scores.dtype)
+        placed[torch.arange(len(placed)), last_generated(batch)] = scores[:, -1]
+        return placed, {column: scores[:, -1].tolist()}
+
+    return rewards
