@@ -37,19 +37,30 @@ if [ -n "$smoke" ]; then
         "$python" -m hybridrl.models.tiny --out "$teacher" --hidden 64 --heads 2 --kv-heads 2 --seed 1
     [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=80)
     case "$name" in retool | search_r1) size+=(data.max_prompt_length=1024 data.max_response_length=64) ;; esac
+    serve() { # PROGRAM ARGUMENT: starts a server of examples/, whose first line of output begins with its address
+        "$python" "examples/$1" "$2" --port 0 >"$out/$1.txt" &
+        server=$!
+        trap 'kill "$server" 2>/dev/null || true' EXIT
+        for _ in $(seq 300); do
+            read -r address _ <"$out/$1.txt" && break
+            kill -0 "$server" || fail "examples/$1 has ended"
+            sleep 0.1
+        done
+    }
     if [ "$name" = search_r1 ]; then
         data=$out/smoke_questions
         [ -f "$data/train.parquet" ] ||
             "$python" -m hybridrl.data.preprocess.search_r1 --local_dir recipes/search_r1/smoke --out "$data"
-        "$python" examples/retrieval_server.py recipes/search_r1/smoke/corpus.jsonl --port 0 >"$out/retrieval_server.txt" &
-        server=$!
-        trap 'kill "$server" 2>/dev/null || true' EXIT
-        for _ in $(seq 300); do
-            read -r RETRIEVAL_URL _ <"$out/retrieval_server.txt" && break
-            kill -0 "$server" || fail "examples/retrieval_server.py has ended"
-            sleep 0.1
-        done
-        export RETRIEVAL_URL
+        serve retrieval_server.py recipes/search_r1/smoke/corpus.jsonl
+        export RETRIEVAL_URL=$address
+    fi
+    if [ "$name" = collabllm ]; then
+        data=$out/smoke_conversations
+        [ -f "$data/train.parquet" ] ||
+            "$python" -m hybridrl.data.preprocess.collab --local_dir recipes/collabllm/smoke --out "$data"
+        serve scripted_chat_server.py recipes/collabllm/smoke/script.jsonl
+        export USER_URL=$address
+        size+=(reward.custom_reward_function.path=null data.max_prompt_length=512 data.max_response_length=192)
     fi
     [ "$name" != dapo ] || size+=(reward.reward_kwargs.overlong_buffer_cfg.len=2)
 else
@@ -63,6 +74,10 @@ else
     case "$name" in
         retool) model=${MODEL:-Qwen/Qwen2.5-7B-Instruct} task=math ;;
         search_r1) model=${MODEL:-Qwen/Qwen2.5-7B-Instruct} task=search_r1 ;;
+        collabllm)
+            model=${MODEL:-Qwen/Qwen2.5-7B-Instruct} task=collab
+            [ -n "${USER_URL:-}" ] || fail "USER_URL is not set; recipes/collabllm/README.md says what it is"
+            ;;
     esac
     data=$out/$task
     [ -f "$data/train.parquet" ] || "$python" -m "hybridrl.data.preprocess.$task" --out "$data"
@@ -86,7 +101,7 @@ else
     )
     [ "$name" != grpo_vlm ] || size+=(data.max_prompt_length=1024 data.mm_processor_kwargs.max_pixels=262144)
     case "$name" in retool) size+=(data.max_prompt_length=1024 data.max_response_length=8192) ;;
-        search_r1) size+=(data.max_prompt_length=1024 data.max_response_length=4096) ;;
+        search_r1 | collabllm) size+=(data.max_prompt_length=1024 data.max_response_length=4096) ;;
     esac
     [ "$name" != grpo_lora ] || size+=(actor_rollout_ref.actor.optim.lr=1e-5)
     [ ! -f "recipes/$name/reward.py" ] || size+=(reward.custom_reward_function.path="$root/recipes/$name/reward.py")
@@ -114,4 +129,4 @@ run=(
     "${size[@]}" ${words[@]+"${words[@]}"}
 )
 [ -n "${server:-}" ] || exec "${run[@]}"
-"${run[@]}" # this shell ends the retrieval server afterwards
+"${run[@]}" # this shell ends the server afterwards

@@ -10,10 +10,7 @@ import functools
 import inspect
 import json
 import math
-import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,12 +20,12 @@ from typing import Any
 from hybridrl.errors import RewardError
 from hybridrl.reward.remote_scores import plain
 from hybridrl.utils import clock
-from hybridrl.utils.json_client import JsonClient, ServiceError, is_address
+from hybridrl.utils.chat_client import ChatClient
+from hybridrl.utils.json_client import ServiceError
 from hybridrl.utils.user_code import load_object
 from hybridrl.verdict import NoVerdict, NoVerdictError, Reason, Verdict
 
 _KEY = "reward.reward_model.judge"
-_CHECK_S = 30.0
 #: what `ask_or_read` returns, and the column in which it gets the answer
 QUESTION, ANSWER = "question", "judge_answer"
 _SCORE = re.compile(r"score[\s*_`]{0,5}[:=][\s*_`]{0,5}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
@@ -95,7 +92,6 @@ class Judge:
 
     Attributes:
         client: sends the requests.
-        model: its name at the endpoint.
         questions: what it is asked.
         sampling: further fields of the request.
         timeout_s: seconds that an answer may take.
@@ -103,8 +99,7 @@ class Judge:
         slots: as many as threads. Samples wait for one, which does not count as their time.
     """
 
-    client: JsonClient
-    model: str
+    client: ChatClient
     questions: Questions
     sampling: Mapping[str, Any]
     timeout_s: float
@@ -126,24 +121,10 @@ class Judge:
         if isinstance(messages, NoVerdict):
             return messages
         try:
-            answer = self.client.post(
-                {"model": self.model, "messages": messages, **self.sampling}, self.timeout_s, _fault
-            )
+            answer = self.client.ask(messages, self.timeout_s, **self.sampling)
         except ServiceError as error:
             return NoVerdict(error.reason, f"the judge gave no answer: {error}")
-        return self.questions.verdict(_text(answer) or "", sample)
-
-
-def _fault(answer: Mapping[str, Any]) -> str | None:
-    return None if _text(answer) is not None else f"an answer without choices: {str(answer)[:200]}"
-
-
-def _text(answer: Mapping[str, Any]) -> str | None:
-    """The text of an answer, "" where it has none; None where the answer is none of this API."""
-    try:
-        return str(answer["choices"][0]["message"].get("content") or "")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return None
+        return self.questions.verdict(answer, sample)
 
 
 def _read(parse: Callable[[str, Mapping[str, Any]], Any], text: str, sample: Mapping[str, Any]) -> Any:
@@ -190,30 +171,10 @@ def make_judge(
     Raises:
         RewardError: the template or the function cannot be read, or the endpoint does not have the model.
     """
-    if not is_address(url):
-        raise RewardError(f"{_KEY}.url={url}: give an address such as http://HOST:8000/v1")
-    token, base = os.environ.get(token_env) if token_env else None, url.rstrip("/")
-    client = JsonClient(f"{base}/chat/completions", token, attempts, patience_s=timeout_s)
-    name = _model_of(base, token, model)
+    client = ChatClient.of(url, model, token_env, attempts, timeout_s, _KEY, RewardError)
     questions = Questions.of(template, system_prompt, parse_path, parse_name)
     threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="judge")
-    return Judge(client, name, questions, sampling, timeout_s, threads, asyncio.Semaphore(max_concurrent))
-
-
-def _model_of(base: str, token: str | None, model: str | None) -> str:
-    """The name of the model at the endpoint, which has to have it."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(f"{base}/models", headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_CHECK_S) as reply:
-            known = [str(one["id"]) for one in json.load(reply)["data"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RewardError(f"{_KEY}.url={base}: the endpoint does not list its models: {error}") from None
-    if (model is None and len(known) != 1) or (model is not None and model not in known):
-        raise RewardError(
-            f"{_KEY}.model={model}: the endpoint {base} has {', '.join(known) or 'no models'}; set it to one"
-        )
-    return model or known[0]
+    return Judge(client, questions, sampling, timeout_s, threads, asyncio.Semaphore(max_concurrent))
 
 
 def _template(path: str | None) -> Callable[..., str]:

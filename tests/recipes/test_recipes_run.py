@@ -4,6 +4,7 @@ import json
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from hybridrl.config import load_config
+from hybridrl.data.preprocess.collab import write_collab
 from hybridrl.data.preprocess.colours import write_colours
 from hybridrl.models.tiny import build_tiny_model
 from hybridrl.models.tiny_vision import build_tiny_vision_model
@@ -26,7 +28,7 @@ NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.sh"))
 ASKED_FOR = (
     "dpo rm ppo grpo grpo_lora grpo_megatron grpo_vlm dr_grpo dapo gspo rloo reinforce_pp reinforce_pp_baseline remax "
     "opo gpg cispo sapo gmpo dppo dro clip_cov kl_cov otb gdpo grpo_passk pf_ppo rollout_correction prime sppo "
-    "distillation retool search_r1"
+    "distillation retool search_r1 collabllm"
 )
 SESSIONS = ("retool", "search_r1")  # with tools, which the prompts describe
 #: a metric that the recipe alone, or few with it, reports
@@ -46,6 +48,7 @@ SHOWS = {
     "rloo": "actor/reward_kl_penalty",
     "retool": "tool_call_counts/mean",
     "search_r1": "tool_call_counts/mean",
+    "collabllm": "reward/judge/mean",
 }
 
 
@@ -87,11 +90,36 @@ def size(name: str, model: Path, data: Path) -> list[str]:
     if name == "distillation":
         teacher = build_tiny_model(model.parent / "teacher", hidden=32, heads=2, kv_heads=1, seed=1)
         words.append(f"distillation.teacher_models.teacher.model_path={teacher}")
+    if name == "collabllm":
+        words += [
+            f"data.train_files={write_conversations(data.parent / 'conversations')}",
+            "reward.custom_reward_function.path=null",
+            "data.max_prompt_length=512",
+            "data.max_response_length=160",
+        ]
     if name in SESSIONS:
         words += ["data.max_prompt_length=1024", "actor_rollout_ref.rollout.n=3"]
     if name == "dapo":
         words.append("reward.reward_kwargs.overlong_buffer_cfg.len=2")
     return words
+
+
+def write_conversations(folder: Path) -> Path:
+    write_collab(folder, RECIPES / "collabllm" / "smoke")
+    return folder / "train.parquet"
+
+
+@pytest.fixture(scope="module")
+def user_url() -> Iterator[str]:
+    """The server of `--smoke`, which plays the user and the judge."""
+    program = [
+        RECIPES.parent / "examples" / "scripted_chat_server.py",
+        RECIPES / "collabllm" / "smoke" / "script.jsonl",
+    ]
+    with subprocess.Popen([sys.executable, *program, "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().split()[0]
+        server.kill()
 
 
 def test_there_is_a_recipe_for_each() -> None:
@@ -108,7 +136,8 @@ def test_its_files_are_whole(name) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in PAIRS])
-def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path) -> None:
+def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path, user_url, monkeypatch) -> None:
+    monkeypatch.setenv("USER_URL", user_url)
     with trained(tmp_path, name, size(name, micro_model, sort_data)) as (_, result):
         batch = result.batch
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -121,6 +150,9 @@ def test_two_steps(name, ray_session, micro_model, sort_data, tmp_path) -> None:
     advantages, mask = batch.batch["advantages"], batch.batch["response_mask"].bool()
     assert advantages[mask].abs().max() > 0 and torch.all(advantages[~mask] == 0)
     assert len(batch) == 12
+    if name == "collabllm":
+        assert set(batch.non_tensor_batch["judge"]) <= {3.0, 5.0, 8.0} and record["reward/effort/mean"] < 0
+        assert any("user" in scores for scores in batch.non_tensor_batch["reward_scores"])
 
 
 @pytest.mark.parametrize("name", PAIRS)

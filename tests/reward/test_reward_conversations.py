@@ -243,7 +243,7 @@ def test_models_that_cannot_score_are_refused(micro_model: Path, micro_reward_mo
     for file in silent.glob("*token*"):
         file.unlink()
     for folder, named in (
-        (micro_model, r"Qwen2ForCausalLM generates text.*reward\.reward_model\.judge\.url"),
+        (micro_model, r"Qwen2ForCausalLM generates text.*reward\.reward_model\.judge\.enable"),
         (two, "2 labels"),
         (headless, r"no head \(score.weight\)"),
         (silent, "holds no tokenizer"),

@@ -71,7 +71,7 @@ def test_phases_are_those_of_the_table(scorer) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["roles.judge.seed=1"], r"roles\.judge.*actor_rollout, ref, .*critic, .*scorer"),
+        (["roles.umpire.seed=1"], r"roles\.umpire.*actor_rollout, ref, .*critic, .*scorer"),
         (["roles.scorer.seed=1", "roles.scorer.sed=1"], r"roles\.scorer\.sed.*seed, vocabulary"),
         (["roles.scorer.vocabulary=9"], r"roles\.scorer\.seed is missing"),
         (["roles.scorer.seed=x"], r"roles\.scorer\.seed='x'"),
@@ -88,7 +88,7 @@ def test_settings_of_a_role_that_cannot_work_are_refused(scorer, words, named) -
 
 
 @dataclass
-class JudgeSettings:
+class UmpireSettings:
     """A model that learns, with the library's groups and without a default for its seed."""
 
     seed: int
@@ -106,30 +106,38 @@ class JudgeSettings:
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("ppo_mini_batch_size=3", r"train_batch_size=1024 is not a multiple of roles\.judge\.ppo_mini_batch_size=3"),
-        ("rollout_n=2", r"roles\.judge\.rollout_n=2 and actor_rollout_ref\.rollout\.n=1"),
-        ("{use_dynamic_bsz: true, ppo_max_token_len_per_gpu: 9}", r"roles\.judge\.ppo_max_token_len_per_gpu=9 is less"),
-        ("{strategy: nowhere, engine: {strategy: nowhere}}", r"roles\.judge\.strategy=nowhere: unknown; .* fsdp2"),
-        ("model.path=./gone", r"roles\.judge\.model\.path=\./gone"),
-        ("engine.forward_only=true", r"roles\.judge\.engine\.forward_only=True: roles\.judge is trained"),
-        ("optim.optimizer_impl=nowhere.optim", r"roles\.judge\.optim\.optimizer_impl=nowhere\.optim.*no package"),
-        ("checkpoint.save_contents=[hf_model]", r"roles\.judge\.checkpoint\.load_contents has model"),
-        ("optim.lr=-1", r"roles\.judge\.optim\.lr=-1"),
+        ("ppo_mini_batch_size=3", r"train_batch_size=1024 is not a multiple of roles\.umpire\.ppo_mini_batch_size=3"),
+        ("rollout_n=2", r"roles\.umpire\.rollout_n=2 and actor_rollout_ref\.rollout\.n=1"),
+        (
+            "{use_dynamic_bsz: true, ppo_max_token_len_per_gpu: 9}",
+            r"roles\.umpire\.ppo_max_token_len_per_gpu=9 is less",
+        ),
+        ("{strategy: nowhere, engine: {strategy: nowhere}}", r"roles\.umpire\.strategy=nowhere: unknown; .* fsdp2"),
+        ("model.path=./gone", r"roles\.umpire\.model\.path=\./gone"),
+        ("engine.forward_only=true", r"roles\.umpire\.engine\.forward_only=True: roles\.umpire is trained"),
+        ("optim.optimizer_impl=nowhere.optim", r"roles\.umpire\.optim\.optimizer_impl=nowhere\.optim.*no package"),
+        ("checkpoint.save_contents=[hf_model]", r"roles\.umpire\.checkpoint\.load_contents has model"),
+        ("optim.lr=-1", r"roles\.umpire\.optim\.lr=-1"),
     ],
 )
 def test_a_role_that_learns_is_checked_like_the_critic(micro_model, sort_data, monkeypatch, word, named) -> None:
-    update = Update("update_judge", "update_judge", fields=())
+    update = Update("update_umpire", "update_umpire", fields=())
     spec = dataclasses.replace(
-        ROLES["critic"], name="judge", path="", settings=JudgeSettings, placement=("actor_rollout_ref",), update=update
+        ROLES["critic"],
+        name="umpire",
+        path="",
+        settings=UmpireSettings,
+        placement=("actor_rollout_ref",),
+        update=update,
     )
-    spec = dataclasses.replace(spec, needed=lambda config: "judge" in config.roles, saved="judge")
-    monkeypatch.setitem(ROLES, "judge", spec)
+    spec = dataclasses.replace(spec, needed=lambda config: "umpire" in config.roles, saved="umpire")
+    monkeypatch.setitem(ROLES, "umpire", spec)
     common = [f"actor_rollout_ref.model.path={micro_model}", f"data.train_files={sort_data / 'train.parquet'}"]
-    own = f"roles.judge={word}" if word.startswith("{") else f"roles.judge.{word}"
-    settings = [own, "roles.judge.seed=1"]
+    own = f"roles.umpire={word}" if word.startswith("{") else f"roles.umpire.{word}"
+    settings = [own, "roles.umpire.seed=1"]
     if "model" not in word.split("=")[0]:
-        settings.append(f"roles.judge.model.path={micro_model}")
-    validate(config_of(*common, "roles.judge.seed=1", f"roles.judge.model.path={micro_model}"))
+        settings.append(f"roles.umpire.model.path={micro_model}")
+    validate(config_of(*common, "roles.umpire.seed=1", f"roles.umpire.model.path={micro_model}"))
     with pytest.raises(ConfigError, match=named) as caught:
         validate(config_of(*common, *settings))
     assert len(caught.value.faults) == 1
