@@ -53,7 +53,8 @@ def runs_liger() -> bool:
         return False
     if importlib.util.find_spec(PACKAGE) is None:
         raise ModelError(
-            f"model.use_liger=True needs the package liger-kernel (bash scripts/install.sh cuda liger); install it, {_OFF}"
+            "model.use_liger=True needs the package liger-kernel; install it (bash scripts/install.sh cuda liger), "
+            f"{_OFF}"
         )
     return True
 

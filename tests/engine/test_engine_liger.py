@@ -1,4 +1,4 @@
-"""`model.use_liger`: which modules get Liger's kernels. What they compute needs a GPU (tests/gpu/test_gpu_kernels.py)."""
+"""`model.use_liger`: which modules get Liger's kernels. What they compute, `tests/gpu/test_gpu_kernels.py` compares."""
 
 from __future__ import annotations
 

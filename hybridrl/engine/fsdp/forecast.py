@@ -24,8 +24,8 @@ from hybridrl.utils import device
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
 _ATTENTION = "hybridrl_forecast"
 _REDUCED = 4  # bytes of an element while gradients are summed over ranks: float32
-# The kernels for GPUs need no working buffers: a tile is in the logits' dtype alone, a fifth of what PyTorch's operations
-# hold of it, and whole logits are read where they are.
+# The kernels for GPUs need no working buffers: a tile is in the logits' dtype alone, a fifth of what PyTorch's
+# operations hold of it, and whole logits are read where they are.
 _COPIES, _KERNEL_ELEMENTS = 5, 1 << 23
 
 
