@@ -40,8 +40,8 @@ def check_activations(model: Any, engine: Any) -> None:
         _check_selective(model, engine)
     if model.use_liger and engine.use_torch_compile:
         raise ModelError(
-            "model.use_liger=True and fsdp_config.use_torch_compile=True both fuse the operations of a layer; leave one "
-            "of them off"
+            "model.use_liger=True and fsdp_config.use_torch_compile=True both fuse the operations of a layer; leave "
+            "one of them off"
         )
     if model.tiled_mlp.enabled and engine.use_torch_compile:
         raise ModelError(
