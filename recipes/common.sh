@@ -60,7 +60,7 @@ if [ -n "$smoke" ]; then
             "$python" -m hybridrl.data.preprocess.collab --local_dir recipes/collabllm/smoke --out "$data"
         serve scripted_chat_server.py recipes/collabllm/smoke/script.jsonl
         export USER_URL=$address
-        size+=(reward.custom_reward_function.path=null data.max_prompt_length=512 data.max_response_length=192)
+        size+=(reward.custom_reward_function.path=null data.max_prompt_length=512 data.max_response_length=96)
     fi
     [ "$name" != dapo ] || size+=(reward.reward_kwargs.overlong_buffer_cfg.len=2)
 else

@@ -12,9 +12,9 @@ from hybridrl.config.own_settings import read_own
 from hybridrl.config.schema.reward import CustomRewardConfig, RewardConfig, RewardPartConfig, ScoringConfig
 from hybridrl.errors import RewardError
 from hybridrl.reward.function import KEY, RewardFunction
+from hybridrl.reward.judge_pool import JudgePool
 from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.pool import RewardPool
-from hybridrl.reward.served_judge import ServedJudge
 from hybridrl.reward.signature import Form, ground_truth_of, missing_column
 from hybridrl.reward.weighted import Pool, WeightedPools
 from hybridrl.utils.user_code import load_object
@@ -81,14 +81,14 @@ def create_pool(reward: ScoringConfig, form: Form = "sample", num_workers: int |
     return WeightedPools(pools, weights, tolerates) if judge is None else _with_judge(pools, weights, judge, reward)
 
 
-def _judge(reward: RewardConfig) -> RewardPool | ServedJudge:
+def _judge(reward: RewardConfig) -> RewardPool | JudgePool:
     """What asks the judge, by one process."""
     judge, module = reward.reward_model.judge, "pkg://hybridrl.reward.judge"
     settings: dict[str, Any] = {"template": judge.template, "system_prompt": judge.system_prompt}
     settings |= {"parse_path": judge.parse.path, "parse_name": judge.parse.name}
     if reward.reward_model.serves_judge:
         function = RewardFunction(module, "ask_or_read", settings, key="reward.reward_model.judge")
-        return ServedJudge(service_pool(reward, function, judge.timeout_s))
+        return JudgePool(service_pool(reward, function, judge.timeout_s))
     names = ("url", "model", "max_concurrent", "attempts", "timeout_s", "token_env")
     settings |= {name: getattr(judge, name) for name in names}
     settings["sampling"] = {"temperature": judge.temperature, "max_tokens": judge.max_tokens, **judge.extra_body}
@@ -99,7 +99,7 @@ def _judge(reward: RewardConfig) -> RewardPool | ServedJudge:
 def _with_judge(
     pools: Mapping[str, RewardPool],
     weights: Mapping[str, float],
-    judge: RewardPool | ServedJudge,
+    judge: RewardPool | JudgePool,
     reward: ScoringConfig,
 ) -> WeightedPools:
     assert isinstance(reward, RewardConfig)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hybridrl.reward.judge_pool import JudgePool
 from hybridrl.reward.limited import LimitedPool
 from hybridrl.reward.no_function import NoFunction
 from hybridrl.reward.processes.outcome import Outcome, ScoreError, without_score
 from hybridrl.reward.processes.pool import RewardPool
-from hybridrl.reward.served_judge import ServedJudge
 from hybridrl.reward.signature import Call, Sample
 from hybridrl.verdict import NoVerdict, Reason
 
@@ -32,7 +32,7 @@ class WeightedPools:
 
     def __init__(
         self,
-        pools: Mapping[str, RewardPool | ServedJudge],
+        pools: Mapping[str, RewardPool | JudgePool],
         weights: Mapping[str, float],
         tolerates: Collection[Reason] = (),
     ) -> None:

@@ -16,6 +16,7 @@ from hybridrl.agents.tools.builtin import evaluate
 from hybridrl.agents.tools.load import load_tools
 from hybridrl.data import DataError
 from hybridrl.data.preprocess.calculator import write_calculator
+from hybridrl.data.preprocess.collab import write_collab
 from hybridrl.data.preprocess.colours import COLOURS, write_colours
 from hybridrl.data.preprocess.geo3k import write_geo3k
 from hybridrl.data.preprocess.gsm8k import write_gsm8k
@@ -193,3 +194,13 @@ def test_search_questions_of_the_recipe(repository, tmp_path):
         (source / f"{split}.jsonl").write_text('{"question": "Where?", "golden_answers": []}\n')
     with pytest.raises(DataError, match=r"train.jsonl, line 1.*golden_answers"):
         write_search_r1(tmp_path / "out", source)
+
+
+def test_conversations_hide_the_problem_and_the_answer_from_the_model(tmp_path, repository):
+    assert write_collab(tmp_path, repository / "recipes" / "collabllm" / "smoke") == {"train": 32, "test": 4}
+    for row in pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist():
+        shown, task = row["prompt"][-1]["content"], row["interaction_kwargs"]["task"]
+        assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+        problem, answer = row["extra_info"]["question"], row["reward_model"]["ground_truth"]
+        assert problem in task and problem not in shown and "stuck on a problem in" in shown
+        assert default_compute_score(row["data_source"], rf"so \boxed{{{answer}}}", answer, row["extra_info"]) == 1.0

@@ -95,7 +95,7 @@ def size(name: str, model: Path, data: Path) -> list[str]:
             f"data.train_files={write_conversations(data.parent / 'conversations')}",
             "reward.custom_reward_function.path=null",
             "data.max_prompt_length=512",
-            "data.max_response_length=160",
+            "data.max_response_length=96",
         ]
     if name in SESSIONS:
         words += ["data.max_prompt_length=1024", "actor_rollout_ref.rollout.n=3"]

@@ -9,6 +9,7 @@ import contextlib
 import json
 import threading
 import time
+from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -17,7 +18,7 @@ from hybridrl.config import load_config
 from hybridrl.reward import RewardError, create_reward_manager
 from hybridrl.reward.factory import check_reward
 from hybridrl.reward.judge import last_score
-from hybridrl.reward.served_judge import judges_in
+from hybridrl.reward.judge_pool import judges_in
 from hybridrl.trainer.ppo.roles import active_roles
 from hybridrl.verdict import NoVerdictError, Reason
 
@@ -276,6 +277,26 @@ def test_a_served_judge_is_asked_side_by_side_and_before_it_is_there_not_at_all(
     early = create_reward_manager(manager.config, manager.tokenizer)
     with contextlib.closing(early), pytest.raises(RewardError, match="has not loaded its models yet"):
         early(make_batch(["a"], **rows("1")))
+
+
+def test_what_a_served_judge_has_not_answered_is_given_up_with_the_run(served_by, make_batch, tmp_path):
+    (tmp_path / "question.txt").write_text("{{ response }}")
+    asked, given_up = threading.Event(), threading.Event()
+
+    async def answer(messages):
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    manager = served_by(answer, f"reward.reward_model.judge.template={tmp_path / 'question.txt'}")
+    (future,) = manager.submit(make_batch(["a"], **rows("1")))
+    assert asked.wait(60) and not future.done()
+    manager.close()
+    assert given_up.wait(60)
+    with pytest.raises(CancelledError):
+        future.result(60)
 
 
 @pytest.mark.parametrize("word", ["template=/nowhere.txt", "parse.path=/nowhere.py"])

@@ -19,8 +19,7 @@ from hybridrl.models.info import config_of, tokenizer_of
 from hybridrl.models.loading import check_weights, checked_source
 from hybridrl.models.tokenizer import check_vocabulary
 from hybridrl.models.vision import is_vision_model
-from hybridrl.reward.served_judge import Answering, judges_in
-from hybridrl.reward.served_judge import ServedJudge as Asking
+from hybridrl.reward.judge_pool import Answering, JudgePool, judges_in
 from hybridrl.rollout.client import PoolClient
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import MEMORY_TAGS, Request
@@ -175,7 +174,7 @@ def check_judge_model(config: PPOTrainerConfig) -> None:
         raise ModelError(f"{where}: its chat template refuses a question: {error}; check {named}") from error
 
 
-def judges_of(manager: Any) -> list[Asking]:
+def judges_of(manager: Any) -> list[JudgePool]:
     """Return what asks the judge for a reward manager, to be connected once the model is loaded.
 
     Raises:

@@ -20,7 +20,7 @@ from hybridrl.verdict import NoVerdictError
 Answering = Callable[[list[dict[str, str]]], Awaitable[tuple[str, float]]]
 
 
-class ServedJudge:
+class JudgePool:
     """Scores samples by what a model of the run answers.
 
     A process makes the question, by the template, and reads the answer, by the function that the user may have given;
@@ -98,7 +98,7 @@ class ServedJudge:
             loop.call_soon_threadsafe(loop.stop)
         self._pool.close()
 
-    def __enter__(self) -> ServedJudge:
+    def __enter__(self) -> JudgePool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,14 +132,18 @@ class ServedJudge:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        waiting = asyncio.all_tasks(loop)
+        for task in waiting:
+            task.cancel()
+        if waiting:
+            loop.run_until_complete(asyncio.wait(waiting))
     finally:
         loop.close()
 
 
-def judges_in(pool: Any) -> Iterator[ServedJudge]:
+def judges_in(pool: Any) -> Iterator[JudgePool]:
     """Yield the judges that a pool asks, alone or as a part."""
-    if isinstance(pool, ServedJudge):
+    if isinstance(pool, JudgePool):
         yield pool
     for part in (*getattr(pool, "pools", {}).values(), *([pool.pool] if hasattr(pool, "pool") else [])):
         yield from judges_in(part)
