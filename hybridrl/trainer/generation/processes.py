@@ -50,6 +50,11 @@ def start_processes(
                 "reads the weights of model.path alone: set model.path to the merged model (hf_model of a checkpoint, "
                 "or python -m hybridrl.checkpoint.merge), or rollout.name=hf"
             )
+        if policy.model.load_in_4bit:
+            raise RolloutError(
+                f"actor_rollout_ref.model.load_in_4bit=True with {engine}, which reads the weights of model.path as "
+                "they are; set load_in_4bit=False, or rollout.name=hf"
+            )
 
         def start_replicas() -> Rollout:
             return start_rollout(policy, None, pool, threads=trainer.threads_per_worker, log_folder=log_folder)
