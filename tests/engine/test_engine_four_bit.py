@@ -17,6 +17,7 @@ from engine_helpers import (
     value_loss,
     weights,
 )
+from four_bit_tools import LAYERS, rounded_copy
 from ranks import spawn
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +29,6 @@ from hybridrl.engine.fsdp.adapted import ROUNDING_FILE
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.errors import ModelError
 from hybridrl.models import four_bit, lora
-from hybridrl.models.tiny import build_tokenizer
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
 
@@ -37,22 +37,12 @@ MODEL = {"lora_rank": 4, "lora_alpha": 8, "load_in_4bit": True}
 PLAIN = {**MODEL, "load_in_4bit": False}
 EPS = {"override_optimizer_config": {"eps": 1e-5}}
 PARTS = ("model", "optimizer", "extra")
-LAYERS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 
 
 @pytest.fixture(scope="module")
 def rounded_model(micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The micro model with the weights that its 4-bit layers stand for."""
-    folder = tmp_path_factory.mktemp("rounded_model")
-    model = AutoModelForCausalLM.from_pretrained(micro_model, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(LAYERS):
-                width = parameter.shape[1]
-                parameter.copy_(four_bit.unpack(four_bit.pack(parameter), width, torch.float32))
-    model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
+    return rounded_copy(micro_model, tmp_path_factory.mktemp("rounded_model"))
 
 
 def train(engine: Any, steps: int = 3, rows: slice = slice(None), loss: Any = policy_loss) -> list[dict[str, float]]:
