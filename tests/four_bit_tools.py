@@ -17,7 +17,7 @@ def rounded_copy(model: Path, folder: Path) -> Path:
     shutil.copytree(model, folder, dirs_exist_ok=True)
     tensors = load_file(model / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith(LAYERS):
+        if name.endswith(LAYERS) and "visual." not in name and tensor.shape[1] % four_bit.BLOCKS[-1] == 0:
             tensors[name] = four_bit.unpack(four_bit.pack(tensor), tensor.shape[1], torch.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -71,12 +71,12 @@ class FourBitLinear(nn.Module):
         size = (self.out_features, packed_width(self.in_features))
         where = layer.weight.device
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=where), requires_grad=False)
-        self.bias = layer.bias
+        self.bias = None if layer.bias is None else layer.bias.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs [..., n] of inputs [..., m]."""
-        found: torch.Tensor = _Product.apply(inputs, self.weight, self.in_features)
-        return found if self.bias is None else found + self.bias
+        found: torch.Tensor = _Product.apply(inputs, self.weight, self.bias, self.in_features)
+        return found
 
     def extra_repr(self) -> str:
         """What `print` shows of it."""
@@ -84,20 +84,22 @@ class FourBitLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x W'^T, which keeps the bytes of W' for the backward pass and not its values."""
+    """x W'^T + b, which keeps the bytes of W' for the backward pass and not its values; W' and b are frozen."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, width: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.width = width
-        return functional.linear(inputs, unpack(packed, width, inputs.dtype))
+        return functional.linear(inputs, unpack(packed, width, inputs.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (packed,) = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
-            return None, None, None
-        return gradient @ unpack(packed, ctx.width, gradient.dtype), None, None
+            return None, None, None, None
+        return gradient @ unpack(packed, ctx.width, gradient.dtype), None, None, None
 
 
 def convert(module: nn.Module) -> list[str]:

@@ -214,6 +214,9 @@ def _check_ranks(rank: int, model: Path, folder: Path, expected: Path) -> None:
     close(dict(half.export_weights(torch.bfloat16)), alone["half"], atol=0)  # the same base, bit for bit
     if ranks == 3:
         return
+    replicas = make_engine(model, optim=EPS, model=MODEL, fsdp_size=1)
+    assert [step["loss"] for step in train(replicas, rows=rows)] == pytest.approx(alone["losses"], abs=1e-5)
+    close(weights(replicas), alone["weights"])
     with engine.whole_weights() as module, torch.no_grad():  # as generation in place computes
         found = module(input_ids=torch.arange(60, 70)[None]).logits
     torch.testing.assert_close(found, alone["logits"], atol=1e-5, rtol=1e-5)
