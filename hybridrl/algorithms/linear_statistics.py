@@ -22,6 +22,8 @@ from hybridrl.errors import AlgorithmError
 #: least logits of a chunk: enough tokens for an efficient matrix product. On a CPU in float32 they are the 32 MiB from
 #: which glibc maps memory and returns it; buffers just below that size stay in the heap, in pieces, chunk after chunk.
 _CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+#: both sides of a tile are a multiple of it, unless they are smaller
+_SIDE = 128
 
 
 class _Options(NamedTuple):
@@ -140,11 +142,17 @@ def _of_all_words(tiles: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None
 def tiles_of(tokens: int, words: int, elements: int) -> list[tuple[slice, list[slice]]]:
     """Slices of the tokens, each with slices of the words, so that a tile has at most `elements` (or one) elements.
 
-    A matrix product of a tile reads n rows of the hidden states and v rows of the weight, which is least for n = v.
+    A matrix product of a tile reads n rows of the hidden states and v rows of the weight, which is least for n = v. Its
+    sides are multiples of 128, where they are not smaller: a GPU multiplies matrices whose rows begin at odd addresses
+    several times slower.
     """
-    rows = max(1, min(math.isqrt(elements), tokens))
-    columns = max(1, elements // rows)
+    rows = _aligned(max(1, min(math.isqrt(elements), tokens)))
+    columns = _aligned(max(1, elements // rows))
     return [(part, chunks(words, columns)) for part in chunks(tokens, rows)]
+
+
+def _aligned(size: int) -> int:
+    return size if size < _SIDE else size - size % _SIDE
 
 
 def tiled_gradients(

@@ -20,7 +20,7 @@ _WARPS = 16
 
 
 @triton.jit
-def _statistics(
+def _statistics(  # type: ignore[no-untyped-def]  # Triton reads the annotations of a kernel
     logits,
     labels,
     normalizers,
@@ -74,7 +74,7 @@ def _statistics(
 
 
 @triton.jit
-def _gradient(
+def _gradient(  # type: ignore[no-untyped-def]  # Triton reads the annotations of a kernel
     logits,
     labels,
     normalizers,

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
-from hybridrl.utils import device
+from hybridrl.notify import notify
+from hybridrl.utils import device, distributed
 
 PACKAGE = "liger_kernel"
 #: parts of an output layer with a loss, which training here does not use
@@ -31,13 +32,31 @@ def check_liger(config: PreTrainedConfig) -> None:
         ModelError: it names the model's family and those that Liger knows.
     """
     if importlib.util.find_spec(PACKAGE) is None:
-        return  # a controller without GPU need not have it; `apply_liger` refuses on a worker
+        return  # a controller without GPU need not have it; `runs_liger` refuses on a worker
     known = _functions()
     if config.model_type not in known:
         raise ModelError(
             f"model.use_liger=True: Liger has no kernels for models of the family {config.model_type}, only for "
             f"{', '.join(sorted(known))}; choose one of these, {_OFF}"
         )
+
+
+def runs_liger() -> bool:
+    """Whether Liger's kernels can run in this process; tell of a device that cannot, where results are the same.
+
+    Raises:
+        ModelError: the device could run them, and the package is missing.
+    """
+    if not device.runs_triton():
+        if distributed.get_rank() == 0:
+            notify(f"model.use_liger has no effect on {device.current_name()}, which does not run Triton's kernels")
+        return False
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ModelError(
+            "model.use_liger=True needs the package liger-kernel; install it (bash scripts/install.sh cuda liger), "
+            f"{_OFF}"
+        )
+    return True
 
 
 def apply_liger(module: nn.Module, config: PreTrainedConfig) -> None:
@@ -47,12 +66,8 @@ def apply_liger(module: nn.Module, config: PreTrainedConfig) -> None:
     is replaced, too; their layers are not.
 
     Raises:
-        ModelError: there is no GPU or no package here, or Liger does not know the model.
+        ModelError: Liger does not know the model.
     """
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise ModelError(f"model.use_liger=True needs the package liger-kernel (extra `liger`); install it, {_OFF}")
-    if not device.runs_triton():
-        raise ModelError(f"model.use_liger=True needs a GPU that runs Triton; leave it off on a CPU: {_OFF}")
     check_liger(config)
     apply = _functions()[config.model_type]
     takes = inspect.signature(apply).parameters

@@ -178,6 +178,7 @@ def runs_triton() -> bool:
     return is_gpu() and torch.cuda.get_device_capability()[0] >= 7 and importlib.util.find_spec("triton") is not None
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def _varlen_groups_heads() -> bool:
     """Whether PyTorch's kernel takes fewer heads of keys than of queries."""

@@ -29,6 +29,7 @@ from hybridrl.engine.fsdp.adapted import ROUNDING_FILE
 from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.errors import ModelError
 from hybridrl.models import four_bit, lora
+from hybridrl.models.tiny import build_tiny_model
 from hybridrl.utils import distributed
 from hybridrl.utils.metrics import merge_metrics
 
@@ -241,3 +242,13 @@ def test_several_ranks_are_one(micro_model: Path, tmp_path: Path, ranks: int) ->
         one = make_engine(micro_model, optim=EPS, model=MODEL)
         one.load(tmp_path / "saved", PARTS)
         assert train(one, 1)[0]["loss"] == pytest.approx(train(engine, 1)[0]["loss"], abs=1e-5)
+
+
+def test_layers_of_another_width_stay_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    build_tiny_model(tmp_path, hidden=32, heads=2, kv_heads=1, intermediate=48)
+    engine = make_engine(tmp_path, model=MODEL)
+    kinds = {name.split(".")[-3]: p.dtype for name, p in _frozen(engine).items()}
+    assert kinds.pop("down_proj") == torch.float32 and set(kinds.values()) == {torch.uint8}
+    told = capfd.readouterr().err
+    assert "load_in_4bit leaves" in told and "model.layers.1.mlp.down_proj" in told and "multiple of 32" in told
+    assert train(engine, 2)[1]["grad_norm"] > 0
