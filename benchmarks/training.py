@@ -1,12 +1,13 @@
-"""Time of one update: what sharing prefixes and leaving out padding save.
+"""Time of one update: what sharing prefixes and leaving out padding save, and what FSDP2 costs.
 
-    python benchmarks/training.py [--case group] [--case tail] [--rounds 3] [--threads 1] [--json FILE]
+    python benchmarks/training.py [--case fsdp] [--case group] [--case tail] [--rounds 3] [--threads 1] [--json FILE]
 
 Each case compares two ways to take the same step on the same model with random weights, in one process, turn by turn:
 
 * `group`: a prompt with 8 responses, each as long as the prompt. `model.share_prefixes=True` against False.
 * `tail`: responses of log-normal length, whose mean is a quarter of the limit. Packed rows against a plain PyTorch loop
   whose micro-batches have the width of the batch, as with `use_remove_padding=False` in verl.
+* `fsdp`: rows of one length under FSDP2 on a mesh of this process alone, against the plain module that one rank uses.
 
 The model is a Qwen2 with 10 M parameters, in float32 on a CPU and in bfloat16 on a GPU. A step is forward, backward,
 clipping and AdamW. The figure of a case is the median over rounds of the ratio of both times of a round. The
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
 import sys
 import tempfile
@@ -30,13 +32,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.config.schema.engine import FSDPConfig, OptimConfig
 from hybridrl.config.schema.model import ModelConfig
-from hybridrl.engine import Engine, MicroBatching, TrainEngines
+from hybridrl.engine import Engine, MicroBatching
+from hybridrl.engine.fsdp.engine import FSDPEngine
 from hybridrl.models.attention import VARLEN
 from hybridrl.protocol import DataProto
-from hybridrl.utils import device
+from hybridrl.utils import device, distributed
 
 VOCABULARY = 2048
-LIMITS = {"group": 0.65, "tail": 0.4}
+LIMITS = {"fsdp": 1.05, "group": 0.65, "tail": 0.4}
 
 
 def save_model(folder: Path) -> None:
@@ -54,10 +57,16 @@ def save_model(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def make_engine(folder: Path, **model: Any) -> Engine:
-    engine = TrainEngines.create(
+class Sharded(FSDPEngine):
+    """Under FSDP2, though there is one rank."""
+
+    def _is_sharded(self) -> bool:
+        return True
+
+
+def make_engine(folder: Path, kind: type[FSDPEngine] = FSDPEngine, **model: Any) -> FSDPEngine:
+    engine = kind(
         "language_model",
-        "fsdp2",
         model=ModelConfig(path=str(folder), enable_gradient_checkpointing=False, **model),
         engine=FSDPConfig(),
         optim=OptimConfig(lr=1e-6),
@@ -172,6 +181,22 @@ def tail_case(folder: Path) -> tuple[Callable[[], float], Callable[[], float], d
     )
 
 
+def fsdp_case(folder: Path) -> tuple[Callable[[], float], Callable[[], float], dict[str, int]]:
+    """The step under FSDP2 on one rank, and the one of the plain module."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    distributed.init_process_group(0, 1, "127.0.0.1", port, timeout_seconds=120)
+    rows, length = 8, 256 if not device.is_gpu() else 2048
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = (torch.randint(VOCABULARY, (rows, length), generator=generator).tolist() for _ in range(2))
+    batch = batch_of(prompts, responses, length)
+    sharded, plain = (
+        step_of(make_engine(folder, kind), batch, MicroBatching(size=4)) for kind in (Sharded, FSDPEngine)
+    )
+    return sharded, plain, {"rows": rows, "prompt": length, "response": length}
+
+
 def seconds(step: Callable[[], float]) -> float:
     device.synchronize()
     started = time.perf_counter()
@@ -181,7 +206,7 @@ def seconds(step: Callable[[], float]) -> float:
 
 
 def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
-    fast, slow, sizes = {"group": group_case, "tail": tail_case}[case](folder)
+    fast, slow, sizes = {"fsdp": fsdp_case, "group": group_case, "tail": tail_case}[case](folder)
     first, second = fast(), slow()  # also warms up
     tolerance = 2e-2 if device.is_gpu() else 1e-4
     if abs(first - second) > tolerance * max(1.0, abs(second)):
@@ -198,7 +223,7 @@ def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(LIMITS), help="both if left out")
+    parser.add_argument("--case", action="append", choices=sorted(LIMITS), help="all if left out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures there")

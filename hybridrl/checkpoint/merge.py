@@ -4,7 +4,8 @@
 
 CHECKPOINT is `global_step_N`, or a model's folder in it: `actor`, `critic`, `model` (fine-tuning). It may come from any
 training engine on any number of ranks, also from verl's FSDP workers. An adapter (LoRA) is merged into its base, and is
-written by itself into `lora_adapter`. Not much more than the file that is being written
+written by itself into `lora_adapter`; of a run with `model.load_in_4bit`, the base is the one that the run computed
+with, rounded to 4 bits and back. Not much more than the file that is being written
 is in memory.
 """
 
@@ -29,7 +30,7 @@ from hybridrl.engine.hf_files import ModelFiles, stored_dtype, write_config
 from hybridrl.engine.saved_boxes import SavedBoxes, ScatteredBoxes
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.hybrid_engine.shards import whole
-from hybridrl.models import loading, lora, value
+from hybridrl.models import four_bit, loading, lora, value
 from hybridrl.models.kinds import KINDS
 
 _MODELS = ("actor", "model", "critic")
@@ -166,11 +167,17 @@ def _with_adapter(
     adapter = lora.attach_saved(module, settings)
     values = {name: own[lora.file_name(name)] for name in adapter.names}
     weights = adapted.AdaptedWeights(read(origin.path, config, "auto", origin.trust_remote_code), values, module)
+    rounded_to = adapted.base_dtype(part)
+    if rounded_to is not None:
+        four_bit.convert(module)
+    packed = four_bit.layers_of(module)
 
     def merged() -> Iterator[tuple[str, torch.Tensor]]:
         saved_names = frozenset(build(config, torch.float32, origin.trust_remote_code).state_dict())
         for name, tensor in weights.tensors():
             parts = adapter.parts_of(name)
+            if name in packed and rounded_to is not None:  # the base that the adapter was trained with
+                tensor = four_bit.unpack(four_bit.pack(tensor), packed[name].in_features, rounded_to)
             if parts is not None:
                 tensor = adapter.merged(name, tensor, *(values[one] for one in parts))
             if lora.base_name(name) in saved_names:

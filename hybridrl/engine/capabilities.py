@@ -104,6 +104,10 @@ class HasAdapters(ABC):
         """The content of PEFT's `adapter_config.json`."""
 
 
+class KeepsFourBits(ABC):  # noqa: B024 (it says that a setting acts)
+    """The engine keeps frozen layers in 4 bits if `model.load_in_4bit` says so."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightShard:
     """The part of a parameter that one rank holds.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed import ProcessGroup
 
-from hybridrl.engine.capabilities import CopiesState, HasAdapters, require
+from hybridrl.engine.capabilities import CopiesState, HasAdapters, KeepsFourBits, require
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.loading import check_weights
 from hybridrl.protocol import DataProto
@@ -165,6 +165,18 @@ class Engine(ABC):
             ModelError: it lacks the capability.
         """
         require(cls, HasAdapters, key, "set the strategy to fsdp2, or train all weights")
+
+    @classmethod
+    def check_four_bit(cls, key: str) -> None:
+        """Refuse a model in 4 bits, unless this engine has the capability `KeepsFourBits`.
+
+        Args:
+            key: the settings that ask for it.
+
+        Raises:
+            ModelError: it lacks the capability.
+        """
+        require(cls, KeepsFourBits, key, "set the strategy to fsdp2, or load_in_4bit to False")
 
     @classmethod
     def forecast(

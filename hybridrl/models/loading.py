@@ -163,11 +163,22 @@ def build_language_model(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build a causal language model without weights: parameters and buffers are on the meta device."""
-    with torch.device("meta"), _default_dtype(dtype):
-        options = {"trust_remote_code": True} if trust_remote_code else {}
-        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, **options)
+    model: PreTrainedModel = call_from_config(auto_class(config), config, dtype, trust_remote_code)
     _record_conversions(model)
     return model
+
+
+def call_from_config(
+    auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Any:
+    """Call `auto_class.from_config` on the meta device, and leave `config` as it is."""
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    stored = config.dtype
+    try:
+        with torch.device("meta"), _default_dtype(dtype):
+            return auto_class.from_config(config, dtype=dtype, **options)
+    finally:
+        config.dtype = stored  # of the checkpoint, in which its weights are read and written
 
 
 def load_language_model(

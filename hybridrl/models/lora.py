@@ -226,8 +226,8 @@ def check(model: ModelConfig, optim: Any = None) -> None:
     config = config_of(model)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"{_key(model)} with {model.path}, whose weights are quantized (quantization_config in config.json): an "
-            "adapter on a quantized base (QLoRA) is not built; use the model without quantization"
+            f"{_key(model)} with {model.path}, whose weights are quantized (quantization_config in config.json); use "
+            "the model without quantization, and model.load_in_4bit=True to keep it in 4 bits (QLoRA)"
         )
     if optim is not None and optim.optimizer == "Muon":
         raise ModelError(

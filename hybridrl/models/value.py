@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from hybridrl.errors import ModelError
-from hybridrl.models.loading import call_from_pretrained
+from hybridrl.models.loading import call_from_config, call_from_pretrained
 from hybridrl.models.stored import StoredWeights, open_pretrained
 from hybridrl.utils.files import use_umask
 
@@ -108,11 +108,7 @@ def build_value_model(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False, bias: bool = True
 ) -> ValueModel:
     """Build a value model without weights, on the meta device; `bias` is that of the head."""
-    with torch.device("meta"):
-        backbone = AutoModel.from_config(
-            config, dtype=dtype, **({"trust_remote_code": True} if trust_remote_code else {})
-        )
-    return ValueModel(backbone, config, bias)
+    return ValueModel(call_from_config(AutoModel, config, dtype, trust_remote_code), config, bias)
 
 
 def load_value_model(

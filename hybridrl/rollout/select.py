@@ -154,6 +154,11 @@ def _check_adapter(config: ActorRolloutRefConfig, name: str) -> None:
         raise RolloutError(
             f"{asked} without an adapter: set actor_rollout_ref.model.lora_rank, or leave lora_transfer out"
         )
+    if config.model.load_in_4bit:
+        raise RolloutError(
+            f"{asked} with actor_rollout_ref.model.load_in_4bit=True: the engine would read the base from model.path "
+            "in its full precision, which is another model than the one that is trained; set lora_transfer=merged"
+        )
     if not facts.takes_adapters:
         known = [one for one in INFERENCE_ENGINES.names() if InferenceEngines.facts(one).takes_adapters]
         raise RolloutError(

@@ -53,6 +53,8 @@ def check_engine(
     if model.adapted:
         key = f"{where}.strategy={part.strategy} with model.lora_rank or model.lora_adapter_path"
         engine.check_adapter(key)
+    if model.load_in_4bit:
+        engine.check_four_bit(f"{where}.strategy={part.strategy} with model.load_in_4bit=True")
     engine.check_first_weights(model, settings)
     if getattr(part, "use_torch_compile", False) and not hasattr(settings, "use_torch_compile"):
         notify(f"{where}.use_torch_compile=True has no effect with strategy={part.strategy}")

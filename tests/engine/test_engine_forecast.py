@@ -66,6 +66,8 @@ def state_of(engine: Any) -> list[torch.Tensor]:
         ("language_model", {"enable_gradient_checkpointing": True, "use_fused_kernels": True}, {"dtype": "bfloat16"}),
         ("value_model", {"enable_gradient_checkpointing": True}, {}),
         ("language_model", {"lora_rank": 4}, {}),
+        ("language_model", {"lora_rank": 4, "load_in_4bit": True}, {}),
+        ("language_model", {"lora_rank": 4, "load_in_4bit": True}, {"dtype": "bfloat16"}),
         ("value_model", {"lora_rank": 4, "enable_gradient_checkpointing": False}, {"dtype": "bfloat16"}),
     ],
 )

@@ -312,7 +312,7 @@ def test_a_quantized_base_is_refused(micro_model: Path, tmp_path: Path) -> None:
     told = json.loads((tmp_path / "config.json").read_text())
     told["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ModelError, match=r"lora_rank=4 with .*quantized .*QLoRA\) is not built"):
+    with pytest.raises(ModelError, match=r"lora_rank=4 with .*quantized .*load_in_4bit=True to keep it in 4 bits"):
         lora.check(ModelConfig(path=str(tmp_path), **MODEL))
 
 

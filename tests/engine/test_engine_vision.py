@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import make_engine, policy_loss, weights
+from four_bit_tools import rounded_copy
 from ranks import spawn
 from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -268,9 +269,12 @@ def test_the_image_of_ranks_without_any_changes_nothing(vision_model: Path, file
     assert all(grad is not None and not grad.any() for grad in tower)
 
 
-def test_an_adapter_sees_images_too(vision_model: Path, file: Path, tmp_path: Path) -> None:
-    """Merged, in the sampler, and switched off; in the vision tower unless that is frozen."""
-    engine, base = make_engine(vision_model, model={"lora_rank": 4}), make_engine(vision_model)
+@pytest.mark.parametrize("four", [False, True], ids=["lora", "qlora"])
+def test_an_adapter_sees_images_too(vision_model: Path, file: Path, tmp_path: Path, four: bool) -> None:
+    """Merged, in the sampler, and switched off; in the vision tower (never in 4 bits) unless that is frozen."""
+    settings = {"lora_rank": 4, "load_in_4bit": four}
+    engine = make_engine(vision_model, model=settings)
+    base = make_engine(rounded_copy(vision_model, tmp_path / "rounded") if four else vision_model)
     batch = sampled(engine, vision_model, file, samples=1)
 
     def log_probs(one, of: DataProto = batch) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -289,6 +293,6 @@ def test_an_adapter_sees_images_too(vision_model: Path, file: Path, tmp_path: Pa
     )
     engine.save(tmp_path, ["hf_model"])
     torch.testing.assert_close(log_probs(make_engine(tmp_path / "hf_model")), ours, atol=1e-5, rtol=1e-5)
-    frozen = make_engine(vision_model, model={"lora_rank": 4}, freeze_vision_tower=True)
+    frozen = make_engine(vision_model, model=settings, freeze_vision_tower=True)
     assert any(".visual." in name for name in engine._trainable)
     assert frozen._trainable and not any(".visual." in name for name in frozen._trainable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     CohereConfig,
     DeepseekV3Config,
@@ -39,6 +41,7 @@ from hybridrl.engine import MicroBatching
 from hybridrl.models.loading import load_language_model, load_model_config
 from hybridrl.models.stored import named_tensors, open_language_model
 from hybridrl.models.value import load_value_model, open_value_model
+from hybridrl.registry import import_external_lib
 
 FIELDS = make_fields()
 SIZES: dict[str, Any] = {
@@ -148,3 +151,21 @@ def test_weights_read_by_layers(architecture: Path) -> None:
         for name, tensor in found:
             assert tensor.dtype is whole[name].dtype, name
             assert torch.equal(tensor, whole[name]), name
+
+
+def test_the_model_of_the_page(repository: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """docs/models.md: a family that transformers does not have, which scales its logits."""
+    page = (repository / "docs" / "models.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n# my_model\.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_model.py").write_text(source)
+    import_external_lib(str(tmp_path / "my_model.py"))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("my_model", **GROUPED, logit_scale=0.25))
+    model.save_pretrained(tmp_path / "model")
+    assert type(model).__name__ == "MyForCausalLM" and model.config.logit_scale == 0.25
+    engine = make_engine(tmp_path / "model", model={"use_fused_kernels": True})
+    found = engine.infer(make_batch(FIELDS), MicroBatching(size=4), TEMPERATURE)["log_probs"]
+    assert "use_fused_kernels has no effect" in capfd.readouterr().err
+    with torch.no_grad():
+        torch.testing.assert_close(found, plain_outputs(model, FIELDS)[0], atol=2e-5, rtol=1e-4)
+    engine.train_batch(make_batch(FIELDS), MicroBatching(size=4), policy_loss, TEMPERATURE)

@@ -56,8 +56,11 @@ def test_weights_come_in_the_dtype_asked_for(micro_model: Path, tmp_path: Path) 
     model = load_language_model(folder, load_model_config(folder), torch.float32)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert torch.equal(model.lm_head.weight, half["lm_head.weight"].float())
-    assert all(p.is_meta for p in build_language_model(load_model_config(folder), torch.float32).parameters())
-    assert all(p.is_meta for p in build_value_model(load_model_config(folder), torch.float32).parameters())
+    for build in (build_language_model, build_value_model):
+        read = load_model_config(folder)
+        built = build(read, torch.float32)
+        assert all(p.is_meta and p.dtype == torch.float32 for p in built.parameters())
+        assert read.dtype == torch.bfloat16  # in which the weights are read, and written again
 
 
 def test_directories_that_cannot_work(micro_model: Path, tmp_path: Path) -> None:

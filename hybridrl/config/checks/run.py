@@ -283,6 +283,11 @@ def _check_reward_model(config: PPOTrainerConfig) -> Iterator[str]:
             f"{where}.model.lora_rank={part.model.lora_rank}, lora_adapter_path={part.model.lora_adapter_path}: the "
             "reward model is frozen and read without an adapter; merge the adapter into the model that path names"
         )
+    if part.model.load_in_4bit and part.rollout.name:
+        yield (
+            f"{where}.model.load_in_4bit=True with {where}.rollout.name={part.rollout.name}: an inference engine reads "
+            "the model as it is; leave rollout.name out, or set load_in_4bit=False"
+        )
     if part.enable_resource_pool and not part.nnodes:
         yield f"{where}.enable_resource_pool=True without {where}.nnodes; set it, and n_gpus_per_node"
     if part.own_pool and "reward_model" in placed:

@@ -44,6 +44,11 @@ class ModelConfig(ConfigNode):
     lora_adapter_path: str | None = key(
         None, "folder of an adapter in PEFT's format to go on from; its own rank, alpha and layers count"
     )
+    load_in_4bit: bool = key(
+        False,
+        "fsdp2: keep the frozen weights of linear layers in 4 bits (NF4), next to an adapter (QLoRA) or in a model "
+        "that is not trained: a quarter of the memory of bfloat16, and slower",
+    )
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass: less memory, slower")
     recompute_granularity: str = key(
         "full",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrl.engine.fsdp.sharding import Weights
 from hybridrl.errors import ModelError
-from hybridrl.models import lora
-from hybridrl.models.stored import Specs, StoredWeights, named_tensors
+from hybridrl.models import four_bit, lora
+from hybridrl.models.stored import Specs, named_tensors
 from hybridrl.notify import notify
 from hybridrl.utils import distributed
 
 #: next to the adapter's tensors in a checkpoint: which base they belong to
 BASE_FILE = "base.txt"
+#: likewise, of a base in 4 bits: how it was rounded, and the dtype of the values that training computed with
+ROUNDING_FILE = "base_4bit.json"
 
 
 class AdaptedWeights:
@@ -28,7 +32,7 @@ class AdaptedWeights:
         module: the module with the adapter.
     """
 
-    def __init__(self, base: StoredWeights, values: Mapping[str, torch.Tensor], module: nn.Module) -> None:
+    def __init__(self, base: Weights, values: Mapping[str, torch.Tensor], module: nn.Module) -> None:
         self._base, self._values = base, values
         self._names = {lora.base_name(name): name for name, _ in named_tensors(module) if not lora.is_own(name)}
 
@@ -96,10 +100,27 @@ def config_text(engine: Any) -> str:
 
 def notes(engine: Any) -> dict[str, str]:
     """Files that are written next to the adapter's tensors in a checkpoint, by name: what it is, and of which base."""
-    return {
+    found = {
         lora.CONFIG_FILE: config_text(engine),
         BASE_FILE: lora.base_digest(engine.model_config.path) + "\n",
     }
+    if engine.model_config.load_in_4bit:
+        told = {"format": "nf4", "blocks": list(four_bit.BLOCKS), "dtype": str(engine.compute_dtype).rpartition(".")[2]}
+        found[ROUNDING_FILE] = json.dumps(told) + "\n"
+    return found
+
+
+def base_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of the values of a 4-bit base that an adapter was trained with; None for a base that was not in 4 bits.
+
+    Args:
+        folder: the part `model` of a checkpoint.
+    """
+    file = folder / ROUNDING_FILE
+    if not file.is_file():
+        return None
+    found: torch.dtype = getattr(torch, json.loads(file.read_text(encoding="utf-8"))["dtype"])
+    return found
 
 
 def check_saved(engine: Any, folder: Path) -> None:
@@ -109,11 +130,18 @@ def check_saved(engine: Any, folder: Path) -> None:
         folder: the part `model` of a checkpoint.
 
     Raises:
-        ModelError: it belongs to another base (`check_base`), or its product was scaled otherwise.
+        ModelError: it belongs to another base (`check_base`), or to one of other precision, or its product was scaled
+            otherwise.
     """
     check_base(engine.model_config.path, folder)
     if not (folder / lora.CONFIG_FILE).is_file():
         return  # whole weights, which are refused by their names
+    rounded = base_dtype(folder) is not None
+    if rounded != engine.model_config.load_in_4bit:
+        raise ModelError(
+            f"checkpoint {folder} holds an adapter of a base {'in 4 bits' if rounded else 'that was not in 4 bits'}: "
+            f"set model.load_in_4bit={rounded}, as in the run that wrote it"
+        )
     was, now = lora.read_config(folder), adapter_of(engine).config
     for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
         if getattr(was, name) != getattr(now, name):

@@ -23,6 +23,7 @@ from hybridrl.engine.capabilities import (
     ExportsShards,
     GeneratesInPlace,
     HasAdapters,
+    KeepsFourBits,
     ReplaysRouting,
     WeightShard,
 )
@@ -46,7 +47,7 @@ from hybridrl.engine.fsdp.routing import Routing, check_routing
 from hybridrl.engine.fsdp.sequence_parallel import SequenceParallel, check_sequence_parallel, of_settings
 from hybridrl.engine.fsdp.sharding import ShardedModule
 from hybridrl.engine.fsdp.sharing import check_sharing, sharing_of, with_attention
-from hybridrl.engine.fsdp.source import Source
+from hybridrl.engine.fsdp.source import Source, check_four_bit
 from hybridrl.engine.fsdp.vision import check_vision, prepare_vision
 from hybridrl.engine.images import BatchImages, with_some_image
 from hybridrl.engine.logits_functions import LogitsFunction
@@ -85,6 +86,7 @@ class FSDPEngine(
     GeneratesInPlace,
     ExportsShards,
     HasAdapters,
+    KeepsFourBits,
     ReplaysRouting,
 ):
     """A Hugging Face causal language model, or a backbone with a value head.
@@ -130,6 +132,8 @@ class FSDPEngine(
             check_liger(config_of(model))
         if model.adapted:
             adapted.check(model, engine, optim)
+        if model.load_in_4bit:
+            check_four_bit(model, engine, optim)
         if optim is not None:
             check_optimizer(optim)
         if model.share_prefixes:

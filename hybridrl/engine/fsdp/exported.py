@@ -1,6 +1,8 @@
 """What an FSDP2 engine's module holds, as others see it: whole tensors and shards under Hugging Face names.
 
 With an adapter, whole tensors are those of the base with the adapter merged, and a checkpoint holds the adapter alone.
+Weights of 4-bit layers are what their bytes stand for, in the dtype of the forward pass: the very values that training
+computes with.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.engine.fsdp.master_weights import MasterWeights
 from hybridrl.hybrid_engine.shards import whole
 from hybridrl.hybrid_engine.views import View, checkpoint_views
-from hybridrl.models import loading, lora
+from hybridrl.models import four_bit, loading, lora
 from hybridrl.utils import device
 from hybridrl.utils.rounding import rounded_by_chance
 
@@ -43,6 +45,7 @@ class Exported:
         self.adapter = adapter
         self.parameters: Mapping[str, torch.Tensor] = dict(masters.named if masters else module.named_parameters())
         self._copied_to = compute_dtype if masters else None
+        self._computes_in, self._packed = compute_dtype, four_bit.layers_of(module)
         buffers = dict(module.named_buffers())
         # In the module's order, so that the tensors of a layer are exported together. Tied parameters occur once.
         self._names = [name for name in module.state_dict() if name in self.parameters or name in buffers]
@@ -119,8 +122,10 @@ class Exported:
             if lora.is_own(name) and self.adapter is not None:
                 continue
             merged = self.adapter is not None and self.adapter.parts_of(name) is not None
-            kept = torch.float32 if merged else tensor.dtype
-            size += tensor.numel() * (kept if dtype is None or name not in self.parameters else dtype).itemsize
+            layer = self._packed.get(name)
+            count = tensor.numel() if layer is None else layer.out_features * layer.in_features
+            kept = torch.float32 if merged else (tensor.dtype if layer is None else self._computes_in)
+            size += count * (kept if dtype is None or name not in self.parameters else dtype).itemsize
         return size
 
     def _whole(self, name: str, dtype: torch.dtype | None) -> torch.Tensor:
@@ -129,9 +134,14 @@ class Exported:
             return tensor
         if isinstance(tensor, DTensor):
             tensor = tensor.to(device.current_device())  # an offloaded shard has to be there to be gathered
-        if dtype is not None:
+        layer = self._packed.get(name)
+        if dtype is not None and layer is None:
             tensor = tensor.to(dtype)  # before it is gathered, so that fewer bytes travel
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if layer is None:
+            return tensor
+        values = four_bit.unpack(tensor, layer.in_features, self._computes_in)
+        return values if dtype is None else values.to(dtype)
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype, by_chance_of: str | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hybridrl.engine.microbatch import PREFERRED_CELLS, Layout
 from hybridrl.engine.optim.muon import hidden_matrices
 from hybridrl.engine.optim.optimizer import state_bytes
 from hybridrl.engine.train_engine import MicroBatching
-from hybridrl.models import attention, loading, lora
+from hybridrl.models import attention, four_bit, loading, lora
 from hybridrl.models.kinds import KINDS
 from hybridrl.utils import device
 
@@ -52,16 +52,18 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     module = KINDS[model_type].build(config, compute, model.trust_remote_code)
     if model.adapted:
         lora.attach(module, model, compute)
+    if model.load_in_4bit:
+        four_bit.convert(module)
     loading.disable_dropout(module)
     fused = bool(model.use_fused_kernels) and model_type == "language_model"
     passes = _Passes(module, fused, packed, work, engine.ulysses_sequence_parallel_size)
     shards = 1 if ranks == 1 else (ranks if engine.fsdp_size in (-1, 0) else min(engine.fsdp_size, ranks))
-    count = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     whole = trained * stored.itemsize  # frozen weights have the dtype of the computation
-    weights, masters = (count * compute.itemsize, whole) if ranks == 1 else (0, 0)
+    frozen = four_bit.stored_bytes(module) - trained * compute.itemsize
+    weights, masters = (frozen + trained * compute.itemsize, whole) if ranks == 1 else (0, 0)
     if ranks > 1:
-        weights = (whole + (count - trained) * compute.itemsize) // shards
+        weights = (whole + frozen) // shards
     elif compute == stored:
         masters = 0
     states = gradients = 0
@@ -73,7 +75,7 @@ def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, w
     if ranks > 1 and engine.offload_policy:  # FSDP2 keeps shards in main memory
         weights = states = gradients = 0
     return Forecast(
-        parameters=count,
+        parameters=four_bit.elements(module),
         weights=weights,
         masters=masters,
         states=states,
@@ -184,23 +186,20 @@ class _Passes:
 def _gathered(module: nn.Module, engine: Any, compute: torch.dtype, trains: bool) -> int:
     """Whole parameters that a rank of several holds at once, and the buffers that they are gathered and reduced in."""
     classes = loading.decoder_layer_classes(module, getattr(engine.wrap_policy, "transformer_layer_cls_to_wrap", None))
-    layers = [_elements(part) for part in module.modules() if type(part).__name__ in classes]
+    layers = [four_bit.stored_bytes(part) for part in module.modules() if type(part).__name__ in classes]
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
-    total = _elements(module)
+    total = four_bit.stored_bytes(module)
     tied = getattr(head, "weight", None) is embedding.weight
     # Each is a unit, as each layer is, unless they are tied: then they belong to the rest, which stays gathered.
-    ends = [] if tied else [_elements(embedding), _elements(head)]
+    ends = [] if tied else [four_bit.stored_bytes(embedding), four_bit.stored_bytes(head)]
     largest = max([*layers, *ends], default=0)
     rest = total - sum(layers) - sum(ends)
     held = total if trains and not engine.reshard_after_forward else rest + sum(ends[1:]) + 2 * largest
     buffer = max(largest, rest)
-    size = (min(held, total) + buffer) * compute.itemsize
+    size = min(held, total) + buffer
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    return size + (min(buffer, trained) * (compute.itemsize + _REDUCED) if trains else 0)
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    reduced = min(buffer // compute.itemsize, trained)  # elements
+    return size + (reduced * (compute.itemsize + _REDUCED) if trains else 0)
 
 
 def _allocate(query: torch.Tensor, key: torch.Tensor, head_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,12 +44,7 @@ def start_processes(
     engine = resolve_rollout(policy, pool.use_gpu)
     if not INFERENCE_ENGINES.facts(engine).in_place:
         check_layout(devices_per_replica(policy), pool.store)
-        if policy.model.adapted:
-            raise RolloutError(
-                f"actor_rollout_ref.model.lora_adapter_path={policy.model.lora_adapter_path} with {engine}, which "
-                "reads the weights of model.path alone: set model.path to the merged model (hf_model of a checkpoint, "
-                "or python -m hybridrl.checkpoint.merge), or rollout.name=hf"
-            )
+        check_reads_files(policy, engine)
 
         def start_replicas() -> Rollout:
             return start_rollout(policy, None, pool, threads=trainer.threads_per_worker, log_folder=log_folder)
@@ -70,6 +65,25 @@ def start_processes(
         return InPlaceRollout(group, policy.rollout)
 
     return engine, load
+
+
+def check_reads_files(policy: ActorRolloutRefConfig, engine: str) -> None:
+    """Refuse settings by which the model is another one than that in the files that an engine reads.
+
+    Raises:
+        RolloutError: there are such settings; the message names them.
+    """
+    if policy.model.adapted:
+        raise RolloutError(
+            f"actor_rollout_ref.model.lora_adapter_path={policy.model.lora_adapter_path} with {engine}, which "
+            "reads the weights of model.path alone: set model.path to the merged model (hf_model of a checkpoint, "
+            "or python -m hybridrl.checkpoint.merge), or rollout.name=hf"
+        )
+    if policy.model.load_in_4bit:
+        raise RolloutError(
+            f"actor_rollout_ref.model.load_in_4bit=True with {engine}, which reads the weights of model.path as they "
+            "are; set load_in_4bit=False, or rollout.name=hf"
+        )
 
 
 def sampling_of(rollout: RolloutConfig, row: int, sample: int) -> SamplingParams:
