@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 #: environment variables that imports have set, which every forked process has
 SET_BY_IMPORTS: dict[str, str] = {}
 
-# Nothing here may start a thread (pyarrow does): a fork would lose it.
+# Nothing here may start a thread: a fork would lose it.
 PRELOADED = (
     "torch",
     "torch.distributed.tensor",
@@ -74,6 +75,8 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
+    "pydantic.v1",
+    "hybridrl.engine.fsdp.engine",
 )
 # Programs and their workers, which import the rest themselves.
 OF_PROGRAMS = (
@@ -82,6 +85,7 @@ OF_PROGRAMS = (
     "omegaconf",
     "safetensors.torch",
     "transformers.models.auto.configuration_auto",
+    "aiohttp.web",
     "hybridrl.config",
 )
 # Ray reads its settings, the cluster's token among them, when it is imported.
@@ -95,8 +99,14 @@ OF_CONTROLLERS = (
     "ray._private.workers.default_worker",
     "hybridrl.trainer.main_ppo",
     "hybridrl.trainer.ppo.run_ppo",
+    "hybridrl.trainer.ppo.build",
     "hybridrl.workers.actor_rollout_ref",
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
 )
+# Arrow's allocator has a thread of its own, unless it reads this when it is imported.
+WITHOUT_ARROWS_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Ray's own processes, apart from its workers.
 DAEMONS_OF_RAY = (
     "ray.autoscaler._private.monitor",
@@ -249,6 +259,7 @@ def serve(kind: str, listener: socket.socket, second: socket.socket | None = Non
     if kind != "engines":  # few tests need them
         for name in (*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())):
             importlib.import_module(name)
+        _import_megatron()
     if kind == "programs":
         assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
         assert second is not None
@@ -344,6 +355,21 @@ def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> N
     _settle()
 
 
+def _import_megatron() -> None:
+    """Import Megatron-core as its engine does, which takes each process two seconds: on a CPU it is compiled anew.
+
+    On a machine with a GPU the engine asks for the GPU first, and a process that has done so cannot be forked.
+    """
+    if importlib.util.find_spec("megatron") is None or os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        return
+    importlib.import_module("hybridrl.engine.megatron.parallel").import_parallel_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about packages that are not installed
+        for name in ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.dist_checkpointing"):
+            importlib.import_module(name)
+    importlib.import_module("hybridrl.engine.megatron.checkpoint")
+
+
 def _wait_without_spinning() -> None:
     """Let processes of one vLLM engine sleep until they are woken; they spin for a second after each message."""
     queues = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
@@ -360,6 +386,7 @@ def _wait_without_spinning() -> None:
 def _import_ray() -> None:
     """Import what programs, their workers and Ray's own processes import, and have all of them forked."""
     before = dict(os.environ)
+    os.environ.update(WITHOUT_ARROWS_THREAD)
     for name in (*OF_CONTROLLERS, *DAEMONS_OF_RAY):
         importlib.import_module(name)
     from ray._private import ray_constants, services
@@ -374,6 +401,8 @@ def _import_ray() -> None:
 
     services.start_ray_process = start_forked
     services._build_python_executable_command_memory_profileable = lambda *_, **__: [daemons]
+    for name in WITHOUT_ARROWS_THREAD:
+        del os.environ[name]
     SET_BY_IMPORTS.update({name: value for name, value in os.environ.items() if name not in before})
     SET_BY_IMPORTS[SETUP_WORKER] = str(own)
     _settle()
