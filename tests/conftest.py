@@ -37,8 +37,13 @@ if os.environ.get("HYBRIDRL_GPU_TESTS") != "1":
 # Each process that runs tests has a folder of its own for Ray: jobs would join a cluster that a shared folder names.
 # Its path is short because those of sockets have a limit.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+FIRST_WORKER = "gw0"
+COLLECTED = "HYBRIDRL_TESTS_COLLECTED"  # names the file that says that the first process has imported all tests
 if WORKER is None:
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="hybridrl-")
+    # In a new checkout each process would compile every test: 20 s. The others wait for what the first one writes.
+    if not list((REPOSITORY / "tests" / "trainer").glob("__pycache__/*-pytest-*.pyc")):
+        os.environ[COLLECTED] = os.path.join(os.environ["RAY_TMPDIR"], "collected")
 else:
     os.environ["RAY_TMPDIR"] = os.path.join(os.environ["RAY_TMPDIR"], WORKER)
     os.makedirs(os.environ["RAY_TMPDIR"])
@@ -96,6 +101,22 @@ def group(nodeid: str) -> str:
     """Tests of a group run in one process, one after the other: those of a file share its fixtures."""
     file = nodeid.split("::")[0]
     return "engines" if any(word in file for word in ENGINES) else file
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect after the first of several processes where it has everything to compile (see `COLLECTED`)."""
+    mark = os.environ.get(COLLECTED)
+    if mark is None or WORKER is None:
+        return (yield)
+    deadline = time.monotonic() + 180
+    while WORKER != FIRST_WORKER and not os.path.exists(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    try:
+        return (yield)
+    finally:
+        if WORKER == FIRST_WORKER:
+            Path(mark).touch()
 
 
 @pytest.hookimpl(tryfirst=True)

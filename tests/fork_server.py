@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ CLIENT = Path(__file__).with_name("fork_client.py")
 #: environment variables that imports have set, which every forked process has
 SET_BY_IMPORTS: dict[str, str] = {}
 
-# Nothing here may start a thread (pyarrow does): a fork would lose it.
+# Nothing here may start a thread: a fork would lose it.
 PRELOADED = (
     "torch",
     "torch.distributed.tensor",
@@ -74,6 +75,8 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
+    "pydantic.v1",
+    "hybridrl.engine.fsdp.engine",
 )
 # Programs and their workers, which import the rest themselves.
 OF_PROGRAMS = (
@@ -82,6 +85,7 @@ OF_PROGRAMS = (
     "omegaconf",
     "safetensors.torch",
     "transformers.models.auto.configuration_auto",
+    "aiohttp.web",
     "hybridrl.config",
 )
 # Ray reads its settings, the cluster's token among them, when it is imported.
@@ -95,8 +99,14 @@ OF_CONTROLLERS = (
     "ray._private.workers.default_worker",
     "hybridrl.trainer.main_ppo",
     "hybridrl.trainer.ppo.run_ppo",
+    "hybridrl.trainer.ppo.build",
     "hybridrl.workers.actor_rollout_ref",
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
 )
+# Arrow's allocator has a thread of its own, unless it reads this when it is imported.
+WITHOUT_ARROWS_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Ray's own processes, apart from its workers.
 DAEMONS_OF_RAY = (
     "ray.autoscaler._private.monitor",
@@ -137,6 +147,7 @@ def running(folder: Path) -> Iterator[None]:
     """
     from ray._private import ray_constants, workers  # the server itself imports Ray later
 
+    # fork_client.py derives the second name from the first
     workers_of, engines_of = folder / f"fork-{os.getpid()}", folder / f"engines-{os.getpid()}"
     with _server("workers", workers_of), _server("engines", engines_of):
         os.environ[ADDRESS] = str(workers_of)
@@ -206,6 +217,7 @@ def _server(kind: str, *paths: Path, environment: dict[str, str] | None = None) 
         server.communicate()
         for path in paths:
             os.unlink(path)
+            path.with_name(f"{path.name}.vllm").unlink(missing_ok=True)
 
 
 @dataclass
@@ -231,6 +243,7 @@ class Child:
     pid: int
     handle: int
     client: socket.socket
+    is_program: bool
 
 
 def serve(kind: str, listener: socket.socket, second: socket.socket | None = None) -> Request | None:
@@ -249,7 +262,9 @@ def serve(kind: str, listener: socket.socket, second: socket.socket | None = Non
     if kind != "engines":  # few tests need them
         for name in (*PRELOADED, *(OF_PROGRAMS if kind == "programs" else ())):
             importlib.import_module(name)
+        _import_megatron()
     if kind == "programs":
+        importlib.import_module("hybridrl.config.compose").compose_config("ppo_trainer")  # fills caches
         assert "ray" not in sys.modules, "Ray was imported before the environment of a program was known"
         assert second is not None
         if (forked := os.fork()) == 0:
@@ -287,6 +302,7 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                 elif kind == "engines":
                     engine = next(name for name in OF_ENGINES if importlib.util.find_spec(name))
                     _finish_imports(request, engine, (*PRELOADED, *OF_ENGINES[engine]))
+                    Path(f"{listener.getsockname()}.{engine}").touch()  # fork_client.py looks for it
                 pid = os.fork()
                 if pid == 0:
                     for file in (listener, selector, client, *(child.client for child in children.values())):
@@ -300,7 +316,7 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                     client.sendall(pid.to_bytes(8, "big"))
                 for file in request.files:
                     os.close(file)
-                child = Child(pid, os.pidfd_open(pid), client)
+                child = Child(pid, os.pidfd_open(pid), client, request.is_program)
                 children[pid] = child
                 selector.register(child.handle, selectors.EVENT_READ, child)
                 selector.register(client, selectors.EVENT_READ, child)
@@ -310,7 +326,9 @@ def _serve(kind: str, listener: socket.socket) -> Request | None:
                 selector.unregister(key.data.client)
                 os.kill(key.data.pid, signal.SIGKILL)
             else:
-                if kind == "engines":  # with a process goes what it started, which is forked too
+                if (
+                    kind == "engines" and key.data.is_program
+                ):  # with a process goes what it started, which is forked too
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(key.data.pid, signal.SIGKILL)
                 _ended(children.pop(key.data.pid), selector)
@@ -344,6 +362,21 @@ def _finish_imports(request: Request, package: str, names: tuple[str, ...]) -> N
     _settle()
 
 
+def _import_megatron() -> None:
+    """Import Megatron-core as its engine does, which takes each process two seconds: on a CPU it is compiled anew.
+
+    On a machine with a GPU the engine asks for the GPU first, and a process that has done so cannot be forked.
+    """
+    if importlib.util.find_spec("megatron") is None or os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        return
+    importlib.import_module("hybridrl.engine.megatron.parallel").import_parallel_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about packages that are not installed
+        for name in ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.dist_checkpointing"):
+            importlib.import_module(name)
+    importlib.import_module("hybridrl.engine.megatron.checkpoint")
+
+
 def _wait_without_spinning() -> None:
     """Let processes of one vLLM engine sleep until they are woken; they spin for a second after each message."""
     queues = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
@@ -360,6 +393,7 @@ def _wait_without_spinning() -> None:
 def _import_ray() -> None:
     """Import what programs, their workers and Ray's own processes import, and have all of them forked."""
     before = dict(os.environ)
+    os.environ.update(WITHOUT_ARROWS_THREAD)
     for name in (*OF_CONTROLLERS, *DAEMONS_OF_RAY):
         importlib.import_module(name)
     from ray._private import ray_constants, services
@@ -374,6 +408,8 @@ def _import_ray() -> None:
 
     services.start_ray_process = start_forked
     services._build_python_executable_command_memory_profileable = lambda *_, **__: [daemons]
+    for name in WITHOUT_ARROWS_THREAD:
+        del os.environ[name]
     SET_BY_IMPORTS.update({name: value for name, value in os.environ.items() if name not in before})
     SET_BY_IMPORTS[SETUP_WORKER] = str(own)
     _settle()

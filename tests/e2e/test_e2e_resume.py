@@ -117,6 +117,7 @@ def equal_runs(whole: Path, killed: Path, step: int, *kinds: str) -> dict[str, t
     return first
 
 
+@pytest.mark.slow(85)
 @pytest.mark.parametrize(("words", "kills"), [((), 2), (MEGATRON, 1)], ids=["fsdp2", "megatron"])
 def test_killed_and_resumed_equals_never_killed(
     start, start_real, sort_run, tmp_path, monkeypatch, words: tuple[str, ...], kills: int
@@ -150,6 +151,7 @@ def test_killed_and_resumed_equals_never_killed(
     assert any("optimizer" in name for name in first) and any("critic" in name for name in first)
 
 
+@pytest.mark.slow(35)
 def test_prime_with_a_teacher_killed_and_resumed_equals_never_killed(
     start, start_real, sort_run, tmp_path, monkeypatch
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_signal_saves_at_the_next_step_and_the_run_goes_on_later(start, sort_r
     assert "is finished" in job.output and (folder / f"global_step_{stopped_at + 1}").is_dir()
 
 
+@pytest.mark.slow(25)
 def test_a_terminal_that_closes_stops_the_run_with_a_checkpoint(sort_run, tmp_path) -> None:
     """As the kernel does it: SIGHUP to every process of the terminal, whose output has no reader any more."""
     folder = tmp_path / "run"
