@@ -141,6 +141,26 @@ class ReceivedImages:
             self._known.pop(reference, None)
 
 
+def check_interleaved(config: PreTrainedConfig, path: str, engine: str) -> None:
+    """Refuse a Qwen3-VL whose `config.json` lacks what an engine reads of it, and transformers knows by its type.
+
+    Args:
+        config: of the model.
+        path: of the model.
+        engine: its name, for the message.
+
+    Raises:
+        RolloutError: the engine would compute other positions.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if config.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
+        raise RolloutError(
+            f"{path}: text_config.rope_parameters of its config.json has no mrope_interleaved=true, without "
+            f"which {engine} computes other positions for images than transformers; add it, or set "
+            "actor_rollout_ref.rollout.name=hf"
+        )
+
+
 def split_images(tensors: ImageTensors) -> list[ImageTensors]:
     """Each image of a prompt by itself."""
     grid = tensors["image_grid_thw"]

@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, engine_overrides
+from hybridrl.models.vision import is_vision_model
 from hybridrl.rollout.inference_engine import EngineSpec
 from hybridrl.rollout.request import Findings, Reading
 from hybridrl.rollout.sampling import SamplingParams
@@ -26,6 +27,7 @@ from hybridrl.rollout.sglang.weights import LOADER
 from hybridrl.utils import device
 
 if TYPE_CHECKING:
+    from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
 
 #: tested with this code on a CPU
@@ -37,6 +39,8 @@ SUPPORTED = (Version("0.5.22"), Version("0.6"))
 STAND_INS = Path(__file__).parent / "cpu"
 #: bytes of the KV cache on a CPU, unless engine_kwargs.sglang.max_total_tokens sets the number of tokens
 CPU_CACHE_BYTES = 2**30
+#: of a CPU's memory that SGLang may plan with for a vision-language model; `CPU_CACHE_BYTES` bounds the KV cache
+CPU_MEMORY_SHARE = 0.5
 # SGLang reserves a few tokens of its context length: it refuses prompts of context - 6 and ends at context - 2.
 _CONTEXT_MARGIN = 6
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -104,11 +108,17 @@ def use_stand_ins() -> None:
         sys.path.append(str(STAND_INS))
 
 
+def dtype_of(spec: EngineSpec) -> str:
+    """What the model computes in."""
+    wanted = spec.config.dtype
+    return wanted if wanted != "auto" else ("bfloat16" if spec.devices else "float32")
+
+
 def arguments(spec: EngineSpec) -> dict[str, Any]:
     """SGLang's arguments for an engine; `rollout.engine_kwargs.sglang` overrides all of them."""
     config, model, on_gpu = spec.config, spec.model, bool(spec.devices)
     hf_config = config_of(model).get_text_config()
-    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    dtype = dtype_of(spec)
     wanted: dict[str, Any] = {
         "model_path": model.path,
         "skip_tokenizer_init": True,
@@ -135,6 +145,10 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if overrides := engine_overrides(model):
         wanted["json_model_override_args"] = json.dumps(overrides)
+    if is_vision_model(config_of(model)):
+        wanted["mm_feature_transport"] = "cpu"  # patches come from another process
+        if not on_gpu:  # SGLang itself computes a share below zero on a small machine
+            wanted["mem_fraction_static"] = CPU_MEMORY_SHARE
     if spec.records_routing:
         wanted["enable_return_routed_experts"] = True
     if on_gpu:
@@ -229,6 +243,10 @@ class Server:
         if spec.max_model_len <= get_context_length(config_of(spec.model).get_text_config()):
             # Only the margin may exceed the model's limit; no request uses it.
             os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        from hybridrl.rollout.sglang.images import replace_processor
+
+        if is_vision_model(model := config_of(spec.model)):
+            replace_processor(model)
         self._engine = Engine(**arguments(spec))
         self.loop = self._engine.loop
         self._manager = self._engine.tokenizer_manager
@@ -252,6 +270,7 @@ class Server:
         stream_interval: int | None,
         priority: int,
         routing: bool,
+        images: "NamedImages | None" = None,
     ) -> AsyncIterator[Output]:
         """The request's outputs: one at its end, or, with `stream_interval`, one every so many tokens.
 
@@ -273,6 +292,7 @@ class Server:
             sampling["stream_interval"] = stream_interval
         wanted = GenerateReqInput(
             input_ids=list(prompt_ids),
+            image_data=None if images is None else [images],
             sampling_params=sampling,
             return_logprob=True,
             return_sampling_mask=truncated,

@@ -10,10 +10,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
@@ -29,6 +31,7 @@ from hybridrl.rollout.inference_engine import (
 )
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
+from hybridrl.rollout.sglang.images import NamedImages, check_images
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
@@ -45,6 +48,7 @@ _LAST_LINES_S = 1
     records_routing=True,
     install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang)",
     reads=True,
+    sees_images=True,
 )
 class SGLangEngine(InferenceEngine):
     """SGLang's engine in a separate process, and the calls to it."""
@@ -55,6 +59,7 @@ class SGLangEngine(InferenceEngine):
         super().__init__(spec)
         self._host = _HostProcess(spec)
         self._totals = dict.fromkeys(_COUNTERS, 0.0)
+        self._updates = 0  # of weights so far
 
     @classmethod
     def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
@@ -62,6 +67,7 @@ class SGLangEngine(InferenceEngine):
         if warning:
             notify(warning, "warning")
         check_tensor_parallel(config, model)
+        check_images(config, model)
         key = "actor_rollout_ref.rollout"
         if config.data_parallel_size > 1:
             raise RolloutError(
@@ -95,7 +101,11 @@ class SGLangEngine(InferenceEngine):
             await self._host.call("divide_logits", self.spec.logits_temperature)
 
     async def generate(self, request: Request) -> Completion:
-        completion: Completion = await self._host.call("generate", request)
+        named = None
+        if request.images is not None:
+            named = NamedImages.of(request.images, getattr(torch, compat.dtype_of(self.spec)), self._updates)
+            request = replace(request, images=None)
+        completion: Completion = await self._host.call("generate", request, named)
         if completion.finish_reason != "error":
             counts = (len(completion.token_ids), *[len(request.prompt_ids)] * 2, completion.cached_tokens)
             for name, count in zip(_COUNTERS, counts, strict=True):
@@ -121,6 +131,7 @@ class SGLangEngine(InferenceEngine):
 
     async def end_update(self) -> None:
         await self._host.call("end_update")
+        self._updates += 1
 
     async def release(self, tags: Sequence[str]) -> None:
         if self._has_memory_saver():

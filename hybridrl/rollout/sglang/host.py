@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hybridrl.rollout.request import Completion, Request
     from hybridrl.rollout.routing import RecordedLayers
     from hybridrl.rollout.sglang.compat import Output, Server
+    from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.stop_strings import StopStrings
     from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
@@ -96,8 +97,8 @@ class Host:
 
     # ------------------------------------------------------------------ requests
 
-    async def generate(self, request: "Request") -> "Completion":
-        """See `InferenceEngine.generate`."""
+    async def generate(self, request: "Request", images: "NamedImages | None" = None) -> "Completion":
+        """See `InferenceEngine.generate`; `images` are those of the request."""
         from hybridrl.rollout.request import Completion
         from hybridrl.rollout.sglang import compat
 
@@ -113,7 +114,7 @@ class Host:
             with self._running(request.id) as running:
                 interval, seen = (_STOP_INTERVAL if stop else None), 0
                 outputs = self.server.generate(
-                    running.name, request.prompt_ids, wanted, interval, request.priority, request.routing
+                    running.name, request.prompt_ids, wanted, interval, request.priority, request.routing, images
                 )
                 async for output in outputs:
                     if stop is None or end is not None:

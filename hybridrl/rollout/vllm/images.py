@@ -26,7 +26,7 @@ from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
 from hybridrl.models.vision import ImageTensors, is_vision_model, tokens_per_image
-from hybridrl.rollout.images import PromptImages
+from hybridrl.rollout.images import PromptImages, check_interleaved
 
 #: has a package torchvision
 STAND_INS = Path(__file__).parents[1] / "sglang" / "cpu"
@@ -46,13 +46,7 @@ def check_images(config: RolloutConfig, model: ModelConfig) -> None:
     reader = config_of(model)
     if not is_vision_model(reader):
         return
-    rope = getattr(reader.get_text_config(), "rope_parameters", None) or {}
-    if reader.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
-        raise RolloutError(
-            f"{model.path}: text_config.rope_parameters of its config.json has no mrope_interleaved=true, without "
-            "which vLLM computes other positions for images than transformers; add it, or set "
-            "actor_rollout_ref.rollout.name=hf"
-        )
+    check_interleaved(reader, model.path, "vLLM")
     if model.adapted and config.lora_transfer == "adapter":
         raise RolloutError(
             f"actor_rollout_ref.rollout.lora_transfer=adapter: {model.path} is a vision-language model, and vLLM would "

