@@ -9,6 +9,7 @@ that of `hybridrl.models.tiny`, with the tokens that stand for images.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% if part['type'] in ['image', 'video'] %}{{ '<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>' }}"
     "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}"
     "{% for call in message['tool_calls'] or [] %}"
@@ -114,6 +115,7 @@ def build_tiny_vision_model(
         use_umask(file)
     tokenizer.save_pretrained(folder)
     _image_processor(patch, smallest).save_pretrained(folder)
+    _write_video_processor(folder, family, patch, smallest)
     return folder
 
 
@@ -172,6 +174,19 @@ def _image_processor(patch: int, smallest: int) -> Any:
         temporal_patch_size=2,
         size={"shortest_edge": smallest, "longest_edge": LARGEST * (patch * MERGE) ** 2},
     )
+
+
+def _write_video_processor(folder: Path, family: str, patch: int, smallest: int) -> None:
+    """The settings alone: transformers' video processors need torchvision."""
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings |= {
+        "video_processor_type": "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor",
+        "do_sample_frames": family == "qwen3_vl",
+        # Qwen3-VL counts the pixels of all frames together
+        "size": {"shortest_edge": smallest, "longest_edge": LARGEST * (patch * MERGE) ** 2},
+    }
+    del settings["image_processor_type"]
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:

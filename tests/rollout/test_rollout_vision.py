@@ -17,7 +17,7 @@ import pytest
 import ray
 import torch
 from policy_tools import MAX_LOG_PROB_DIFFERENCE, WIDTH, ScaledPolicy, settings, trainer_log_probs
-from vision_tools import PROMPTS, prompts_of, write_prompts
+from vision_tools import PROMPTS, VIDEO_PROMPTS, prompts_of, write_prompts, write_video_prompts
 
 from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, load_config
@@ -156,6 +156,28 @@ def test_images_between_the_turns_of_a_session(model, policy, rollout, prompts) 
     assert counts == [len(sizes) + 1 for _, sizes in PROMPTS for _ in range(2)]
     difference = (trainer_log_probs(policy, batch) - fields["rollout_log_probs"])[mask].abs()
     assert float(difference.max()) < MAX_LOG_PROB_DIFFERENCE
+
+
+def test_videos_among_images_and_text(model, policy, rollout, tmp_path) -> None:
+    """Log-probabilities are the trainer's also before and after an update, and frames in a wrong order are caught."""
+    clips = repeat_for_sampling(prompts_of(write_video_prompts(tmp_path), model), 2)
+    clips.meta_info = {"global_steps": 1}
+    batch = answered(rollout, clips)
+    assert batch.batch["response_mask"].sum() == len(clips) * WIDTH
+    assert largest_difference(policy, batch) < MAX_LOG_PROB_DIFFERENCE
+    before = batch.batch["position_ids"][..., : clips.batch["position_ids"].shape[-1]]
+    torch.testing.assert_close(before, clips.batch["position_ids"])
+    names = batch.non_tensor_batch["image_digest"]
+    assert len(set(names[::2])) == len(VIDEO_PROMPTS) and names[4] == ""
+    greedy = DataProto(clips.batch, clips.non_tensor_batch, {**clips.meta_info, "do_sample": False})
+    scores = rollout.generate(greedy).batch["rollout_log_probs"]
+    assert float((scores[0] - scores[2]).abs().max()) > 1e-4  # the same text, another video
+    column = batch.non_tensor_batch["multi_modal_inputs"]
+    first = dict(column[0])  # the second two frames before the first two
+    first["pixel_values"] = torch.cat(first["pixel_values"].chunk(2)[::-1])
+    batch.non_tensor_batch["multi_modal_inputs"] = object_array([first, *column[1:]])
+    with pytest.raises(ValueError, match=r"sequence 0: its images are not those that its response was generated from"):
+        BatchImages(batch, config_of(ModelConfig(path=str(model))))
 
 
 def test_equal_texts_with_different_images_are_different_prompts(rollout, prompts) -> None:

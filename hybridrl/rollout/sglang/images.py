@@ -104,7 +104,7 @@ class PatchProcessor:
         (sent,), ids = image_data, list(input_text)
         images = sent.images
         assert isinstance(images.tensors, dict)
-        rotary = self._positions.of(ids, images.tensors["image_grid_thw"], images.mask(len(ids)))[1:]
+        rotary = self._positions.of(ids, images.tensors, images.mask(len(ids)))[1:]
         return MultimodalProcessorOutput(
             mm_items=_items(sent),
             input_ids=ids,
