@@ -192,7 +192,9 @@ def with_row_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Imag
     for message in messages:
         content: Any = message.get("content")
         parts = [] if isinstance(content, str | None) else content
-        if (images and isinstance(content, str) and "<video>" in content) or any(one["type"] == "video" for one in parts):
+        if (images and isinstance(content, str) and "<video>" in content) or any(
+            one["type"] == "video" for one in parts
+        ):
             raise RolloutError("a prompt of a session has a video; sessions show images and text")
         if images and isinstance(content, str) and "<image>" in content:
             pieces = [piece for piece in _PLACEHOLDER.split(content) if piece]

@@ -49,7 +49,7 @@ class RowImages:
     def place(
         self, messages: Sequence[Message], row: Mapping[str, Any], where: str
     ) -> tuple[list[Message], list[Image | Clip]]:
-        """Return messages as the chat template takes them, and their images and clips in order. No pixel is decoded yet.
+        """Return messages as the chat template takes them, and their images and clips in order; nothing is decoded yet.
 
         Args:
             messages: of the row, with placeholders.

@@ -107,7 +107,8 @@ class RLHFDataset(Dataset):
 
     With a `processor`, rows may have images in the column `config.image_key` and videos in `config.video_key`
     (`hybridrl.data.images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`, `{}`
-    for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with images is never truncated.
+    for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with images
+    is never truncated.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
     `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
@@ -419,7 +420,9 @@ class RLHFDataset(Dataset):
         """What messages may hold."""
         return TEXT if self._images is None else TEXT_AND_IMAGES
 
-    def _placed(self, index: int, row: dict[str, Any], messages: list[Message]) -> tuple[list[Message], list[Image | Clip]]:
+    def _placed(
+        self, index: int, row: dict[str, Any], messages: list[Message]
+    ) -> tuple[list[Message], list[Image | Clip]]:
         """Return the messages of a row as the chat template takes them, and their images."""
         return (messages, []) if self._images is None else self._images.place(messages, row, self.table.locate(index))
 
@@ -469,7 +472,10 @@ class RLHFDataset(Dataset):
         index, length = rows[0]
         instead = "or data.truncation to left, right or middle"
         if self._images is not None:
-            instead = "or make images smaller with data.mm_processor_kwargs.max_pixels (frames: fps): they are never truncated"
+            instead = (
+                "or make images smaller with data.mm_processor_kwargs.max_pixels (of videos, fps and videos_kwargs): "
+                "images are never truncated"
+            )
         return DataError(
             f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length="
             f"{self.config.max_prompt_length} ({len(rows)} such rows of {len(self._rows)}, the longest with "

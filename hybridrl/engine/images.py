@@ -33,8 +33,8 @@ class LayoutImages:
 class BatchImages:
     """The images of a batch's rows (`multi_modal_inputs`).
 
-    A placeholder is a token with the model's id of images or videos that was not generated: a policy may sample it. Where images
-    come after the prompt, as those of tools do, the batch says which tokens are theirs.
+    A placeholder is a token with the model's id of images or videos that was not generated: a policy may sample it.
+    Where images come after the prompt, as those of tools do, the batch says which tokens are theirs.
 
     Args:
         batch: with `multi_modal_inputs`; where the sampler says what it saw, `image_digest`; where images may come

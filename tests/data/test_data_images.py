@@ -82,7 +82,7 @@ def test_every_form_of_an_image_gives_the_same_patches(vision_model: Path, tmp_p
         ("nothing", 1, r"row 1 .*has 0 <image>.*has 1 images"),
         ("<image>", 0, r"row 1 .*has 1 <image>.*has 0 images"),
         ("<image><|image_pad|>", 1, r"row 1 .*2 image placeholders .* for 1 images.*image token of its own"),
-        ("<video>", 0, r"row 1 .*videos are not supported"),
+        ("<video>", 0, r"row 1 .*has 1 <video> and column 'videos' .* has 0 videos"),
         ("<image>" * 7, 7, r"row 1 .*the prompt has \d+ tokens, more than data.max_prompt_length=120.*max_pixels"),
     ],
 )

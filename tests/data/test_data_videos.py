@@ -74,7 +74,9 @@ def test_prompts_are_what_transformers_makes_of_them(vision_model: Path, tmp_pat
 
 def test_a_still_video_is_an_image(vision_model: Path) -> None:
     """Patches of two equal frames are those that the image processor makes of one, at the video's size."""
-    processor = processor_of(ModelConfig(path=str(vision_model)), {"min_pixels": 64, "videos_kwargs": {"min_pixels": 64}})
+    processor = processor_of(
+        ModelConfig(path=str(vision_model)), {"min_pixels": 64, "videos_kwargs": {"min_pixels": 64}}
+    )
     assert processor is not None
     frame = picture((30, 21), 5)  # resized to 32 x 24
     rows = given_rows(vision_model, [{"frames": [frame, frame], "fps": 1.0}])
@@ -199,7 +201,11 @@ def test_sizes_of_frames_have_limits_of_their_own(vision_model: Path) -> None:
         ([{"frames": frames_of(2)}], "<video>?", r", video 0: frames need their number per second"),
         ([{"frames": frames_of(2).astype(float), "fps": 1.0}], "<video>?", r"an array \[2, 16, 24, 3\] of float64"),
         ([{"frames": [], "fps": 1.0}], "<video>?", r", video 0: it is list; give a path"),
-        ([{"frames": [picture((8, 8), 0), picture((8, 16), 0)], "fps": 1.0}], "<video>?", "frames are of different sizes"),
+        (
+            [{"frames": [picture((8, 8), 0), picture((8, 16), 0)], "fps": 1.0}],
+            "<video>?",
+            "frames are of different sizes",
+        ),
         (["https://host/film.mp4"], "<video>?", r"is an address; download the video"),
         ([{"video": "film.mp4", "fps": 1.0}], "<video>?", r"settings of one video.*data.mm_processor_kwargs"),
         ([{"path": "film.mp4", "fps": 1.0}], "<video>?", "a file says its fps itself"),
@@ -237,7 +243,9 @@ def test_conversations_train_no_token_of_a_video(vision_model: Path, tmp_path: P
     talk = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "Noise"}]
     frames = [{"bytes": png(one)} for one in movies()[0][0][0]]
     write_rows(tmp_path / "talks.parquet", [{"messages": talk, "videos": [{"frames": frames, "fps": 3.0}]}])
-    config = load_config("sft_trainer", [f"data.train_files={tmp_path / 'talks.parquet'}", f"model.path={vision_model}"])
+    config = load_config(
+        "sft_trainer", [f"data.train_files={tmp_path / 'talks.parquet'}", f"model.path={vision_model}"]
+    )
     tokenizer, processor = load_tokenizer(vision_model), processor_of(config.model)
     item = create_sft_dataset(str(tmp_path / "talks.parquet"), config.data, tokenizer, processor=processor)[0]
     prompt = peer_video_inputs(vision_model, 0)

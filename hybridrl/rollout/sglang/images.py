@@ -1,8 +1,8 @@
 """Images of requests in SGLang: it computes the very patches that the trainer sees, and prepares no image itself.
 
-SGLang would resize and cut images by transformers' own processor, which may differ from the trainer's, and would compute
-positions by a function of its own. Here a request brings patches, and an object of ours takes the place of SGLang's
-processor of the model.
+SGLang would resize and cut images by transformers' own processor, which may differ from the trainer's, and would
+compute positions by a function of its own. Here a request brings patches, and an object of ours takes the place of
+SGLang's processor of the model.
 """
 
 from __future__ import annotations

@@ -127,7 +127,6 @@ class ImageInputs:
             {"image": [PlaceholderRange(offset=first, length=count) for first, count in images.places]},
         )
 
-
     def _seconds(self, tensors: ImageTensors) -> ImageTensors:
         """With the seconds between patches also where there are only images: vLLM joins images of several requests."""
         if self._config.model_type != "qwen2_5_vl" or SECONDS in tensors:
