@@ -38,7 +38,7 @@ VIDEO_PROMPTS: list[tuple[str, list[tuple[int, int]], list[tuple[int, tuple[int,
     ("<video>What?", [], [(4, (24, 16), 3.0)]),
     ("<video>What?", [], [(4, (24, 16), 3.0)]),
     ("No video here", [], []),
-    ("A<image> before <video>!", [(24, 16)], [(3, (40, 24), 0.7)]),
+    ("A<image> before <video>!", [(24, 16)], [(3, (40, 24), 0.2)]),  # its times lie beyond the positions of the text
     ("<image>alone", [(16, 16)], []),
     ("<video> and <video>", [], [(2, (16, 24), 2.0), (4, (16, 24), 6.0)]),
 ]

@@ -201,6 +201,17 @@ class RotaryPositions:
         return torch.cat([torch.arange(row.shape[1])[None], rotary[:, 0]])
 
 
+def offset_after(rotary: torch.Tensor) -> int:
+    """What is added to the numbers of tokens after a sequence for their positions, which count up from its last token.
+
+    The times of a clip may lie beyond the positions of the text after it, so this is not the largest position.
+
+    Args:
+        rotary: `[3, L]` of the sequence.
+    """
+    return int(rotary[:, -1].max()) + 1 - rotary.shape[1]
+
+
 def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -> ImageProcessor | None:
     """Return the image processor of a `model` group; None for a model without vision."""
     from hybridrl.models.info import config_of

@@ -136,8 +136,8 @@ def test_media_that_the_model_does_not_read_are_refused(vision_model: Path, micr
     file = write_prompts(tmp_path)
     with pytest.raises(DataError, match=r"column 'images' holds media, .*which models"):
         RLHFDataset(str(file), load_tokenizer(micro_model), {})
-    write_rows(tmp_path / "v.parquet", [{"prompt": "x", "videos": ["a.mp4"]}])
-    with pytest.raises(DataError, match=r"column 'videos' holds media"):
+    write_rows(tmp_path / "v.parquet", [{"prompt": "x", "audios": ["a.wav"]}])
+    with pytest.raises(DataError, match=r"column 'audios' holds media"):
         dataset_of(tmp_path / "v.parquet", vision_model)
     with pytest.raises(DataError, match="processor: it is a str"):
         RLHFDataset(str(file), load_tokenizer(micro_model), {}, processor="x")  # type: ignore[arg-type]

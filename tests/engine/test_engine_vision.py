@@ -69,9 +69,16 @@ def peer_log_probs(model: Path, batch: DataProto, samples: int = SAMPLES, peer_o
             peer.model.rope_deltas = None
             inputs = peer_of(model, row // samples)
             prompt = peer(**inputs, use_cache=True)
-            if not any(name in inputs for name in ("pixel_values", "pixel_values_videos")):
-                peer.model.rope_deltas = torch.zeros(1, 1, dtype=torch.int64)
-            rest = peer(input_ids=response[None], past_key_values=prompt.past_key_values)
+            ids = torch.cat([inputs["input_ids"], response[None]], dim=1)
+            kinds = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, count))
+            grids = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+            named = {name: inputs[name] for name in grids if name in inputs}
+            positions, _ = peer.model.get_rope_index(ids, mm_token_type_ids=kinds, **named)
+            rest = peer(
+                input_ids=response[None],
+                past_key_values=prompt.past_key_values,
+                position_ids=positions[..., -count:],
+            )
         logits = torch.cat([prompt.logits[0, -1:], rest.logits[0, :-1]]).float()
         found[row, :count] = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
     return found

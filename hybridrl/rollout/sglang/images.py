@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
-from hybridrl.models.vision import RotaryPositions, is_vision_model
+from hybridrl.models.vision import RotaryPositions, is_vision_model, offset_after
 from hybridrl.rollout.images import PromptImages, check_interleaved, split_images
 
 #: numbers of a patch of Qwen2.5-VL; SGLang takes patches of another size for embeddings of tokens
@@ -110,7 +110,7 @@ class PatchProcessor:
             input_ids=ids,
             im_token_id=int(self._config.image_token_id),
             mrope_positions=rotary,
-            mrope_position_delta=(rotary.max() + 1 - len(ids)).reshape(1, 1),
+            mrope_position_delta=torch.tensor([[offset_after(rotary)]]),
         )
 
     def clear_preprocess_cache(self) -> None:

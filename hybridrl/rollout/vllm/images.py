@@ -25,7 +25,15 @@ from transformers import BatchFeature, PreTrainedConfig
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
-from hybridrl.models.vision import GRID, SECONDS, ImageTensors, RotaryPositions, is_vision_model, tokens_per_image
+from hybridrl.models.vision import (
+    GRID,
+    SECONDS,
+    ImageTensors,
+    RotaryPositions,
+    is_vision_model,
+    offset_after,
+    tokens_per_image,
+)
 from hybridrl.rollout.images import PromptImages, check_interleaved
 
 #: has a package torchvision
@@ -161,7 +169,7 @@ def _positions(model: Any, input_tokens: list[int], mm_features: Sequence[Any]) 
         names = [name for name in (GRID, SECONDS) if name in features[0].data]
         images = {name: torch.stack([feature.data[name].data for feature in features]) for name in names}
     rotary = RotaryPositions(model.config).of(input_tokens, images, places)[1:]
-    return rotary, int(rotary.max()) + 1 - len(input_tokens)
+    return rotary, offset_after(rotary)
 
 
 def _largest(config: PreTrainedConfig, tokens: int) -> ImageTensors:
