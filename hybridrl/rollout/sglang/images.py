@@ -121,7 +121,11 @@ class PatchProcessor:
 
 
 def _items(sent: NamedImages) -> list[Any]:
-    """Each image by itself, with the place of its tokens, under its name."""
+    """Each image or clip by itself, with the place of its tokens, under its name.
+
+    A clip is as many images as it has temporal patches. SGLang's tower of Qwen2.5-VL would let these attend to each
+    other, which they do not in transformers.
+    """
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
     assert isinstance(sent.images.tensors, dict)
@@ -132,11 +136,16 @@ def _items(sent: NamedImages) -> list[Any]:
             modality=Modality.IMAGE,
             feature=part["pixel_values"],
             offsets=[(first, first + count - 1)],
-            model_specific_data={"image_grid_thw": part["image_grid_thw"]},
+            model_specific_data={"image_grid_thw": _stills(part["image_grid_thw"])},
         )
         item.set_hash(int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big"))
         items.append(item)
     return items
+
+
+def _stills(grid: torch.Tensor) -> torch.Tensor:
+    """The grids of the temporal patches of a clip, [1, 3] -> [T, 3]."""
+    return grid.new_tensor([[1, *grid[0, 1:].tolist()]] * int(grid[0, 0]))
 
 
 def replace_processor(config: PreTrainedConfig) -> None:
