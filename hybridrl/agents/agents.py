@@ -148,6 +148,11 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
     turns = made.turns
     for data in datasets:
         _check_columns(made.loops, default, data)
+        if any(row.get(config.data.video_key) for row in _rows_with(data, config.data.video_key)):
+            raise RolloutError(
+                f"data.video_key={config.data.video_key}: rows have videos, and sessions of agents show images and "
+                "text; leave out these rows, or answer each prompt once, without agents"
+            )
     for tool in made.tools.values():
         tool.check_settings(settings)
     if made.interactions is not None:

@@ -91,16 +91,15 @@ class ImageReader:
                 f"a session has {len(images)} images, and the engine was started for prompts of "
                 f"actor_rollout_ref.rollout.limit_images={self.most}; raise it, or set it to null"
             )
-        token, ids = self.processor.image_token_id, list(prompt)
-        written = {place for place, _, _ in generated_in(ids, generated) if ids[place] == token}
+        tokens, ids = self.processor.media_tokens, list(prompt)
+        written = {place for place, _, _ in generated_in(ids, generated) if ids[place] in tokens}
         what = "a session's prompt"
         return PromptImages.of(ids, join_images(images), self.processor.config, what, written)
 
     def positions(self, ids: Sequence[int], images: PromptImages | None) -> torch.Tensor:
         """The positions [4, L] of a trajectory's tokens."""
         mask = torch.zeros(len(ids), dtype=torch.bool) if images is None else images.mask(len(ids))
-        grid = None if images is None else tensors_of(images)["image_grid_thw"]
-        return self.processor.positions(ids, grid, mask)
+        return self.processor.positions(ids, None if images is None else tensors_of(images), mask)
 
 
 class SeenImages:
@@ -192,6 +191,11 @@ def with_row_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Imag
     waiting, found = iter(images), []
     for message in messages:
         content: Any = message.get("content")
+        parts = [] if isinstance(content, str | None) else content
+        if (images and isinstance(content, str) and "<video>" in content) or any(
+            one["type"] == "video" for one in parts
+        ):
+            raise RolloutError("a prompt of a session has a video; sessions show images and text")
         if images and isinstance(content, str) and "<image>" in content:
             pieces = [piece for piece in _PLACEHOLDER.split(content) if piece]
             content = [{"type": "image"} if one == "<image>" else {"type": "text", "text": one} for one in pieces]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from hybridrl.config import SupervisedDataConfig
     from hybridrl.data.images import RowImages
+    from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
 TRUNCATIONS = ("error", "left", "right", "middle")
@@ -74,8 +75,9 @@ class ConversationDataset(Dataset):
         self.config: Any = config
         self.key = key
         self.table: Table = read_table(data_files, key)
-        self._images = None if processor is None else _row_images(processor, config.image_key)
-        refuse_media(self.table, key, [one for one in MEDIA_COLUMNS if processor is None or one != config.image_key])
+        self._images = None if processor is None else _row_images(processor, config)
+        read = () if self._images is None else self._images.columns
+        refuse_media(self.table, key, [one for one in MEDIA_COLUMNS if one not in read])
         self._rows = choose_rows(len(self.table), max_samples, config.shuffle, seed_of(config))
         self._template_columns = self._read_template_columns()
 
@@ -98,7 +100,7 @@ class ConversationDataset(Dataset):
         """What messages may hold."""
         return TEXT if self._images is None else TEXT_AND_IMAGES
 
-    def _placed(self, item: int, messages: list[Message]) -> tuple[list[Message], list[Image]]:
+    def _placed(self, item: int, messages: list[Message]) -> tuple[list[Message], list[Image | Clip]]:
         """Return messages of an item as the chat template takes them, and their images in order."""
         if self._images is None:
             return messages, []
@@ -106,7 +108,7 @@ class ConversationDataset(Dataset):
 
     def has_images(self, ids: np.ndarray) -> bool:
         """Whether token ids have placeholders of images, which are never cut."""
-        return self._images is not None and bool((ids == self._images.processor.image_token_id).any())
+        return self._images is not None and bool(np.isin(ids, self._images.processor.media_tokens).any())
 
     def media(self, item: int, sides: Sequence[tuple[np.ndarray, list[Message]]]) -> list[dict[str, Any]]:
         """What the model reads of the images of conversations of an item: `multi_modal_inputs` and `position_ids`.
@@ -121,8 +123,8 @@ class ConversationDataset(Dataset):
             return [{} for _ in sides]
         images = self._placed(item, sides[0][1])[1] if self.has_images(sides[0][0]) else []
         first = self._images.item(sides[0][0].tolist(), images, self.locate(item))
-        grid = first["multi_modal_inputs"].get("image_grid_thw")
-        positions = [self._images.processor.positions(ids.tolist(), grid) for ids, _ in sides[1:]]
+        seen = first["multi_modal_inputs"]
+        positions = [self._images.processor.positions(ids.tolist(), seen) for ids, _ in sides[1:]]
         return [first, *({**first, "position_ids": one} for one in positions)]
 
     # ------------------------------------------------------------------ what a row's template gets
@@ -198,14 +200,14 @@ class ConversationDataset(Dataset):
         ]
 
     def _expanded(
-        self, ids: np.ndarray, turn_of: np.ndarray, images: Sequence[Image], item: int
+        self, ids: np.ndarray, turn_of: np.ndarray, images: Sequence[Image | Clip], item: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """With as many placeholders as images have tokens, which belong to no turn: nothing predicts them."""
         if self._images is None:
             return ids, turn_of
         times = self._images.repeats(ids.tolist(), images, self.locate(item))
         ids, turn_of = np.repeat(ids, times), np.repeat(turn_of, times)
-        turn_of[ids == self._images.processor.image_token_id] = 0
+        turn_of[np.isin(ids, self._images.processor.media_tokens)] = 0
         return ids, turn_of
 
     def _render_with_spans(
@@ -252,10 +254,10 @@ class ConversationDataset(Dataset):
                 )
 
 
-def _row_images(processor: ImageProcessor, column: str) -> RowImages:
+def _row_images(processor: ImageProcessor, config: Any) -> RowImages:
     from hybridrl.data.images import RowImages
 
-    return RowImages(processor, column)
+    return RowImages(processor, config.image_key, config.video_key)
 
 
 def turn_of_token(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -1,8 +1,10 @@
-"""The images of a data set's rows: read, counted against the placeholders of the prompt, and made ready for the model.
+"""The images and videos of a data set's rows: read, counted against the placeholders of the prompt, and made ready for
+the model.
 
 A row has its images in a column (`data.image_key`), a list of `{"bytes": ...}`, `{"path": ...}`, paths or PIL images.
 The text of its messages has `<image>` where each belongs. A message may instead be a list of parts, in which
-`{"type": "image"}` stands for the next image of the column and `{"type": "image", "image": ...}` has its own.
+`{"type": "image"}` stands for the next image of the column and `{"type": "image", "image": ...}` has its own. Videos
+(`data.video_key`, `<video>`, parts of type `video`) likewise; see `hybridrl.data.videos`.
 """
 
 from __future__ import annotations
@@ -15,31 +17,39 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import DataError
 from hybridrl.models.chat import Message
+from hybridrl.models.videos import Clip
 from hybridrl.models.vision import ImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<video>"
-_PIECES = re.compile(f"({re.escape(PLACEHOLDER)})")
+_KIND_OF = {PLACEHOLDER: "image", VIDEO_PLACEHOLDER: "video"}
+_PIECES = re.compile(f"({'|'.join(map(re.escape, _KIND_OF))})")
 
 
 class RowImages:
-    """What a data set does with the images of its rows.
+    """What a data set does with the images and videos of its rows.
 
     Args:
         processor: of the model.
         column: where rows have their images (`data.image_key`).
+        video_column: where rows have their videos (`data.video_key`).
     """
 
-    def __init__(self, processor: ImageProcessor, column: str) -> None:
+    def __init__(self, processor: ImageProcessor, column: str, video_column: str) -> None:
         self.processor = processor
-        self.column = column
+        self.column, self.video_column = column, video_column
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """Those of images and of videos."""
+        return self.column, self.video_column
 
     def place(
         self, messages: Sequence[Message], row: Mapping[str, Any], where: str
-    ) -> tuple[list[Message], list[Image]]:
-        """Return messages as the chat template takes them, and their images in order. No pixel is decoded yet.
+    ) -> tuple[list[Message], list[Image | Clip]]:
+        """Return messages as the chat template takes them, and their images and clips in order; nothing is decoded yet.
 
         Args:
             messages: of the row, with placeholders.
@@ -47,32 +57,64 @@ class RowImages:
             where: the row, for messages.
 
         Raises:
-            DataError: the row has more or fewer images than placeholders, an image cannot be read, or it has a video.
+            DataError: the row has more or fewer images or videos than placeholders, or one cannot be read.
         """
-        own = row.get(self.column)
-        if own is not None and (isinstance(own, str | bytes | Mapping) or not isinstance(own, Sequence)):
-            own = [own]
-        waiting = list(own or ())
-        shown, sources, wanted = [], [], 0
+        waiting = {"image": _Waiting(row.get(self.column)), "video": _Waiting(row.get(self.video_column))}
+        shown: list[Message] = []
+        found: list[Image | Clip] = []
+        opened = 0
         for message in messages:
-            parts = _parts(message.get("content"), where)
-            for part in parts if isinstance(parts, list) else ():
-                if part["type"] == "image":
-                    given = part.pop("image", None)
-                    if given is None:
-                        given = waiting[wanted] if wanted < len(waiting) else None
-                        wanted += 1
-                    sources.append(given)
-            shown.append(message if parts is None else {**message, "content": parts})
-        if wanted != len(waiting):
-            raise DataError(
-                f"{where}: the prompt has {wanted} {PLACEHOLDER} and column {self.column!r} (data.image_key) has "
-                f"{len(waiting)} images; write {PLACEHOLDER} once for each image, where it belongs."
-            )
-        return shown, [open_image(source, f"{where}, image {number}") for number, source in enumerate(sources)]
+            parts = _parts(message.get("content"))
+            if not isinstance(parts, list):
+                shown.append(message)
+                continue
+            content: list[Mapping[str, Any]] = []
+            for part in parts:
+                kind = part["type"]
+                if kind not in waiting:
+                    content.append(part)
+                    continue
+                own = part.pop(kind, None)
+                source = waiting[kind].next() if own is None else own
+                if source is None and waiting[kind].is_short:
+                    continue  # refused below, with both numbers
+                name = f"{where}, {kind} {opened}"
+                opened += 1
+                if kind == "image":
+                    content.append(part)
+                    found.append(open_image(source, name))
+                else:
+                    self._show(source, name, content, found)
+            shown.append({**message, "content": content})
+        for kind, column, key, mark in (
+            ("image", self.column, "data.image_key", PLACEHOLDER),
+            ("video", self.video_column, "data.video_key", VIDEO_PLACEHOLDER),
+        ):
+            if waiting[kind].wanted != waiting[kind].given:
+                raise DataError(
+                    f"{where}: the prompt has {waiting[kind].wanted} {mark} and column {column!r} ({key}) has "
+                    f"{waiting[kind].given} {kind}s; write {mark} once for each {kind}, where it belongs."
+                )
+        return shown, found
 
-    def expand(self, ids: Sequence[int], images: Sequence[Image], where: str) -> list[int]:
-        """Return the prompt's token ids with as many placeholders as its images have tokens.
+    def _show(self, source: Any, name: str, content: list[Mapping[str, Any]], found: list[Image | Clip]) -> None:
+        """Append a video to the parts of a message, and its clips to what is found."""
+        from hybridrl.data.videos import open_video
+
+        video = open_video(source, name)
+        try:
+            clips = self.processor.videos.clips(video)
+        except ValueError as error:
+            raise DataError(f"{name}: {error}.") from error
+        for text, clip in clips:
+            if text:
+                content.append({"type": "text", "text": text})
+            if clip is not None:
+                content.append({"type": "video"})
+                found.append(clip)
+
+    def expand(self, ids: Sequence[int], images: Sequence[Image | Clip], where: str) -> list[int]:
+        """Return the prompt's token ids with as many placeholders as its images and clips have tokens.
 
         Raises:
             DataError: see `repeats`.
@@ -80,7 +122,7 @@ class RowImages:
         times = self.repeats(ids, images, where)
         return [one for token, count in zip(ids, times, strict=True) for one in [token] * count]
 
-    def repeats(self, ids: Sequence[int], images: Sequence[Image], where: str) -> list[int]:
+    def repeats(self, ids: Sequence[int], images: Sequence[Image | Clip], where: str) -> list[int]:
         """Return how often each token occurs: placeholders as often as their images have tokens, others once.
 
         Raises:
@@ -88,6 +130,7 @@ class RowImages:
                 refuses an image's size.
         """
         try:
+            self._check_kinds(ids, images)
             return self.processor.repeats(ids, [self.processor.placeholders(image) for image in images])
         except ValueError as error:
             raise DataError(
@@ -95,18 +138,51 @@ class RowImages:
                 "chat template (actor_rollout_ref.model.custom_chat_template) writes images."
             ) from error
 
-    def item(self, ids: Sequence[int], images: Sequence[Image], where: str) -> dict[str, Any]:
+    def _check_kinds(self, ids: Sequence[int], images: Sequence[Image | Clip]) -> None:
+        tokens = self.processor.media_tokens
+        wanted = [tokens[isinstance(one, Clip)] for one in images]
+        found = [token for token in ids if token in tokens]
+        if len(found) == len(wanted) and found != wanted:
+            raise ValueError("the chat template writes images and videos in another order than the messages have them")
+
+    def item(self, ids: Sequence[int], images: Sequence[Image | Clip], where: str) -> dict[str, Any]:
         """Return `multi_modal_inputs`, what the model reads of the images, and `position_ids` `[4, L]` of the prompt.
 
         Raises:
-            DataError: an image is damaged.
+            DataError: an image or a video is damaged.
         """
         try:
-            inputs = self.processor.pixels([image.convert("RGB") for image in images]) if images else {}
-        except Exception as error:  # Pillow and image processors may raise anything for a damaged file
-            raise DataError(f"{where}: an image cannot be decoded: {type(error).__name__}: {error}") from error
-        positions = self.processor.positions(ids, inputs.get("image_grid_thw"))
-        return {"multi_modal_inputs": inputs, "position_ids": positions}
+            inputs = self.processor.pixels(images) if images else {}
+        except Exception as error:  # Pillow, PyAV and image processors may raise anything for a damaged file
+            raise DataError(
+                f"{where}: an image or a video cannot be decoded: {type(error).__name__}: {error}"
+            ) from error
+        return {"multi_modal_inputs": inputs, "position_ids": self.processor.positions(ids, inputs)}
+
+
+class _Waiting:
+    """The images or videos of a row's column.
+
+    Attributes:
+        given: how many there are.
+        wanted: how many were asked for.
+    """
+
+    def __init__(self, column: Any) -> None:
+        if column is not None and (isinstance(column, str | bytes | Mapping) or not isinstance(column, Sequence)):
+            column = [column]
+        self._entries = list(column or ())
+        self.given, self.wanted = len(self._entries), 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether more were asked for than there are."""
+        return self.wanted > self.given
+
+    def next(self) -> Any:
+        """The next one; None if there is none."""
+        self.wanted += 1
+        return None if self.is_short else self._entries[self.wanted - 1]
 
 
 def open_image(source: Any, where: str) -> Image:
@@ -142,15 +218,13 @@ def open_image(source: Any, where: str) -> Image:
         raise DataError(f"{where}: it cannot be opened: {type(error).__name__}: {error}") from error
 
 
-def _parts(content: Any, where: str) -> Any:
-    """The content of a message: text without images as it is, else a list of parts that may be changed."""
+def _parts(content: Any) -> Any:
+    """The content of a message: text without placeholders as it is, else a list of parts that may be changed."""
     if isinstance(content, str):
-        if VIDEO_PLACEHOLDER in content:
-            raise DataError(f"{where}: the prompt has {VIDEO_PLACEHOLDER}, and videos are not supported.")
-        if PLACEHOLDER not in content:
+        if not _PIECES.search(content):
             return content
         pieces = [piece for piece in _PIECES.split(content) if piece]
-        return [{"type": "image"} if piece == PLACEHOLDER else {"type": "text", "text": piece} for piece in pieces]
+        return [{"type": _KIND_OF[one]} if one in _KIND_OF else {"type": "text", "text": one} for one in pieces]
     if content is None:
         return content
     return [{name: value for name, value in part.items() if value is not None} for part in content]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from hybridrl.config import PromptConfig
     from hybridrl.data.images import RowImages
+    from hybridrl.models.videos import Clip
     from hybridrl.models.vision import ImageProcessor
 
 TRUNCATIONS = ("error", "left", "right", "middle")
@@ -104,9 +105,10 @@ class RLHFDataset(Dataset):
     An item is `{"input_ids": list[int], "raw_prompt": messages, "index": int, **other columns}`. `index` counts the
     rows of all files from 0, before any filter, so that it names the same row whatever is filtered.
 
-    With a `processor`, rows may have images in the column `config.image_key` (`hybridrl.data.images`). Each item then
-    also has `multi_modal_inputs`, `{"pixel_values", "image_grid_thw"}` or `{}` for a row without images, and
-    `position_ids` [4, tokens]. The column itself is left out. A prompt with images is never truncated.
+    With a `processor`, rows may have images in the column `config.image_key` and videos in `config.video_key`
+    (`hybridrl.data.images`). Each item then also has `multi_modal_inputs` (`hybridrl.models.vision.ImageTensors`, `{}`
+    for a row without images) and `position_ids` [4, tokens]. The columns themselves are left out. A prompt with images
+    is never truncated.
 
     A subclass may override `build_messages`, `encode_prompts` or `__getitem__`, and verl's hooks
     `_read_files_and_tokenize`, `maybe_filter_out_long_prompts` and `_build_messages`. A subclass that defines one of
@@ -152,7 +154,7 @@ class RLHFDataset(Dataset):
         self.max_prompt_length = settings.max_prompt_length
         self.truncation = settings.truncation
         self.filter_overlong_prompts = settings.filter_overlong_prompts
-        self._images = _row_images(processor, settings.image_key)
+        self._images = _row_images(processor, settings)
         self._set_what_hooks_of_verl_read(max_samples)
         check_chat_template(tokenizer)
         self._table: Table | None = None
@@ -169,11 +171,12 @@ class RLHFDataset(Dataset):
             )
         if not self._builds_messages():
             self.table.require(settings.prompt_key, "data.prompt_key")
-        _, *others = MEDIA_COLUMNS
-        refuse_media(self.table, key, others if self._images is not None else [self.image_key, *others])
+        read = (self.image_key, self.video_key)
+        others = [one for one in MEDIA_COLUMNS if one not in read]
+        refuse_media(self.table, key, others if self._images is not None else [*read, *others])
         self._check_extra_info()
-        if self._images is not None and self.image_key in self.table.columns:
-            self._taken.append(self.image_key)  # what the model reads of the images travels, not the files
+        if self._images is not None:  # what the model reads of the images travels, not the files
+            self._taken += [one for one in read if one in self.table.columns]
         self._rows = choose_rows(len(self.table), max_samples, settings.shuffle, seed_of(settings))
         prompts = self._prompt_column()
         if self.prompt_key in self.table.columns:
@@ -343,8 +346,8 @@ class RLHFDataset(Dataset):
         self.shuffle, self.seed = settings.shuffle, seed_of(settings)
         self.num_workers = settings.filter_overlong_prompts_workers
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs or {})
-        _, self.video_key, self.audio_key = MEDIA_COLUMNS
-        self.image_key = settings.image_key
+        *_, self.audio_key = MEDIA_COLUMNS
+        self.image_key, self.video_key = settings.image_key, settings.video_key
         self.tool_config_path = settings.get("tool_config_path")
         self.function_tool_path = settings.get("function_tool_path")
         self.tool_schemas = None
@@ -417,14 +420,16 @@ class RLHFDataset(Dataset):
         """What messages may hold."""
         return TEXT if self._images is None else TEXT_AND_IMAGES
 
-    def _placed(self, index: int, row: dict[str, Any], messages: list[Message]) -> tuple[list[Message], list[Image]]:
+    def _placed(
+        self, index: int, row: dict[str, Any], messages: list[Message]
+    ) -> tuple[list[Message], list[Image | Clip]]:
         """Return the messages of a row as the chat template takes them, and their images."""
         return (messages, []) if self._images is None else self._images.place(messages, row, self.table.locate(index))
 
     def _encoded(
         self,
         shown: list[list[Message]],
-        images: Sequence[Sequence[Image]],
+        images: Sequence[Sequence[Image | Clip]],
         indices: Sequence[int],
         *tokenizer: PreTrainedTokenizerBase,
     ) -> list[list[int]]:
@@ -467,7 +472,10 @@ class RLHFDataset(Dataset):
         index, length = rows[0]
         instead = "or data.truncation to left, right or middle"
         if self._images is not None:
-            instead = "or make images smaller with data.mm_processor_kwargs.max_pixels: images are never truncated"
+            instead = (
+                "or make images smaller with data.mm_processor_kwargs.max_pixels (of videos, fps and videos_kwargs): "
+                "images are never truncated"
+            )
         return DataError(
             f"{self.table.locate(index)}: the prompt has {length} tokens, more than data.max_prompt_length="
             f"{self.config.max_prompt_length} ({len(rows)} such rows of {len(self._rows)}, the longest with "
@@ -518,12 +526,12 @@ def _check_processor(processor: Any) -> None:
         )
 
 
-def _row_images(processor: ImageProcessor | None, column: str) -> RowImages | None:
+def _row_images(processor: ImageProcessor | None, config: Any) -> RowImages | None:
     if processor is None:
         return None
     from hybridrl.data.images import RowImages
 
-    return RowImages(processor, column)
+    return RowImages(processor, config.image_key, config.video_key)
 
 
 def _without_images(messages: list[Message], shown: list[Message]) -> list[Message]:

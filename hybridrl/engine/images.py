@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hybridrl.engine.microbatch import BatchPlan, Layout
-from hybridrl.models.vision import ImageTensors, digest, smallest_image, tokens_per_image
+from hybridrl.models.vision import GRID, PIXELS, ImageTensors, digest, placeholders_in, smallest_image, tokens_per_image
 from hybridrl.protocol import DataProto
 from hybridrl.protocol.names import IMAGE_DIGEST, IMAGE_MASK, MULTI_MODAL_INPUTS
 
@@ -33,8 +33,8 @@ class LayoutImages:
 class BatchImages:
     """The images of a batch's rows (`multi_modal_inputs`).
 
-    A placeholder is a token with the model's image id that was not generated: a policy may sample this id. Where images
-    come after the prompt, as those of tools do, the batch says which tokens are theirs.
+    A placeholder is a token with the model's id of images or videos that was not generated: a policy may sample it.
+    Where images come after the prompt, as those of tools do, the batch says which tokens are theirs.
 
     Args:
         batch: with `multi_modal_inputs`; where the sampler says what it saw, `image_digest`; where images may come
@@ -51,7 +51,6 @@ class BatchImages:
         rows = [{}] * len(batch) if column is None else [one or {} for one in column.tolist()]
         self._rows: list[ImageTensors] = rows
         self._config = config
-        self._token = int(config.image_token_id)
         seen = batch.non_tensor_batch.get(IMAGE_DIGEST)
         if seen is not None:
             self._check_seen(seen.tolist())
@@ -79,13 +78,13 @@ class BatchImages:
         present = [one for one in found if one]
         if not present:
             return layout
-        tensors = {name: torch.cat([one[name] for one in present]) for name in ("pixel_values", "image_grid_thw")}
+        tensors = {name: torch.cat([one[name] for one in present]) for name in (PIXELS, GRID)}
         return replace(layout, images=LayoutImages(tensors, places))
 
     def _placeholders(self, plan: BatchPlan) -> torch.Tensor:
         """[B, S]: true for tokens of images."""
         given = plan.tensors.get(IMAGE_MASK)
-        found = plan.input_ids == self._token
+        found = placeholders_in(self._config, plan.input_ids)
         if given is not None:
             return found & given.bool()
         # All of a response was generated, also tokens that rejection takes out of the mask of an update.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 TEXT = ("text",)
-TEXT_AND_IMAGES = ("text", "image")
+TEXT_AND_IMAGES = ("text", "image", "video")
 
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]""")
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
@@ -98,7 +98,7 @@ def _fault_in_parts(content: Any, kinds: Sequence[str]) -> str | None:
         if not isinstance(part, Mapping) or "type" not in part:
             return "'content' is a list with a part that has no 'type'"
         if part["type"] not in kinds:
-            return f"'content' has a part of type {part['type']!r}; only {' and '.join(kinds)} is supported"
+            return f"'content' has a part of type {part['type']!r}; supported: {', '.join(kinds)}"
         if part["type"] != "text":
             continue
         if not isinstance(part.get("text"), str):

@@ -9,6 +9,7 @@ that of `hybridrl.models.tiny`, with the tokens that stand for images.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PATCH, MERGE = 4, 2
-SMALLEST, LARGEST = (PATCH * MERGE) ** 2, 64**2  # pixels of an image
+SMALLEST = (PATCH * MERGE) ** 2  # pixels of an image
+LARGEST = 64  # tokens of an image
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% if part['type'] in ['image', 'video'] %}{{ '<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>' }}"
     "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}"
     "{% for call in message['tool_calls'] or [] %}"
@@ -57,6 +59,8 @@ def build_tiny_vision_model(
     kv_heads: int = 2,
     vision_hidden: int = 32,
     vision_layers: int = 2,
+    patch: int = PATCH,
+    smallest: int = SMALLEST,
     seed: int = 0,
 ) -> Path:
     """Write a randomly initialised model (fp32 safetensors), its tokenizer and its image processor into `out`.
@@ -72,6 +76,8 @@ def build_tiny_vision_model(
         kv_heads: their key/value heads.
         vision_hidden: width of the vision tower, which has two heads.
         vision_layers: its number of layers.
+        patch: pixels per side of a patch; a token covers four patches. SGLang reads Qwen2.5-VL with 14 alone.
+        smallest: pixels that a smaller image is enlarged to.
         seed: seed of the initial weights.
 
     Raises:
@@ -91,7 +97,7 @@ def build_tiny_vision_model(
     config = AutoConfig.for_model(
         family,
         text_config=_text(family, tokenizer, hidden, layers, heads, kv_heads),
-        vision_config=_vision(vision_hidden, vision_layers, hidden),
+        vision_config=_vision(vision_hidden, vision_layers, hidden, patch),
         tie_word_embeddings=False,
         **{
             f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
@@ -108,7 +114,8 @@ def build_tiny_vision_model(
     for file in folder.glob("*.safetensors"):
         use_umask(file)
     tokenizer.save_pretrained(folder)
-    _image_processor().save_pretrained(folder)
+    _image_processor(patch, smallest).save_pretrained(folder)
+    _write_video_processor(folder, family, patch, smallest)
     return folder
 
 
@@ -139,7 +146,7 @@ def _text(
     }
 
 
-def _vision(hidden: int, layers: int, text_hidden: int) -> dict[str, Any]:
+def _vision(hidden: int, layers: int, text_hidden: int, patch: int) -> dict[str, Any]:
     """Settings of both families; each ignores those of the other."""
     return {
         "depth": layers,
@@ -147,26 +154,39 @@ def _vision(hidden: int, layers: int, text_hidden: int) -> dict[str, Any]:
         "intermediate_size": 2 * hidden,
         "num_heads": 2,
         "in_channels": 3,
-        "patch_size": PATCH,
+        "patch_size": patch,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
         "out_hidden_size": text_hidden,
-        "window_size": 4 * PATCH,
+        "window_size": 4 * patch,
         "fullatt_block_indexes": [layers - 1],
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
 
 
-def _image_processor() -> Any:
+def _image_processor(patch: int, smallest: int) -> Any:
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(
-        patch_size=PATCH,
+        patch_size=patch,
         merge_size=MERGE,
         temporal_patch_size=2,
-        size={"shortest_edge": SMALLEST, "longest_edge": LARGEST},
+        size={"shortest_edge": smallest, "longest_edge": LARGEST * (patch * MERGE) ** 2},
     )
+
+
+def _write_video_processor(folder: Path, family: str, patch: int, smallest: int) -> None:
+    """The settings alone: transformers' video processors need torchvision."""
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings |= {
+        "video_processor_type": "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor",
+        "do_sample_frames": family == "qwen3_vl",
+        # Qwen3-VL counts the pixels of all frames together
+        "size": {"shortest_edge": smallest, "longest_edge": LARGEST * (patch * MERGE) ** 2},
+    }
+    del settings["image_processor_type"]
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:

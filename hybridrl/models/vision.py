@@ -1,15 +1,17 @@
 """Vision-language models: which there are, and what a model reads of an image.
 
 An image is resized and cut into patches by the model's own image processor. The vision tower turns squares of
-`merge**2` patches into one token each, and the prompt has one placeholder for each of these tokens.
+`merge**2` patches into one token each, and the prompt has one placeholder for each of these tokens. Clips of videos are
+images to the model, with more than one grid of patches where they are longer (`hybridrl.models.videos`).
 
-Shapes: N patches, D numbers per patch, K images, L tokens of a sequence, b rows, W columns.
+Shapes: N patches, D numbers per patch, K images and clips, L tokens of a sequence, b rows, W columns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import ModelError
+from hybridrl.models.videos import OWN_SETTINGS, Clip, VideoProcessor
 from hybridrl.notify import notify
 
 if TYPE_CHECKING:
@@ -34,7 +37,11 @@ KINDS_OF_POSITIONS = 4
 #: files next to a model's weights that say how its images and videos are prepared
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
+#: `pixel_values` [N, D], `image_grid_thw` [K, 3] and, with clips whose positions follow the clock,
+#: `second_per_grid_ts` float32 [K], 0 for images
 ImageTensors = dict[str, torch.Tensor]
+#: the part of these that the vision tower reads
+PIXELS, GRID, SECONDS = "pixel_values", "image_grid_thw", "second_per_grid_ts"
 
 _places: ContextVar[torch.Tensor | None] = ContextVar("hybridrl_image_places", default=None)
 
@@ -49,13 +56,25 @@ def tokens_per_image(config: PreTrainedConfig, grid: torch.Tensor) -> torch.Tens
     return grid.prod(dim=-1) // config.vision_config.spatial_merge_size**2
 
 
+def media_tokens(config: PreTrainedConfig) -> tuple[int, int]:
+    """The placeholders' ids, of images and of videos."""
+    return int(config.image_token_id), int(config.video_token_id)
+
+
+def placeholders_in(config: PreTrainedConfig, ids: torch.Tensor) -> torch.Tensor:
+    """True where a token has the id of a placeholder; of the shape of `ids`."""
+    image, video = media_tokens(config)
+    return (ids == image) | (ids == video)
+
+
 class ImageProcessor:
-    """Turns images into what the model reads, and prompts into token ids with placeholders for them.
+    """Turns images and clips into what the model reads, and prompts into token ids with placeholders for them.
 
     Args:
         path: the model's directory or hub name.
         config: its configuration.
-        options: settings that replace those of the model's image processor, such as `max_pixels`.
+        options: settings that replace those of the model's image processor, such as `max_pixels`. Those that say how
+            many frames of a video are read, such as `fps`, and `videos_kwargs` are of its video processor.
 
     Raises:
         ModelError: the model has no image processor, or one that does not fit it, or an option is unknown.
@@ -63,8 +82,12 @@ class ImageProcessor:
 
     def __init__(self, path: str | Path, config: PreTrainedConfig, options: Mapping[str, Any] | None = None) -> None:
         self.config = config
-        self.image_token_id = int(config.image_token_id)
-        self._processor = _load(path, dict(options or {}))
+        self.media_tokens = media_tokens(config)
+        given = dict(options or {})
+        of_videos = {name: given.pop(name) for name in OWN_SETTINGS if name in given}
+        of_videos |= given.pop("videos_kwargs", None) or {}
+        self._processor = _load(path, given)
+        self.videos = VideoProcessor(path, config, self._processor, of_videos)
         vision = config.vision_config
         for own, expected in (
             ("patch_size", vision.patch_size),
@@ -78,20 +101,34 @@ class ImageProcessor:
                 )
         self._positions = RotaryPositions(config)
 
-    def placeholders(self, image: Image) -> int:
-        """How many tokens an image becomes, by its size alone.
+    def placeholders(self, image: Image | Clip) -> int:
+        """How many tokens an image or a clip becomes, by its size alone.
 
         Raises:
             ValueError: the image processor refuses this size.
         """
-        width, height = image.size
-        patches = self._processor.get_number_of_image_patches(height, width, {})
-        return int(patches) // int(self.config.vision_config.spatial_merge_size) ** 2
+        if isinstance(image, Clip):
+            patches = math.prod(image.grid)
+        else:
+            width, height = image.size
+            patches = int(self._processor.get_number_of_image_patches(height, width, {}))
+        return patches // int(self.config.vision_config.spatial_merge_size) ** 2
 
-    def pixels(self, images: Sequence[Image]) -> ImageTensors:
-        """Return `pixel_values` `[N, D]`, float32, the patches of all images, and `image_grid_thw` `[K, 3]`."""
-        found = self._processor(images=list(images), return_tensors="pt")
-        return {"pixel_values": found["pixel_values"].float().contiguous(), "image_grid_thw": found["image_grid_thw"]}
+    def pixels(self, images: Sequence[Image | Clip]) -> ImageTensors:
+        """Return the patches of all images and clips, float32; see `ImageTensors`."""
+        patches, grids, seconds = [], [], []
+        for image in images:
+            if isinstance(image, Clip):
+                patches.append(self.videos.patches(image))
+                grids.append(torch.tensor([image.grid]))
+                seconds.append(image.seconds)
+            else:
+                found = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+                patches.append(found["pixel_values"].float())
+                grids.append(found["image_grid_thw"])
+                seconds.append(0.0)
+        tensors = {PIXELS: torch.cat(patches).contiguous(), GRID: torch.cat(grids)}
+        return {**tensors, SECONDS: torch.tensor(seconds, dtype=torch.float32)} if any(seconds) else tensors
 
     def repeats(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Return how often each token of a rendered prompt occurs: placeholders as often as their images have tokens.
@@ -99,14 +136,14 @@ class ImageProcessor:
         Raises:
             ValueError: there is another number of placeholders than of images.
         """
-        found = sum(token == self.image_token_id for token in ids)
+        found = sum(token in self.media_tokens for token in ids)
         if found != len(counts):
             raise ValueError(
-                f"the chat template writes {found} image placeholders (token {self.image_token_id}) for "
+                f"the chat template writes {found} image placeholders (tokens {self.media_tokens}) for "
                 f"{len(counts)} images"
             )
         left = iter(counts)
-        return [next(left) if token == self.image_token_id else 1 for token in ids]
+        return [next(left) if token in self.media_tokens else 1 for token in ids]
 
     def expand(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Return token ids with each placeholder repeated as often as its image has tokens.
@@ -118,10 +155,10 @@ class ImageProcessor:
         return [one for token, count in zip(ids, times, strict=True) for one in [token] * count]
 
     def positions(
-        self, ids: Sequence[int], grid: torch.Tensor | None, places: torch.Tensor | None = None
+        self, ids: Sequence[int], images: Mapping[str, torch.Tensor] | None, places: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the positions `[4, L]` of a sequence; see `RotaryPositions.of`."""
-        return self._positions.of(ids, grid, places)
+        return self._positions.of(ids, images, places)
 
 
 class RotaryPositions:
@@ -132,23 +169,47 @@ class RotaryPositions:
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self._token = int(config.image_token_id)
+        self._config = config
         self._model = _positions_only(config)
 
-    def of(self, ids: Sequence[int], grid: torch.Tensor | None, places: torch.Tensor | None = None) -> torch.Tensor:
+    def of(
+        self, ids: Sequence[int], images: Mapping[str, torch.Tensor] | None, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the positions `[4, L]` of a sequence: numbers of its tokens, and those of rotary embeddings.
 
         The model's own `get_rope_index` computes the latter. Both count up by one after the sequence.
 
         Args:
             ids: the sequence.
-            grid: patches of its images, `[K, 3]`; None: it has none.
-            places: `[L]`, true for tokens of images; None: every token with the placeholder's id is one.
+            images: of the sequence, `ImageTensors`, in the order of their tokens; None or empty: it has none.
+            places: `[L]`, true for tokens of images; None: every token with a placeholder's id is one.
         """
         row = torch.tensor([list(ids)], dtype=torch.int64)
-        kinds = row == self._token if places is None else places[None]
-        rotary, _ = self._model.get_rope_index(row, mm_token_type_ids=kinds.int(), image_grid_thw=grid)
+        kinds = (placeholders_in(self._config, row) if places is None else places[None]).int()
+        grid = images[GRID].cpu() if images else None
+        named: dict[str, Any] = {"image_grid_thw": grid}
+        seconds = images[SECONDS].cpu() if images and SECONDS in images else torch.zeros(0)
+        if grid is not None and seconds.any():
+            timed = seconds > 0  # the model's own code spreads these over time where they are videos
+            kinds[kinds.bool()] = (1 + timed.int()).repeat_interleave(tokens_per_image(self._config, grid))
+            named = {
+                "image_grid_thw": grid[~timed] if not timed.all() else None,
+                "video_grid_thw": grid[timed],
+                "second_per_grid_ts": seconds[timed],
+            }
+        rotary, _ = self._model.get_rope_index(row, mm_token_type_ids=kinds, **named)
         return torch.cat([torch.arange(row.shape[1])[None], rotary[:, 0]])
+
+
+def offset_after(rotary: torch.Tensor) -> int:
+    """What is added to the numbers of tokens after a sequence for their positions, which count up from its last token.
+
+    The times of a clip may lie beyond the positions of the text after it, so this is not the largest position.
+
+    Args:
+        rotary: `[3, L]` of the sequence.
+    """
+    return int(rotary[:, -1].max()) + 1 - rotary.shape[1]
 
 
 def processor_of(model: ModelConfig, options: Mapping[str, Any] | None = None) -> ImageProcessor | None:
@@ -170,7 +231,7 @@ def digest(images: Mapping[str, torch.Tensor]) -> str:
     if not images:
         return ""
     hashed = hashlib.blake2b(digest_size=16)
-    for name in ("image_grid_thw", "pixel_values"):
+    for name in (one for one in (GRID, SECONDS, PIXELS) if one in images):
         values = images[name].detach().cpu().contiguous()
         hashed.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
         hashed.update(values.numpy().data)

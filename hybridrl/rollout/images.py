@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig
 
 from hybridrl.errors import RolloutError
-from hybridrl.models.vision import ImageTensors, digest, tokens_per_image
+from hybridrl.models.vision import GRID, PIXELS, SECONDS, ImageTensors, digest, media_tokens, tokens_per_image
 from hybridrl.single_controller.ray.images import reference_of, tensors_of
 
 _LOCK = threading.Lock()
@@ -58,9 +58,9 @@ class PromptImages:
         Raises:
             RolloutError: there are more or fewer placeholders than tokens of images.
         """
-        token = int(config.image_token_id)
+        tokens = media_tokens(config)
         counts = tokens_per_image(config, tensors["image_grid_thw"]).tolist() if tensors else []
-        found = [index for index, one in enumerate(ids) if one == token and index not in generated]
+        found = [index for index, one in enumerate(ids) if one in tokens and index not in generated]
         if len(found) != sum(counts):
             raise RolloutError(
                 f"{where} has {len(found)} image placeholders, and its images have {sum(counts)} tokens: its images "
@@ -141,13 +141,43 @@ class ReceivedImages:
             self._known.pop(reference, None)
 
 
+def check_interleaved(config: PreTrainedConfig, path: str, engine: str) -> None:
+    """Refuse a Qwen3-VL whose `config.json` lacks what an engine reads of it, and transformers knows by its type.
+
+    Args:
+        config: of the model.
+        path: of the model.
+        engine: its name, for the message.
+
+    Raises:
+        RolloutError: the engine would compute other positions.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if config.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
+        raise RolloutError(
+            f"{path}: text_config.rope_parameters of its config.json has no mrope_interleaved=true, without "
+            f"which {engine} computes other positions for images than transformers; add it, or set "
+            "actor_rollout_ref.rollout.name=hf"
+        )
+
+
 def split_images(tensors: ImageTensors) -> list[ImageTensors]:
-    """Each image of a prompt by itself."""
-    grid = tensors["image_grid_thw"]
-    parts = tensors["pixel_values"].split(grid.prod(dim=-1).tolist())
-    return [{"pixel_values": part, "image_grid_thw": grid[n : n + 1]} for n, part in enumerate(parts)]
+    """Each image or clip of a prompt by itself."""
+    grid, seconds = tensors[GRID], tensors.get(SECONDS)
+    found = []
+    for number, part in enumerate(tensors[PIXELS].split(grid.prod(dim=-1).tolist())):
+        one = {PIXELS: part, GRID: grid[number : number + 1]}
+        if seconds is not None and seconds[number] > 0:
+            one[SECONDS] = seconds[number : number + 1]
+        found.append(one)
+    return found
 
 
 def join_images(images: Sequence[ImageTensors]) -> ImageTensors:
-    """The images of a prompt, one after the other; `{}` if there are none."""
-    return {name: torch.cat([one[name] for one in images]) for name in (images[0] if images else ())}
+    """The images and clips of a prompt, one after the other; `{}` if there are none."""
+    if not images:
+        return {}
+    joined = {name: torch.cat([one[name] for one in images]) for name in (PIXELS, GRID)}
+    if any(SECONDS in one for one in images):
+        joined[SECONDS] = torch.cat([one.get(SECONDS, torch.zeros(len(one[GRID]))) for one in images])
+    return joined

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
-from vision_tools import SIZES, picture, pictures, prompts_of, tool_pictures, write_prompts
+from vision_tools import (
+    SIZES,
+    dataset_of,
+    picture,
+    pictures,
+    prompts_of,
+    tool_pictures,
+    write_prompts,
+    write_video_prompts,
+)
 
 from hybridrl.agents import AgentRollout, ToolResponse, create_agents, register
 from hybridrl.config import load_config
@@ -225,6 +234,14 @@ def test_tokens_that_look_like_placeholders_are_plain(started: Started, prompts:
     for row, length in enumerate(lengths.tolist()):
         first = length - 3  # of the second turn: what was sampled behind the token that the first turn wrote
         assert abs(float(computed[row, first] - fields["rollout_log_probs"][row, first])) < 1e-5
+
+
+def test_rows_with_videos_are_refused_at_the_start(vision_models: dict[str, Path], tmp_path: Path) -> None:
+    model = vision_models["qwen3_vl"]
+    import_external_lib(str(TOOLS))
+    config, rows = config_for(model), dataset_of(write_video_prompts(tmp_path), model)
+    with pytest.raises(RolloutError, match=r"data.video_key=videos: rows have videos, and sessions of agents show"):
+        create_agents(config, tokenizer_of(config.actor_rollout_ref.model), [rows])
 
 
 def test_a_model_of_text_gets_no_images(micro_model: Path) -> None:

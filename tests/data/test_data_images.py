@@ -82,7 +82,7 @@ def test_every_form_of_an_image_gives_the_same_patches(vision_model: Path, tmp_p
         ("nothing", 1, r"row 1 .*has 0 <image>.*has 1 images"),
         ("<image>", 0, r"row 1 .*has 1 <image>.*has 0 images"),
         ("<image><|image_pad|>", 1, r"row 1 .*2 image placeholders .* for 1 images.*image token of its own"),
-        ("<video>", 0, r"row 1 .*videos are not supported"),
+        ("<video>", 0, r"row 1 .*has 1 <video> and column 'videos' .* has 0 videos"),
         ("<image>" * 7, 7, r"row 1 .*the prompt has \d+ tokens, more than data.max_prompt_length=120.*max_pixels"),
     ],
 )
@@ -136,8 +136,8 @@ def test_media_that_the_model_does_not_read_are_refused(vision_model: Path, micr
     file = write_prompts(tmp_path)
     with pytest.raises(DataError, match=r"column 'images' holds media, .*which models"):
         RLHFDataset(str(file), load_tokenizer(micro_model), {})
-    write_rows(tmp_path / "v.parquet", [{"prompt": "x", "videos": ["a.mp4"]}])
-    with pytest.raises(DataError, match=r"column 'videos' holds media"):
+    write_rows(tmp_path / "v.parquet", [{"prompt": "x", "audios": ["a.wav"]}])
+    with pytest.raises(DataError, match=r"column 'audios' holds media"):
         dataset_of(tmp_path / "v.parquet", vision_model)
     with pytest.raises(DataError, match="processor: it is a str"):
         RLHFDataset(str(file), load_tokenizer(micro_model), {}, processor="x")  # type: ignore[arg-type]

@@ -13,7 +13,15 @@ from four_bit_tools import rounded_copy
 from ranks import spawn
 from safetensors import safe_open
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
-from vision_tools import PROMPTS, peer_inputs, prompts_of, write_prompts
+from vision_tools import (
+    PROMPTS,
+    VIDEO_PROMPTS,
+    peer_inputs,
+    peer_video_inputs,
+    prompts_of,
+    write_prompts,
+    write_video_prompts,
+)
 
 from hybridrl.config import RolloutConfig
 from hybridrl.engine import MicroBatching
@@ -30,10 +38,10 @@ MICRO = MicroBatching(size=2)
 
 
 def sampled(engine, model: Path, file: Path, samples: int = SAMPLES) -> DataProto:  # type: ignore[no-untyped-def]
-    """Responses to `PROMPTS` by the engine's weights, as the learner gets them."""
+    """Responses to the prompts of a file by the engine's weights, as the learner gets them."""
     tokenizer = load_tokenizer(model)
     prompts = prompts_of(file, model).repeat(samples, interleave=True)
-    prompts.non_tensor_batch["sample"] = object_array(list(range(samples)) * len(PROMPTS))
+    prompts.non_tensor_batch["sample"] = object_array(list(range(samples)) * (len(prompts) // samples))
     rollout = HFRollout(
         RolloutConfig(response_length=RESPONSE, max_num_seqs=7),
         engine,
@@ -48,7 +56,7 @@ def sampled(engine, model: Path, file: Path, samples: int = SAMPLES) -> DataProt
     return batch
 
 
-def peer_log_probs(model: Path, batch: DataProto, samples: int = SAMPLES) -> torch.Tensor:
+def peer_log_probs(model: Path, batch: DataProto, samples: int = SAMPLES, peer_of=peer_inputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
     """[B, T] by transformers' own processor, positions and forward pass, one row at a time.
 
     As generation does it: the prompt with its images, then the response, where a placeholder's id is a plain token.
@@ -60,10 +68,18 @@ def peer_log_probs(model: Path, batch: DataProto, samples: int = SAMPLES) -> tor
         response = batch.batch["responses"][row, :count]
         with torch.no_grad():
             peer.model.rope_deltas = None
-            prompt = peer(**peer_inputs(model, row // samples), use_cache=True)
-            if not PROMPTS[row // samples][1]:
-                peer.model.rope_deltas = torch.zeros(1, 1, dtype=torch.int64)
-            rest = peer(input_ids=response[None], past_key_values=prompt.past_key_values)
+            inputs = peer_of(model, row // samples)
+            prompt = peer(**inputs, use_cache=True)
+            ids = torch.cat([inputs["input_ids"], response[None]], dim=1)
+            kinds = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, count))
+            grids = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+            named = {name: inputs[name] for name in grids if name in inputs}
+            positions, _ = peer.model.get_rope_index(ids, mm_token_type_ids=kinds, **named)
+            rest = peer(
+                input_ids=response[None],
+                past_key_values=prompt.past_key_values,
+                position_ids=positions[..., -count:],
+            )
         logits = torch.cat([prompt.logits[0, -1:], rest.logits[0, :-1]]).float()
         found[row, :count] = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
     return found
@@ -87,6 +103,19 @@ def test_log_probs_are_those_of_transformers_and_of_the_sampler(vision_model: Pa
     torch.testing.assert_close(batch.batch["rollout_log_probs"][mask], expected, atol=1e-5, rtol=1e-5)
     digests = batch.non_tensor_batch["image_digest"].reshape(len(PROMPTS), SAMPLES)
     assert [len(set(row)) for row in digests] == [1] * len(PROMPTS) and len(set(digests[:, 0])) == len(PROMPTS)
+
+
+def test_log_probs_of_videos_are_those_of_transformers_and_of_the_sampler(vision_model: Path, tmp_path: Path) -> None:
+    """Rows with videos, with a video and an image, with images alone and with text alone, in any micro-batches."""
+    engine = make_engine(vision_model)
+    batch = sampled(engine, vision_model, write_video_prompts(tmp_path), samples=2)
+    mask = batch.batch["response_mask"].bool()
+    expected = peer_log_probs(vision_model, batch, 2, peer_video_inputs)[mask]
+    for micro in (MICRO, MicroBatching(max_tokens=150)):
+        found = engine.infer(batch, micro, outputs=("log_probs",))["log_probs"][mask]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(batch.batch["rollout_log_probs"][mask], expected, atol=1e-5, rtol=1e-5)
+    assert len(set(batch.non_tensor_batch["image_digest"][::2])) == len(VIDEO_PROMPTS)
 
 
 def test_prompts_that_differ_in_their_image_are_not_taken_for_one(vision_model: Path, file: Path) -> None:

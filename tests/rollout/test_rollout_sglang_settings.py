@@ -1,7 +1,9 @@
 """What the SGLang engine says before SGLang is started: versions, refusals, the arguments it would get."""
 
 import asyncio
+import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +76,39 @@ def test_settings_that_cannot_work_are_refused(sglang_version, tiny_model, rollo
     spec = spec_of(tiny_model, **rollout)
     with pytest.raises(RolloutError, match=message):
         InferenceEngines.get("sglang").check(spec.config, spec.model, on_gpu=False)
+
+
+def test_what_would_make_other_images_of_them_is_refused(sglang_version, vision_models, tmp_path) -> None:
+    sglang_version("0.5.23")
+    check = InferenceEngines.get("sglang").check
+
+    def refused(path: Path, said: str, **rollout: int) -> None:
+        spec = spec_of(path, **rollout)
+        with pytest.raises(RolloutError, match=said):
+            check(spec.config, spec.model, on_gpu=False)
+
+    refused(vision_models["qwen2_5_vl"], "patches have 96 numbers .*SGLang reads patches of 1176 alone")
+    refused(vision_models["qwen3_vl"], "pipeline_model_parallel_size=2: not built", pipeline_model_parallel_size=2)
+    spec = spec_of(vision_models["qwen3_vl"])
+    check(spec.config, spec.model, on_gpu=False)
+    assert compat.arguments(spec)["mem_fraction_static"] > 0  # SGLang's own share may be below 0
+    folder = shutil.copytree(vision_models["qwen3_vl"], tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["text_config"]["rope_parameters"]["mrope_interleaved"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    refused(folder, "mrope_interleaved=true, without which SGLang computes other positions")
+
+
+def test_classifiers_that_it_has_no_class_for_are_refused(tiny_model, tmp_path) -> None:
+    check = InferenceEngines.get("sglang").check_scoring
+    check(
+        ModelConfig(path=str(tiny_model))
+    )  # a critic's folder names the language model, and is served as its classifier
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["MistralForSequenceClassification"]}))
+    with pytest.raises(RolloutError, match="a classifier of Mistral, and SGLang serves those of Qwen2, Qwen3, Llama"):
+        check(ModelConfig(path=str(folder)))
 
 
 def test_settings_become_arguments(tiny_model) -> None:

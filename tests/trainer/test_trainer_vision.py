@@ -28,6 +28,7 @@ from hybridrl.trainer.ppo.build import prepare
 from hybridrl.trainer.ppo.learner import StepResult
 from hybridrl.trainer.ppo.sampler import Sampler
 
+TESTS = Path(__file__).parents[1]
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -158,9 +159,11 @@ def test_images_in_a_wrong_order_end_the_run(
 
 
 def test_engines_that_do_not_see_images_are_refused(vision_models, data, tmp_path) -> None:
-    words = grpo(vision_models["qwen2_5_vl"], data, tmp_path, "actor_rollout_ref.rollout.name=sglang")
+    engine = f"actor_rollout_ref.rollout.name={TESTS / 'rollout' / 'plain_engine.py'}:PlainEngine"
+    words = grpo(vision_models["qwen2_5_vl"], data, tmp_path, engine)
     policy = load_config("ppo_trainer", words).actor_rollout_ref
-    with pytest.raises(RolloutError, match=r"rollout.name=sglang: .*qwen2_5_vl.*set rollout.name to hf or vllm"):
+    said = r"plain_engine.py:PlainEngine: .*qwen2_5_vl.*set rollout.name to hf or sglang or vllm"
+    with pytest.raises(RolloutError, match=said):
         resolve_rollout(policy, use_gpu=False)
     policy.rollout.name = "auto"
     assert resolve_rollout(policy, use_gpu=False) == "hf"

@@ -35,8 +35,11 @@ class PromptConfig(ConfigNode):
         None, "column of the ground truth; null: reward_model holds it, as {style, ground_truth}"
     )
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
+    video_key: str = key("videos", "column of the videos, likewise")
     mm_processor_kwargs: dict[str, Any] = key(
-        {}, "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}"
+        {},
+        "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
+        "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
     )
     max_prompt_length: int = key(512, "maximum tokens per prompt, those of images included", gt=0)
     max_response_length: int = key(512, "maximum tokens per response", gt=0)
@@ -93,8 +96,11 @@ class SupervisedDataConfig(ConfigNode):
     use_dynamic_bsz: bool = key(False, "fill micro-batches by tokens, not by rows")
     max_token_len_per_gpu: int = key(8192, "most tokens per micro-batch", gt=0)
     image_key: str = key("images", "column of the images, for a vision-language model; a row without any is text")
+    video_key: str = key("videos", "column of the videos, likewise")
     mm_processor_kwargs: dict[str, Any] = key(
-        {}, "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}"
+        {},
+        "settings that replace those of the model's image processor, e.g. {max_pixels: 262144}, and of its video "
+        "processor, e.g. {fps: 1, videos_kwargs: {max_pixels: 262144}}",
     )
     max_length: int = key(1024, "maximum tokens per sequence, those of images included", gt=0)
     truncation: str = key("error", "what happens to an overlong sequence", choices=("error", "left", "right"))

@@ -19,11 +19,14 @@ from hybridrl.config import RolloutConfig
 from hybridrl.engine.capabilities import GeneratesInPlace, ReplaysRouting
 from hybridrl.errors import RolloutError, UserError
 from hybridrl.models.vision import (
+    GRID,
+    PIXELS,
     ImageTensors,
     RotaryPositions,
     digest,
     is_vision_model,
     placed_at,
+    placeholders_in,
     tokens_per_image,
 )
 from hybridrl.protocol import DataProto
@@ -216,7 +219,8 @@ class _Images:
         if not is_vision_model(config):
             return
         fields = prompts.batch
-        places = fields.get(IMAGE_MASK, fields["input_ids"] == config.image_token_id) & fields["attention_mask"].bool()
+        found = fields.get(IMAGE_MASK, placeholders_in(config, fields["input_ids"]))
+        places = found & fields["attention_mask"].bool()
         self.places = places.to(current_device())
         for row, (count, own) in enumerate(zip(places.sum(dim=1).tolist(), self._rows, strict=True)):
             wanted = int(tokens_per_image(config, own["image_grid_thw"]).sum()) if own else 0
@@ -232,8 +236,7 @@ class _Images:
         rotary, found = RotaryPositions(config), torch.zeros(ids.shape[0], 4, ids.shape[1], dtype=torch.int64)
         for row, (own, places, images) in enumerate(zip(ids.cpu(), self.places.cpu(), self._rows, strict=True)):
             real = mask[row].bool().cpu()
-            grid = images.get("image_grid_thw")
-            found[row][:, real] = rotary.of(own[real].tolist(), grid, places[real])
+            found[row][:, real] = rotary.of(own[real].tolist(), images, places[real])
         return found
 
     def extras(self) -> list[dict[str, Any]]:
@@ -246,9 +249,9 @@ class _Images:
         return torch.tensor([number_of[one] for one in self._digests], device=device)
 
     def joined(self, rows: Sequence[int], device: torch.device) -> ImageTensors:
-        """The images of these rows, one after the other; `{}` if there are none."""
+        """What the tower reads of the images of these rows, one after the other; `{}` if there are none."""
         joined = join_images([self._rows[row] for row in rows if self._rows[row]])
-        return {name: tensor.to(device) for name, tensor in joined.items()}
+        return {name: tensor.to(device) for name, tensor in joined.items() if name in (PIXELS, GRID)}
 
 
 class _Prompts:

@@ -19,13 +19,15 @@ from packaging.version import Version
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of, engine_overrides
-from hybridrl.rollout.inference_engine import EngineSpec
+from hybridrl.models.vision import is_vision_model
+from hybridrl.rollout.inference_engine import EngineSpec, classifier_overrides
 from hybridrl.rollout.request import Findings, Reading
 from hybridrl.rollout.sampling import SamplingParams
 from hybridrl.rollout.sglang.weights import LOADER
 from hybridrl.utils import device
 
 if TYPE_CHECKING:
+    from hybridrl.rollout.sglang.images import NamedImages
     from hybridrl.rollout.sglang.weights import Content
 
 #: tested with this code on a CPU
@@ -33,10 +35,14 @@ TESTED = ("0.5.23",)
 #: 0.5.21 introduced sessions of weight updates and log-probabilities of the truncated distribution; it and earlier ones
 #: pin a transformers that is too old
 SUPPORTED = (Version("0.5.22"), Version("0.6"))
+#: families of whose classifiers it has a class
+CLASSIFIERS = ("Qwen2", "Qwen3", "Llama", "Gemma2")
 #: CUDA packages that SGLang imports at load time, and our stand-ins for a CPU
 STAND_INS = Path(__file__).parent / "cpu"
 #: bytes of the KV cache on a CPU, unless engine_kwargs.sglang.max_total_tokens sets the number of tokens
 CPU_CACHE_BYTES = 2**30
+#: of a CPU's memory that SGLang may plan with for a vision-language model; `CPU_CACHE_BYTES` bounds the KV cache
+CPU_MEMORY_SHARE = 0.5
 # SGLang reserves a few tokens of its context length: it refuses prompts of context - 6 and ends at context - 2.
 _CONTEXT_MARGIN = 6
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -104,18 +110,25 @@ def use_stand_ins() -> None:
         sys.path.append(str(STAND_INS))
 
 
+def dtype_of(spec: EngineSpec) -> str:
+    """What the model computes in."""
+    wanted = spec.config.dtype
+    return wanted if wanted != "auto" else ("bfloat16" if spec.devices else "float32")
+
+
 def arguments(spec: EngineSpec) -> dict[str, Any]:
     """SGLang's arguments for an engine; `rollout.engine_kwargs.sglang` overrides all of them."""
     config, model, on_gpu = spec.config, spec.model, bool(spec.devices)
     hf_config = config_of(model).get_text_config()
-    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    dtype = dtype_of(spec)
     wanted: dict[str, Any] = {
         "model_path": model.path,
         "skip_tokenizer_init": True,
         "trust_remote_code": model.trust_remote_code,
         "dtype": dtype,
         "load_format": "auto" if spec.load_weights else config.load_format,
-        "context_length": spec.max_model_len + _CONTEXT_MARGIN,
+        # a text that is scored may have all tokens, because nothing comes after it
+        "context_length": spec.max_model_len + _CONTEXT_MARGIN + (spec.task == "score"),
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "tp_size": config.tensor_model_parallel_size,
@@ -133,8 +146,14 @@ def arguments(spec: EngineSpec) -> dict[str, Any]:
         "watchdog_timeout": config.stuck_timeout_s,
         "log_level": "error",
     }
-    if overrides := engine_overrides(model):
+    if spec.task == "score":
+        wanted["is_embedding"] = True
+    if overrides := engine_overrides(model) | classifier_overrides(spec):
         wanted["json_model_override_args"] = json.dumps(overrides)
+    if is_vision_model(config_of(model)):
+        wanted["mm_feature_transport"] = "cpu"  # patches come from another process
+        if not on_gpu:  # SGLang itself computes a share below zero on a small machine
+            wanted["mem_fraction_static"] = CPU_MEMORY_SHARE
     if spec.records_routing:
         wanted["enable_return_routed_experts"] = True
     if on_gpu:
@@ -229,6 +248,10 @@ class Server:
         if spec.max_model_len <= get_context_length(config_of(spec.model).get_text_config()):
             # Only the margin may exceed the model's limit; no request uses it.
             os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        from hybridrl.rollout.sglang.images import replace_processor
+
+        if is_vision_model(model := config_of(spec.model)):
+            replace_processor(model)
         self._engine = Engine(**arguments(spec))
         self.loop = self._engine.loop
         self._manager = self._engine.tokenizer_manager
@@ -252,6 +275,7 @@ class Server:
         stream_interval: int | None,
         priority: int,
         routing: bool,
+        images: "NamedImages | None" = None,
     ) -> AsyncIterator[Output]:
         """The request's outputs: one at its end, or, with `stream_interval`, one every so many tokens.
 
@@ -273,6 +297,7 @@ class Server:
             sampling["stream_interval"] = stream_interval
         wanted = GenerateReqInput(
             input_ids=list(prompt_ids),
+            image_data=None if images is None else [images],
             sampling_params=sampling,
             return_logprob=True,
             return_sampling_mask=truncated,
@@ -311,6 +336,28 @@ class Server:
                 output = _output(said, False)
                 if output.finish != "abort":
                     output.found = _findings(said["meta_info"], reading)
+        except HTTPException as error:
+            raise ValueError(error.detail) from error
+        return output
+
+    async def score(self, request_id: str, prompt_ids: Sequence[int], priority: int) -> Output:
+        """What a classifier finds in a prompt: its output has no tokens.
+
+        Raises:
+            ValueError: SGLang refuses the request.
+        """
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        wanted = EmbeddingReqInput(
+            input_ids=list(prompt_ids), rid=request_id, priority=priority if self._by_priority else None
+        )
+        try:
+            async for said in self._manager.generate_request(wanted, None):
+                finish = said["meta_info"].get("finish_reason") or {}
+                output = Output([], [], finish.get("type"), str(finish.get("message") or ""), 0)
+                if output.finish != "abort":
+                    output.found = Findings(score=float(said["embedding"][0]))
         except HTTPException as error:
             raise ValueError(error.detail) from error
         return output

@@ -10,10 +10,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
@@ -26,9 +28,11 @@ from hybridrl.rollout.inference_engine import (
     InferenceEngine,
     InferenceEngines,
     check_tensor_parallel,
+    family_of,
 )
 from hybridrl.rollout.request import Completion, Request
 from hybridrl.rollout.sglang import compat, wire
+from hybridrl.rollout.sglang.images import NamedImages, check_images
 from hybridrl.weight_sync.messages import Bucket, Checkpoint, Requirement, ShardBucket
 
 _COUNTERS = ("generated_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits")
@@ -44,7 +48,9 @@ _LAST_LINES_S = 1
     auto=2,
     records_routing=True,
     install="bash scripts/install.sh cuda sglang (on a machine without a GPU: cpu sglang)",
+    scores=True,
     reads=True,
+    sees_images=True,
 )
 class SGLangEngine(InferenceEngine):
     """SGLang's engine in a separate process, and the calls to it."""
@@ -55,6 +61,7 @@ class SGLangEngine(InferenceEngine):
         super().__init__(spec)
         self._host = _HostProcess(spec)
         self._totals = dict.fromkeys(_COUNTERS, 0.0)
+        self._updates = 0  # of weights so far
 
     @classmethod
     def check(cls, config: RolloutConfig, model: ModelConfig, on_gpu: bool) -> None:
@@ -62,6 +69,7 @@ class SGLangEngine(InferenceEngine):
         if warning:
             notify(warning, "warning")
         check_tensor_parallel(config, model)
+        check_images(config, model)
         key = "actor_rollout_ref.rollout"
         if config.data_parallel_size > 1:
             raise RolloutError(
@@ -89,13 +97,28 @@ class SGLangEngine(InferenceEngine):
             )
         layers_with_routers(config_of(model))
 
+    @classmethod
+    def check_scoring(cls, model: ModelConfig) -> None:
+        found = [family_of(name) for name in config_of(model).architectures or ()]
+        if not set(found) & set(compat.CLASSIFIERS):
+            raise RolloutError(
+                f"{model.path} is a classifier of {' or '.join(found) or 'no family'}, and SGLang serves those of "
+                f"{', '.join(compat.CLASSIFIERS)}; serve it by vllm, or leave the engine out"
+            )
+
     async def start(self) -> None:
         await self._host.start()
         if self.spec.logits_temperature != 1:
             await self._host.call("divide_logits", self.spec.logits_temperature)
+        if self.spec.task == "score":
+            await self._host.call("drop_head_bias")
 
     async def generate(self, request: Request) -> Completion:
-        completion: Completion = await self._host.call("generate", request)
+        named = None
+        if request.images is not None:
+            named = NamedImages.of(request.images, getattr(torch, compat.dtype_of(self.spec)), self._updates)
+            request = replace(request, images=None)
+        completion: Completion = await self._host.call("generate", request, named)
         if completion.finish_reason != "error":
             counts = (len(completion.token_ids), *[len(request.prompt_ids)] * 2, completion.cached_tokens)
             for name, count in zip(_COUNTERS, counts, strict=True):
@@ -121,6 +144,7 @@ class SGLangEngine(InferenceEngine):
 
     async def end_update(self) -> None:
         await self._host.call("end_update")
+        self._updates += 1
 
     async def release(self, tags: Sequence[str]) -> None:
         if self._has_memory_saver():

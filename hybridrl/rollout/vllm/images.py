@@ -25,8 +25,16 @@ from transformers import BatchFeature, PreTrainedConfig
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
 from hybridrl.models.info import config_of
-from hybridrl.models.vision import ImageTensors, is_vision_model, tokens_per_image
-from hybridrl.rollout.images import PromptImages
+from hybridrl.models.vision import (
+    GRID,
+    SECONDS,
+    ImageTensors,
+    RotaryPositions,
+    is_vision_model,
+    offset_after,
+    tokens_per_image,
+)
+from hybridrl.rollout.images import PromptImages, check_interleaved
 
 #: has a package torchvision
 STAND_INS = Path(__file__).parents[1] / "sglang" / "cpu"
@@ -46,13 +54,7 @@ def check_images(config: RolloutConfig, model: ModelConfig) -> None:
     reader = config_of(model)
     if not is_vision_model(reader):
         return
-    rope = getattr(reader.get_text_config(), "rope_parameters", None) or {}
-    if reader.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
-        raise RolloutError(
-            f"{model.path}: text_config.rope_parameters of its config.json has no mrope_interleaved=true, without "
-            "which vLLM computes other positions for images than transformers; add it, or set "
-            "actor_rollout_ref.rollout.name=hf"
-        )
+    check_interleaved(reader, model.path, "vLLM")
     if model.adapted and config.lora_transfer == "adapter":
         raise RolloutError(
             f"actor_rollout_ref.rollout.lora_transfer=adapter: {model.path} is a vision-language model, and vLLM would "
@@ -128,21 +130,46 @@ class ImageInputs:
         patches = images.tensors["pixel_values"].to(self._dtype)  # as the vision tower would do first
         return mm_input(
             prompt_ids,
-            _items({**images.tensors, "pixel_values": patches}),
+            _items({**self._seconds(images.tensors), "pixel_values": patches}),
             {"image": [f"{weights}-{one}" for one in images.digests()]},
             {"image": [PlaceholderRange(offset=first, length=count) for first, count in images.places]},
         )
 
+    def _seconds(self, tensors: ImageTensors) -> ImageTensors:
+        """With the seconds between patches also where there are only images: vLLM joins images of several requests."""
+        if self._config.model_type != "qwen2_5_vl" or SECONDS in tensors:
+            return tensors
+        return {**tensors, SECONDS: torch.zeros(len(tensors[GRID]))}
+
 
 def _items(tensors: ImageTensors) -> Any:
-    """vLLM's form of a prompt's images."""
+    """vLLM's form of a prompt's images and clips: all are images to it."""
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", tensors["image_grid_thw"].prod(dim=-1)),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
+    if SECONDS in tensors:
+        fields[SECONDS] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
     return MultiModalKwargsItems.from_hf_inputs(BatchFeature(dict(tensors)), fields)
+
+
+def _positions(model: Any, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[torch.Tensor, int]:
+    """In place of the method of vLLM's model: positions [3, L] of a prompt as training has them, and their offset.
+
+    vLLM rounds the times of clips otherwise than transformers, and knows clips as videos alone.
+    """
+    features = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
+    places = torch.zeros(len(input_tokens), dtype=torch.bool)
+    images: ImageTensors = {}
+    for feature in features:
+        places[feature.mm_position.offset : feature.mm_position.offset + feature.mm_position.length] = True
+    if features:
+        names = [name for name in (GRID, SECONDS) if name in features[0].data]
+        images = {name: torch.stack([feature.data[name].data for feature in features]) for name in names}
+    rotary = RotaryPositions(model.config).of(input_tokens, images, places)[1:]
+    return rotary, offset_after(rotary)
 
 
 def _largest(config: PreTrainedConfig, tokens: int) -> ImageTensors:
@@ -188,6 +215,7 @@ def _replace_processor(model_type: str) -> None:
     known = model_class._processor_factory
     if getattr(known.processor, "takes_patches", False):
         return
+    model_class.get_mrope_input_positions = _positions
 
     class Info(known.info):  # type: ignore[name-defined]
         """What vLLM has to know of images before there are any."""
@@ -228,6 +256,8 @@ def _replace_processor(model_type: str) -> None:
                 raise ValueError("images of requests have to be patches (hybridrl.rollout.images)")
             config = self.info.get_hf_config()
             one = _largest(config, self.info.ctx.model_config.max_model_len)
+            if config.model_type == "qwen2_5_vl":
+                one[SECONDS] = torch.zeros(1)
             count = int(tokens_per_image(config, one["image_grid_thw"]))
             every = {name: torch.cat([tensor] * len(images)) for name, tensor in one.items()}
             return mm_input(

@@ -38,7 +38,7 @@ class _Submodule(ModuleType):
         full_name = f"{self.__name__}.{name}"
 
         def missing(*args: Any, **kwargs: Any) -> NoReturn:
-            raise NotImplementedError(f"{full_name} is not here: models of images are not run on a CPU")
+            raise NotImplementedError(f"{full_name} is not here: images come as patches, and nothing here prepares any")
 
         return missing
 

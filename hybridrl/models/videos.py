@@ -1,0 +1,264 @@
+"""Videos: which frames a model reads, how large they are, and the patches that they are cut into.
+
+Frames are prepared as images are, by Pillow and the model's own image processor; `temporal_patch_size` frames after one
+another share their patches. Settings are those of the model's video processor, whose implementation in transformers
+needs torchvision.
+
+The model reads the patches of a video as those of images. A clip is what has one run of placeholders: for Qwen2.5-VL a
+whole video, whose temporal positions follow the clock; for Qwen3-VL the frames of one patch, with the time written
+before them as text.
+
+Shapes: N patches of D numbers, H and W the height and width of frames in patches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from hybridrl.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: settings of transformers' video processors that act here
+SETTINGS = (
+    *("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames", "cap_pixels_per_frame", "max_video_tokens"),
+    *("size", "min_pixels", "max_pixels", "image_mean", "image_std"),
+)
+#: of these, the ones that no image processor has
+OWN_SETTINGS = SETTINGS[:7]
+#: what transformers' video processor of a family has where the model's files say nothing
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
+        "do_sample_frames": False,
+        "fps": None,
+        "max_video_tokens": 128_000,
+    },
+    "qwen3_vl": {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+        "do_sample_frames": True,
+        "fps": 2,
+        "max_video_tokens": 768,
+    },
+}
+_SHARED: dict[str, Any] = {"num_frames": None, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
+_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
+
+class Source(Protocol):
+    """Where frames come from.
+
+    Attributes:
+        count: frames that there are.
+        fps: of them, per second.
+        size: (width, height) in pixels.
+    """
+
+    count: int
+    fps: float
+    size: tuple[int, int]
+
+    def frames(self, indices: Sequence[int]) -> list[Image]:
+        """The frames with these numbers, which ascend and may repeat."""
+
+
+@dataclass
+class Video:
+    """A video and the frames of it that the model reads.
+
+    Attributes:
+        indices: a multiple of `temporal_patch_size` frames; the last one may repeat.
+        size: (width, height) that they are resized to.
+    """
+
+    source: Source
+    indices: tuple[int, ...]
+    size: tuple[int, int]
+    _frames: list[Image] = field(default_factory=list)
+
+    def frames(self, first: int, count: int) -> list[Image]:
+        """Frames at these places of `indices`; all are decoded at the first call."""
+        self._frames = self._frames or self.source.frames(self.indices)
+        return self._frames[first : first + count]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames of a video that have one run of placeholders.
+
+    Attributes:
+        first, count: places in `video.indices`.
+        grid: temporal patches, H, W.
+        seconds: between two temporal patches, where positions follow the clock; else 0.
+    """
+
+    video: Video
+    first: int
+    count: int
+    grid: tuple[int, int, int]
+    seconds: float
+
+
+class VideoProcessor:
+    """Chooses frames of videos, and makes patches of them.
+
+    Args:
+        path: the model's directory or hub name.
+        config: its configuration.
+        images: its image processor, of transformers.
+        options: settings that replace those of the model's video processor.
+
+    Raises:
+        ModelError: an option is unknown.
+    """
+
+    def __init__(self, path: str | Path, config: PreTrainedConfig, images: Any, options: Mapping[str, Any]) -> None:
+        if unknown := sorted(options.keys() - set(SETTINGS)):
+            raise ModelError(
+                f"data.mm_processor_kwargs.videos_kwargs: there is no {', '.join(unknown)}; there are "
+                f"{', '.join(SETTINGS)}"
+            )
+        self._family: str = config.model_type
+        layers = (_DEFAULTS[self._family], _SHARED, _known(_read(path)), _sampling(options))
+        sizes = {name: value for layer in layers for name, value in layer.get("size", {}).items()}
+        settings = {name: value for layer in layers for name, value in layer.items()} | {"size": sizes}
+        self._settings = settings
+        self._together = int(config.vision_config.temporal_patch_size)
+        self._patch = int(config.vision_config.patch_size)
+        self._merge = int(config.vision_config.spatial_merge_size)
+        self._resample = images.resample
+        looks = {name: settings[name] for name in ("image_mean", "image_std") if name in settings}
+        self._images = type(images).from_dict({**images.to_dict(), **looks, "do_resize": False})
+
+    def clips(self, source: Source) -> list[tuple[str, Clip | None]]:
+        """What a prompt has in place of a video: texts, each followed by a clip or, the last one, by nothing.
+
+        The chat template writes a start and an end around each clip. Those around the whole video are part of the
+        texts for Qwen3-VL, as transformers' processor writes them.
+
+        Raises:
+            ValueError: too few frames, or a size that is refused.
+        """
+        indices = self.sampled(source.count, source.fps)
+        rate = len(indices) / source.count * source.fps
+        indices += indices[-1:] * (-len(indices) % self._together)
+        width, height = self._size(len(indices), *source.size)
+        video = Video(source, tuple(indices), (width, height))
+        grid = (len(indices) // self._together, height // self._patch, width // self._patch)
+        if self._family != "qwen3_vl":
+            return [("", Clip(video, 0, len(indices), grid, self._together / rate))]
+        found: list[tuple[str, Clip | None]] = []
+        for first in range(0, len(indices), self._together):
+            last = indices[first + self._together - 1]
+            time = (indices[first] / source.fps + last / source.fps) / 2
+            clip = Clip(video, first, self._together, (1, *grid[1:]), 0.0)
+            found.append((f"{'' if first else '<|vision_start|>'}<{time:.1f} seconds>", clip))
+        return [*found, ("<|vision_end|>", None)]
+
+    def sampled(self, total: int, fps: float) -> list[int]:
+        """The numbers of the frames that are read, of `total` frames at `fps` per second.
+
+        Raises:
+            ValueError: there are fewer than are wanted.
+        """
+        settings, together = self._settings, self._together
+        count, least, most = settings["num_frames"], settings["min_frames"], settings["max_frames"]
+        if total < 1:
+            raise ValueError("it has no frames")
+        if not settings["do_sample_frames"] or (count is None and settings["fps"] is None):
+            return list(range(total))
+        if self._family == "qwen3_vl":
+            if count is None:
+                count = min(max(int(total / fps * settings["fps"]), least), most, total)
+            chosen = np.linspace(0, total - 1, count).round().astype(int)
+        else:
+            if count is None:
+                wanted = min(max(total / fps * settings["fps"], least), most // together * together, total)
+                count = math.floor(wanted / together) * together
+            else:
+                count = round(count / together) * together
+            chosen = torch.arange(0, total, total / max(count, 1)).int().numpy()
+        if not 0 < count <= total:
+            raise ValueError(f"{count} frames are wanted of its {total}; change fps or num_frames")
+        return [int(one) for one in chosen]
+
+    def patches(self, clip: Clip) -> torch.Tensor:
+        """[N, D], float32."""
+        frames = [self._resized(one, clip.video.size) for one in clip.video.frames(clip.first, clip.count)]
+        still = torch.as_tensor(self._images(images=frames, return_tensors="pt")["pixel_values"]).float()
+        # each frame's patches have it `temporal_patch_size` times; a clip's have it at its own place alone
+        times, height, width = clip.grid
+        still = still.view(times, self._together, height * width, -1, self._together, self._patch**2)
+        joined = torch.stack([still[:, place, :, :, place] for place in range(self._together)], dim=3)
+        return joined.reshape(times * height * width, -1).contiguous()
+
+    def _resized(self, frame: Image, size: tuple[int, int]) -> Image:
+        frame = frame.convert("RGB")
+        return frame if frame.size == size else frame.resize(size, self._resample)
+
+    def _size(self, count: int, width: int, height: int) -> tuple[int, int]:
+        """Width and height that frames are resized to, in multiples of a token's side."""
+        settings, side = self._settings, self._patch * self._merge
+        least, most = int(settings["size"]["shortest_edge"]), int(settings["size"]["longest_edge"])
+        capped, tokens = settings["cap_pixels_per_frame"], int(settings["max_video_tokens"])
+        floor = int(least * 1.05)
+        if self._family == "qwen3_vl":
+            from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_video
+
+            if capped:
+                most = max(min(tokens * side**2, most // count), floor) * count
+            rows, columns = resize_video(
+                count,
+                height,
+                width,
+                temporal_factor=self._together,
+                factor=side,
+                min_pixels=least,
+                max_pixels=most,
+            )
+            return columns, rows
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as resize_image
+
+        if capped:
+            most = max(min(most, int(tokens * side**2 * 0.9) * self._together // count), floor)
+        rows, columns = resize_image(height, width, factor=side, min_pixels=least, max_pixels=most)
+        return columns, rows
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """The settings of the video processor in the model's files; those of its image processor where it has no own."""
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    try:
+        found, _ = BaseVideoProcessor.get_video_processor_dict(path)
+    except OSError:
+        return {}
+    return dict(found)
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that act, with limits of pixels as a part of the size."""
+    found = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    limits = {name: found.pop(short) for short, name in _LIMITS.items() if short in found}
+    if limits or "size" in found:
+        found["size"] = {**found.get("size", {}), **limits}
+    return found
+
+
+def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's settings; whoever says how many frames are read wants them to be chosen."""
+    found = _known(options)
+    if "fps" in found and "num_frames" in found:
+        raise ModelError("data.mm_processor_kwargs: fps and num_frames say the same thing; set one of them")
+    if "fps" in found or "num_frames" in found:
+        found = {"do_sample_frames": True, **found}
+    return found
