@@ -27,6 +27,7 @@ from hybridrl.rollout.images import PromptImages, split_images
 from hybridrl.rollout.replicas.pool import request_number
 from hybridrl.rollout.request import TRAINING_PRIORITY, Completion, Request
 from hybridrl.rollout.sampling import SamplingParams
+from hybridrl.rollout.token_tree import TokenTree
 from hybridrl.verdict import NoVerdict, Verdict
 
 T = TypeVar("T", bound="type[AgentLoopBase]")
@@ -222,6 +223,18 @@ class SessionClient:
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
         )
+
+    def tree(self) -> TokenTree:
+        """The calls so far, linked by their tokens and images."""
+        tree = TokenTree()
+        for (prompt, completion), images in zip(self.generated, self.images_of_calls, strict=True):
+            tree.add(prompt, completion, () if images is None else images.in_tokens())
+        return tree
+
+    @property
+    def images_of_calls(self) -> list[PromptImages | None]:
+        """The images of each call."""
+        return [None] * len(self.generated) if self.images is None else self.images.requests
 
     def raise_failure(self) -> None:
         """Pass on that `complete` could not generate any more.

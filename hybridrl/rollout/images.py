@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from hybridrl.errors import RolloutError
 from hybridrl.models.vision import ImageTensors, digest, tokens_per_image
+from hybridrl.rollout.token_tree import ImagePlace
 from hybridrl.single_controller.ray.images import reference_of, tensors_of
 
 _LOCK = threading.Lock()
@@ -84,6 +85,11 @@ class PromptImages:
             found[first : first + count] = True
         return found
 
+    def in_tokens(self) -> tuple[ImagePlace, ...]:
+        """What a `TokenTree` knows of them."""
+        pairs = zip(self.places, self.digests(), strict=True)
+        return tuple(ImagePlace(first, count, digest) for (first, count), digest in pairs)
+
     def digest(self) -> str:
         """The fingerprint of all images, as `hybridrl.models.vision.digest` computes it."""
         return self._fingerprints()[0]
@@ -149,5 +155,7 @@ def split_images(tensors: ImageTensors) -> list[ImageTensors]:
 
 
 def join_images(images: Sequence[ImageTensors]) -> ImageTensors:
-    """The images of a prompt, one after the other; `{}` if there are none."""
+    """The images of a prompt, one after the other; `{}` if there are none. One image keeps its memory."""
+    if len(images) == 1:
+        return dict(images[0])
     return {name: torch.cat([one[name] for one in images]) for name in (images[0] if images else ())}

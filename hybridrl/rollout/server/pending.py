@@ -1,6 +1,7 @@
 """The requests of one HTTP call: started together, and aborted together when the client disconnects."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -83,8 +84,10 @@ class PendingRequests:
         return bool(self._waiting)
 
     async def _until_gone(self) -> None:
-        while (await self.connection.receive())["type"] != "http.disconnect":
-            pass
+        # A task that ended with an exception holds this frame, and with it the requests and their images.
+        with contextlib.suppress(asyncio.CancelledError):
+            while (await self.connection.receive())["type"] != "http.disconnect":
+                pass
 
     async def _abort(self, tasks: "set[asyncio.Task[Completion]]") -> None:
         try:

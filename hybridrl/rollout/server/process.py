@@ -18,7 +18,8 @@ from typing import Any, get_args
 
 from hybridrl.config import ModelConfig, RolloutConfig
 from hybridrl.errors import RolloutError
-from hybridrl.models.info import tokenizer_of
+from hybridrl.models.info import config_of, tokenizer_of
+from hybridrl.models.vision import ImageTensors
 from hybridrl.notify import notify
 from hybridrl.rollout.client import GenerationClient
 from hybridrl.rollout.request import Completion, Request
@@ -42,6 +43,7 @@ class Setup:
         token: the bearer token of clients.
         heeds_seeds: the engine samples with a request's own seed.
         template_kwargs: further variables of the chat template (`data.apply_chat_template_kwargs`).
+        image_kwargs: settings of the model's image processor (`data.mm_processor_kwargs`).
     """
 
     rollout: RolloutConfig
@@ -49,6 +51,7 @@ class Setup:
     token: str
     heeds_seeds: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    image_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ServerProcess:
@@ -80,6 +83,7 @@ class ServerProcess:
         self._guests: set[str] = set()  # ids of requests in flight
         self._own: dict[str, Callable[[Request], Awaitable[Completion]]] = {}  # sessions of the run itself
         self._tasks: set[asyncio.Task[None]] = set()
+        self._images: dict[int, ImageTensors] = {}  # by the number that the process calls them
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
 
     def start(self) -> None:
@@ -174,6 +178,7 @@ class ServerProcess:
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(pickle.dumps(self._setup))
+        self._images = {}  # the numbers are those of another process
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         if self._stopping:
             self._tell_to_close()
@@ -197,6 +202,12 @@ class ServerProcess:
         if method == "ready":
             self._ready.set()
             return
+        if method == "image":
+            self._images[int(message["number"])] = wire.image_from_plain(message, config_of(self._setup.model))
+            return
+        if method == "forget":
+            self._images.pop(int(message["number"]), None)
+            return
         answers: dict[str, Callable[[Any], Any]] = {
             "generate": self._generate,
             "abort": self._abort,
@@ -219,7 +230,11 @@ class ServerProcess:
             wire.send(self._writer, {"call": number, "value": value, "error": error})
 
     async def _generate(self, argument: Any) -> dict[str, Any]:
-        request = wire.request_from_plain(argument)
+        images = None
+        if argument.get("images") is not None:
+            config, ids = config_of(self._setup.model), argument["prompt_ids"]
+            images = wire.images_from_plain(argument["images"], ids, self._images, config)
+        request = wire.request_from_plain(argument, images)
         self._guests.add(request.id)
         try:
             return asdict(await self._own.get(request.session, self._gate.generate)(request))
