@@ -156,11 +156,6 @@ def create_agents(config: PPOTrainerConfig, tokenizer: Any, datasets: Iterable[A
         turns.check(None)
     if TOOLS in names and (made.tools or made.interactions is None):
         _check_tools(made.tools, turns)
-    if config.actor_rollout_ref.actor.router_replay.records_in_generation:
-        raise RolloutError(
-            f"actor_rollout_ref.actor.router_replay.mode={config.actor_rollout_ref.actor.router_replay.mode} needs the "
-            "experts of a session's tokens, which agents do not record yet; set it to R2 or disabled"
-        )
     made.environments = _environments(rollout.agent, made.loops, datasets, turns)
     if made.environments is not None and made.workers and not made.acts_on_controller:
         made.environments.close()  # that they start was checked; each worker starts its own

@@ -131,6 +131,7 @@ def _start_server(
         rollout.client(),
         heeds_seeds=seeded,
         log_file=log_file,
+        records_routing=config.actor.router_replay.records_in_generation,
         **kwargs,
     )
     rollout.on_close.append(server.stop)

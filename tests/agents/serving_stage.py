@@ -40,7 +40,13 @@ def serving(config: Any, engine: Any, *datasets: Any) -> Iterator[tuple[AgentRol
     inner.update_weights(0)
     recorded = Recorded(inner.client())
     inner.client = lambda: recorded  # type: ignore[method-assign, assignment, return-value]
-    process, access = make_server(policy.rollout, policy.model, recorded, image_kwargs=config.data.mm_processor_kwargs)  # type: ignore[arg-type]
+    process, access = make_server(
+        policy.rollout,
+        policy.model,
+        recorded,  # type: ignore[arg-type]
+        image_kwargs=config.data.mm_processor_kwargs,
+        records_routing=policy.actor.router_replay.records_in_generation,
+    )
     process.start()
     inner.server = RunServer(process, access)
     inner.on_close.append(process.stop)

@@ -67,6 +67,7 @@ class Served:
         parser: reads tool calls; None: `hermes`.
         eos_token_ids: end a turn; None: the tokenizer's EOS.
         constrains: the engine keeps responses to a JSON schema.
+        records_routing: answers of `/inference/v1/generate` have the experts of their tokens.
         images: makes patches of images; None: the model reads text alone. `turns` knows its processor.
     """
 
@@ -80,6 +81,7 @@ class Served:
     eos_token_ids: Sequence[int] | None = None
     constrains: bool = False
     images: ImageReader | None = None
+    records_routing: bool = False
 
 
 class Api:
@@ -453,6 +455,7 @@ class Api:
                     name,
                     GUEST_PRIORITY,
                     images=prompt.images,
+                    routing=self.served.records_routing and isinstance(body, GenerateRequest),
                 )
                 for number, prompt in enumerate(prompts)
                 for sample in range(body.n)

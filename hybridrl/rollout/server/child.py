@@ -60,7 +60,7 @@ class RunClient:
             if call.done():
                 continue
             if message["error"] is None:
-                call.set_result(message["value"])
+                call.set_result((message["value"], message["data"]))
             else:
                 call.set_exception(RolloutError(message["error"]))
 
@@ -69,11 +69,16 @@ class RunClient:
         wire.send(self._writer, {"method": "ready"})
 
     async def _call(self, method: str, argument: Any = None) -> Any:
+        return (await self._answered(method, argument))[0]
+
+    async def _answered(self, method: str, argument: Any = None) -> tuple[Any, bytes]:
+        """The answer to a call, and the bytes behind it."""
         self._count += 1
         number = self._count
         self._calls[number] = asyncio.get_running_loop().create_future()
         wire.send(self._writer, {"call": number, "method": method, "argument": argument})
-        return await self._calls[number]
+        answer: tuple[Any, bytes] = await self._calls[number]
+        return answer
 
     async def generate(self, request: Request) -> Completion:
         plain, images = wire.request_to_plain(request), request.images
@@ -81,7 +86,7 @@ class RunClient:
             for picture in images.pictures:
                 self._send_once(picture)
             plain["images"] = {"numbers": [one.number for one in images.pictures], "places": images.places}
-        return wire.completion_from_plain(await self._call("generate", plain))
+        return wire.completion_from_plain(*await self._answered("generate", plain))
 
     def _send_once(self, picture: Picture) -> None:
         """Send an image to the run, which keeps it until nothing here has it any more."""
@@ -138,7 +143,7 @@ class _Recent:
 async def _serve(setup: Setup, connection: socket.socket, listening: socket.socket, max_connections: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     client = RunClient(reader, writer)
-    served = served_model(setup.rollout, setup.model, setup.heeds_seeds, setup.template_kwargs, setup.image_kwargs)
+    served = served_model(setup)
     limits = setup.rollout.server
     app = create_app(
         client,

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,6 +44,7 @@ class Setup:
         heeds_seeds: the engine samples with a request's own seed.
         template_kwargs: further variables of the chat template (`data.apply_chat_template_kwargs`).
         image_kwargs: settings of the model's image processor (`data.mm_processor_kwargs`).
+        records_routing: the engine returns the experts of tokens (`router_replay.mode=R3`).
     """
 
     rollout: RolloutConfig
@@ -52,6 +53,7 @@ class Setup:
     heeds_seeds: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     image_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    records_routing: bool = False
 
 
 class ServerProcess:
@@ -222,14 +224,17 @@ class ServerProcess:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, answer: Callable[[Any], Any], argument: Any) -> None:
+        data = b""
         try:
             value, error = await answer(argument), None
+            if isinstance(value, tuple):
+                value, data = value
         except Exception as caught:
             value, error = None, f"{type(caught).__name__}: {caught}"
         if self._writer is not None:
-            wire.send(self._writer, {"call": number, "value": value, "error": error})
+            wire.send(self._writer, {"call": number, "value": value, "error": error}, data)
 
-    async def _generate(self, argument: Any) -> dict[str, Any]:
+    async def _generate(self, argument: Any) -> tuple[dict[str, Any], bytes]:
         images = None
         if argument.get("images") is not None:
             config, ids = config_of(self._setup.model), argument["prompt_ids"]
@@ -237,7 +242,8 @@ class ServerProcess:
         request = wire.request_from_plain(argument, images)
         self._guests.add(request.id)
         try:
-            return asdict(await self._own.get(request.session, self._gate.generate)(request))
+            completion = await self._own.get(request.session, self._gate.generate)(request)
+            return wire.completion_to_plain(completion, request.routing)
         finally:
             self._guests.discard(request.id)
 

@@ -7,9 +7,10 @@ import asyncio
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -53,6 +54,7 @@ def request_to_plain(request: Request) -> dict[str, Any]:
         "prompt_ids": request.prompt_ids,
         "sampling": asdict(request.sampling),
         "session": request.session,
+        "routing": request.routing,
     }
 
 
@@ -120,9 +122,36 @@ def request_from_plain(data: dict[str, Any], images: PromptImages | None = None)
     """
     sampling = SamplingParams(**{**data["sampling"], "stop": tuple(map(str, data["sampling"]["stop"]))})
     prompt_ids = [int(token) for token in data["prompt_ids"]]
-    return Request(str(data["id"]), prompt_ids, sampling, str(data["session"]), GUEST_PRIORITY, images=images)
+    return Request(
+        str(data["id"]),
+        prompt_ids,
+        sampling,
+        str(data["session"]),
+        GUEST_PRIORITY,
+        images=images,
+        routing=bool(data["routing"]),
+    )
 
 
-def completion_from_plain(data: dict[str, Any]) -> Completion:
-    """The completion that `dataclasses.asdict` made plain."""
-    return Completion(**{**data, "versions": [(version, tokens) for version, tokens in data["versions"]]})
+def completion_to_plain(completion: Completion, routing: bool) -> tuple[dict[str, Any], bytes]:
+    """A completion as JSON can hold it, and its experts.
+
+    Args:
+        routing: they were asked for.
+    """
+    experts = completion.routed_experts if routing else None
+    plain = asdict(replace(completion, routed_experts=None))
+    if experts is None:
+        return plain, b""
+    return plain | {"experts": [str(experts.dtype), list(experts.shape)]}, experts.tobytes()
+
+
+def completion_from_plain(plain: Mapping[str, Any], data: bytes) -> Completion:
+    """The completion that `completion_to_plain` made plain."""
+    known = dict(plain)
+    experts = known.pop("experts", None)
+    known["versions"] = [(version, tokens) for version, tokens in known["versions"]]
+    if experts is not None:
+        kind, shape = experts
+        known["routed_experts"] = np.frombuffer(data, dtype=kind).reshape(shape)
+    return Completion(**known)
