@@ -8,8 +8,13 @@ from transformers import AutoTokenizer, GenerationConfig, Qwen3MoeConfig, Qwen3M
 LAYERS, EXPERTS, TOP_K = 2, 4, 2
 
 
-def write_routed_model(folder: Path) -> Path:
-    """Replace the model of a folder, which keeps its tokenizer; it matters which experts a token uses."""
+def write_routed_model(folder: Path, scale: float = 4.0) -> Path:
+    """Replace the model of a folder, which keeps its tokenizer.
+
+    Args:
+        scale: of its weights; the larger, the more it matters which experts a token uses, and the larger are rounding
+            errors.
+    """
     torch.manual_seed(5)
     config = Qwen3MoeConfig(
         vocab_size=len(AutoTokenizer.from_pretrained(folder)),
@@ -24,7 +29,7 @@ def write_routed_model(folder: Path) -> Path:
     )
     model = Qwen3MoeForCausalLM(config)
     for parameter in model.parameters():
-        parameter.data.mul_(4)
+        parameter.data.mul_(scale)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.save_pretrained(folder)

@@ -34,7 +34,7 @@ def model(micro_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import_external_lib(str(ECHO))
     folder = tmp_path_factory.mktemp("routed")
     shutil.copytree(micro_model, folder, dirs_exist_ok=True)
-    return write_routed_model(write_model(micro_model, folder))
+    return write_routed_model(write_model(micro_model, folder), scale=3.0)
 
 
 def whole_passes(model: Path, batch: DataProto) -> list[torch.Tensor]:

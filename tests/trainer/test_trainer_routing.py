@@ -103,13 +103,15 @@ def test_sessions_with_tools_replay_the_samplers_experts(ray_session: None, grpo
     ]
     with trained(*grpo, *words) as (trainer, result):
         assert max(result.batch.non_tensor_batch["__num_turns__"]) > 3
-        assert_only_the_policy_replays(trainer, result.batch.batch)
+        assert_only_the_policy_replays(trainer, result.batch.batch, within=2e-4)  # rows of hundreds of tokens
 
 
-def assert_only_the_policy_replays(trainer: RayPPOTrainer, fields: TensorDict) -> None:
+def assert_only_the_policy_replays(trainer: RayPPOTrainer, fields: TensorDict, within: float = 1e-5) -> None:
     """With the sampler's experts its log-probabilities come out, with others different ones; the reference's stay."""
     mask = fields["response_mask"].bool()
-    torch.testing.assert_close(fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        fields["old_log_probs"][mask], fields["rollout_log_probs"][mask], atol=within, rtol=within
+    )
     kept = {name: fields[name] for name in (*MODEL_INPUTS, "prompts", "routed_experts", "token_level_scores")}
     others = {**kept, "routed_experts": (fields["routed_experts"] + 1) % 4}
     computed = []

@@ -26,7 +26,7 @@ class PendingRequests:
         client: generates.
         requests: one per choice.
         connection: of the HTTP client; watched for its end.
-        around: entered and left with it.
+        around: entered once the client has the requests, and left with it.
     """
 
     _aborting: set["asyncio.Task[None]"] = set()  # noqa: RUF012 (kept alive until they are done, whoever started them)
@@ -44,12 +44,18 @@ class PendingRequests:
         self._around = around
 
     async def __aenter__(self) -> "PendingRequests":
-        self._around.__enter__()
         self._index: dict[asyncio.Task[Completion], int] = {
             asyncio.ensure_future(self.client.generate(request)): index for index, request in enumerate(self.requests)
         }
         self._waiting = set(self._index)
         self._gone = asyncio.ensure_future(self._until_gone())
+        try:
+            await asyncio.sleep(0)  # each of them begins: who knows their names next can abort them
+        except asyncio.CancelledError:
+            for task in (*self._index, self._gone):
+                task.cancel()
+            raise
+        self._around.__enter__()
         return self
 
     async def __aexit__(
