@@ -13,6 +13,7 @@ every step that ran passed, 1 if one failed, 2 without a usable GPU or without t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -30,15 +31,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 STEPS: dict[str, tuple[list[str], float]] = {
     "ipc": (["tests/gpu/test_gpu_ipc.py"], 120),
     "engine": (["tests/gpu/test_gpu_engine.py"], 150),
-    "packing": (["tests/gpu/test_gpu_packing.py"], 120),
+    "packing": (["tests/gpu/test_gpu_packing.py", "tests/gpu/test_gpu_prefixes.py"], 120),
+    "kernels": (["tests/gpu/test_gpu_kernels.py"], 120),
     "megatron": (["tests/gpu/test_gpu_megatron.py"], 150),
-    "replica": (["tests/gpu/test_gpu_rollout.py", "-k", "plain"], 120),
+    "replica": (["tests/gpu/test_gpu_rollout.py", "-k", "plain"], 180),
     "program": (["tests/gpu/test_gpu_training.py"], 150),
     "vllm": (["tests/gpu/test_gpu_rollout.py", "-k", "vllm"], 240),
     "sglang": (["tests/gpu/test_gpu_rollout.py", "-k", "sglang"], 240),
 }
 NEEDS = {"megatron": "megatron", "vllm": "vllm", "sglang": "sglang"}
 LEAST_S = 20.0
+#: time to show failures after an interrupt
+INTERRUPT_S = 15.0
 #: modules that the tests themselves import, and their packages
 TEST_PACKAGES = {
     "pytest": "pytest",
@@ -111,6 +115,16 @@ def machine() -> dict[str, Any]:
     }
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End pytest, which shows the failures so far if it is interrupted, and everything that it started."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=INTERRUPT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run(name: str, limit: float, figures: dict[str, Any]) -> dict[str, Any]:
     """Run a step; add what its tests measured to `figures`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -123,8 +137,7 @@ def run(name: str, limit: float, figures: dict[str, Any]) -> dict[str, Any]:
             status: int | None = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             status = None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
         lines = measured.read_text(encoding="utf-8").splitlines() if measured.exists() else []
     for line in map(json.loads, lines):
         figures.setdefault(line.pop("test"), {}).update(line)

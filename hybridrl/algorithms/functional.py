@@ -9,12 +9,14 @@ multiplied in, so NaN or inf there spreads neither to the value nor to the gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridrl.errors import AlgorithmError
+from hybridrl.utils import device
 
 EPS = 1e-8
 # exp of it is exactly 0 in float64 too, so it can replace a log-probability of -inf in products with the probability.
@@ -127,6 +129,15 @@ def rows_at_a_time(device_type: str, rows: int, vocabulary: int) -> int:
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which softmax statistics are computed for logits of `dtype`: float64 for float64, else float32."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def kernels_for(logits: Tensor) -> ModuleType | None:
+    """`hybridrl.algorithms.softmax_kernels`, where it can compute on these logits `[N, V]`; else None."""
+    if not logits.is_cuda or logits.dtype == torch.float64 or logits.stride(-1) != 1 or not device.runs_triton():
+        return None
+    from hybridrl.algorithms import softmax_kernels
+
+    return softmax_kernels
 
 
 def log_softmax_of(x: Tensor, scale: float) -> Tensor:
@@ -277,6 +288,33 @@ class _TokenStatistics(torch.autograd.Function):
         return grad, None, None, None
 
 
+class _KernelStatistics(torch.autograd.Function):
+    """What `_TokenStatistics` computes, by kernels that read the logits once per direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor | None, scale: float, options: _Options, kernels: ModuleType
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        lp, entropy, square, normalizer = kernels.statistics(
+            logits, labels, scale, options.entropy, options.sum_pi_squared
+        )
+        ctx.save_for_backward(logits, labels, entropy, normalizer)
+        ctx.scale, ctx.inplace, ctx.kernels = scale, options.inplace_backward, kernels
+        if square is not None:
+            ctx.mark_non_differentiable(square)
+        return lp, entropy, square
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, labels, entropy, normalizer = ctx.saved_tensors
+        g_lp, g_entropy = (grads[0] if labels is not None else None), (grads[1] if entropy is not None else None)
+        logits = logits.detach()
+        out = logits if ctx.inplace else torch.empty_like(logits)
+        found = ctx.kernels.gradient(logits, labels, ctx.scale, normalizer, entropy, g_lp, g_entropy, out)
+        return found, None, None, None, None
+
+
 def token_statistics(
     logits: Tensor,
     labels: Tensor | None = None,
@@ -294,7 +332,8 @@ def token_statistics(
         temperature: the sampler's temperature; it is applied chunk by chunk, so no scaled copy of the logits exists.
         entropy: also return `entropy` = -sum_v p_v log p_v, differentiable.
         sum_pi_squared: also return `sum_pi_squared` = sum_v p_v^2, without gradient (a weight of the OTB baseline).
-        chunk_size: tokens processed at a time; by default as many as fit a small working buffer.
+        chunk_size: tokens processed at a time; by default as many as fit a small working buffer. The kernels for GPUs
+            need no such buffer and compute all at once.
         inplace_backward: let the backward pass overwrite the logits with their gradient. This saves one buffer of
             their size, but is valid only if nothing else reads the logits afterwards.
 
@@ -319,7 +358,10 @@ def token_statistics(
     else:
         flat_labels = None if labels is None else labels.reshape(-1)
         options = _Options(entropy, sum_pi_squared, _chunk_rows(logits, chunk_size), inplace_backward)
-        found = list(_TokenStatistics.apply(flat, flat_labels, 1.0 / temperature, options))
+        if (kernels := kernels_for(flat)) is not None:
+            found = list(_KernelStatistics.apply(flat, flat_labels, 1.0 / temperature, options, kernels))
+        else:
+            found = list(_TokenStatistics.apply(flat, flat_labels, 1.0 / temperature, options))
     wanted = {"log_probs": labels is not None, "entropy": entropy, "sum_pi_squared": sum_pi_squared}
     return {
         name: value.reshape(shape)

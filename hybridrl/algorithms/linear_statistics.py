@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hybridrl.algorithms.functional import chunk_statistics, joined, tile_gradient, working_dtype
+from hybridrl.algorithms.functional import chunk_statistics, joined, kernels_for, tile_gradient, working_dtype
 from hybridrl.errors import AlgorithmError
 
 #: least logits of a chunk: enough tokens for an efficient matrix product. On a CPU in float32 they are the 32 MiB from
 #: which glibc maps memory and returns it; buffers just below that size stay in the heap, in pieces, chunk after chunk.
 _CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+#: both sides of a tile are a multiple of it, unless they are smaller
+_SIDE = 128
 
 
 class _Options(NamedTuple):
@@ -51,9 +53,7 @@ class _LinearStatistics(torch.autograd.Function):
             y = None if labels is None else labels[part]
             of_tiles = []
             for words in tiles:
-                logits = _scaled(
-                    linear(hidden[part], weight[words], None if bias is None else bias[words]), options.scale
-                )
+                logits = linear(hidden[part], weight[words], None if bias is None else bias[words])
                 of_tiles.append(_tile_statistics(logits, None if y is None else y - words.start, options))
                 del logits  # before the next tile is allocated
             found.append(_of_all_words(of_tiles))
@@ -73,9 +73,13 @@ class _LinearStatistics(torch.autograd.Function):
 
         def of_tile(part: slice, words: slice) -> Tensor:
             logits = linear(hidden[part], weight[words], None if bias is None else bias[words])
-            log_p = _scaled(logits, options.scale).sub_(normalizer[part].unsqueeze(-1))
             y, g, h, gh = (None if x is None else x[part] for x in (labels, g_lp, entropy, g_entropy))
-            return tile_gradient(log_p, None if y is None else y - words.start, h, g, gh).mul_(options.scale)
+            near = None if y is None else y - words.start
+            if (kernels := kernels_for(logits)) is not None:
+                found: Tensor = kernels.gradient(logits, near, options.scale, normalizer[part], h, g, gh, logits)
+                return found
+            log_p = _scaled(logits, options.scale).sub_(normalizer[part].unsqueeze(-1))
+            return tile_gradient(log_p, near, h, g, gh).mul_(options.scale)
 
         wants = ctx.needs_input_grad[:3]
         elements = options.rows * weight.shape[0]
@@ -88,15 +92,21 @@ def _scaled(logits: Tensor, scale: float) -> Tensor:
 
 
 def _tile_statistics(logits: Tensor, labels: Tensor | None, options: _Options) -> tuple[Tensor | None, ...]:
-    """`chunk_statistics` and the normalizer of the softmax over some words; their scaled logits [n, v] are overwritten.
+    """`chunk_statistics` and the normalizer of the softmax over some words, whose logits [n, v] may be overwritten.
 
     Args:
         labels: [n], as places among these words; the log-probability of one of other words is -inf.
     """
-    normalizer = torch.logsumexp(logits, -1)
-    log_p = logits.sub_(normalizer.unsqueeze(-1))
     near = None if labels is None else labels.clamp(0, logits.shape[-1] - 1)
-    lp, entropy, square = chunk_statistics(log_p, near, options.entropy, options.sum_pi_squared)
+    if (kernels := kernels_for(logits)) is not None:
+        lp, entropy, square, normalizer = kernels.statistics(
+            logits, near, options.scale, options.entropy, options.sum_pi_squared
+        )
+    else:
+        logits = _scaled(logits, options.scale)
+        normalizer = torch.logsumexp(logits, -1)
+        log_p = logits.sub_(normalizer.unsqueeze(-1))
+        lp, entropy, square = chunk_statistics(log_p, near, options.entropy, options.sum_pi_squared)
     if lp is not None and near is not None and labels is not None:
         lp = lp.masked_fill(near != labels, -torch.inf)
     return lp, entropy, square, normalizer
@@ -132,11 +142,17 @@ def _of_all_words(tiles: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None
 def tiles_of(tokens: int, words: int, elements: int) -> list[tuple[slice, list[slice]]]:
     """Slices of the tokens, each with slices of the words, so that a tile has at most `elements` (or one) elements.
 
-    A matrix product of a tile reads n rows of the hidden states and v rows of the weight, which is least for n = v.
+    A matrix product of a tile reads n rows of the hidden states and v rows of the weight, which is least for n = v. Its
+    sides are multiples of 128, where they are not smaller: a GPU multiplies matrices whose rows begin at odd addresses
+    several times slower.
     """
-    rows = max(1, min(math.isqrt(elements), tokens))
-    columns = max(1, elements // rows)
+    rows = _aligned(max(1, min(math.isqrt(elements), tokens)))
+    columns = _aligned(max(1, elements // rows))
     return [(part, chunks(words, columns)) for part in chunks(tokens, rows)]
+
+
+def _aligned(size: int) -> int:
+    return size if size < _SIDE else size - size % _SIDE
 
 
 def tiled_gradients(
@@ -163,7 +179,7 @@ def tiled_gradients(
         for words in tiles:
             step = of_tile(part, words)
             if d_bias is not None:
-                d_bias[words] += step.sum(0)
+                d_bias[words] += step.sum(0, dtype=d_bias.dtype)
             step = step.to(weight.dtype)
             if d_hidden is not None:
                 _add_product(d_hidden[part], step, weight[words])

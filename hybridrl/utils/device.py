@@ -173,6 +173,13 @@ def supports_varlen_attention() -> bool:
 
 
 @functools.cache
+def runs_triton() -> bool:
+    """Return whether Triton's kernels can run: on a GPU of compute capability 7.0 or newer, with the package."""
+    return is_gpu() and torch.cuda.get_device_capability()[0] >= 7 and importlib.util.find_spec("triton") is not None
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
 def _varlen_groups_heads() -> bool:
     """Whether PyTorch's kernel takes fewer heads of keys than of queries."""
     from torch.nn.attention.varlen import varlen_attn

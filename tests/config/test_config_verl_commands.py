@@ -132,7 +132,7 @@ def test_the_lengths_of_generation_have_two_names():
         ("ppo_trainer", f"{POLICY}.actor.profiler.tool_config.nsys.discrete=True", "profile"),
         ("ppo_trainer", f"{POLICY}.ref.profiler.tool_config.npu.level=level1", "profile"),
         ("ppo_trainer", "global_profiler.profile_continuous_steps=True", "profile"),
-        ("ppo_trainer", f"{POLICY}.model.use_liger=True", "same"),
+        ("ppo_trainer", f"+{POLICY}.model.fused_kernel_options.impl_backend=triton", "same"),
         ("ppo_trainer", f"{POLICY}.actor.entropy_checkpointing=True", "entropy"),
         ("ppo_trainer", f"{POLICY}.ref.fsdp_config.entropy_from_logits_with_chunking=True", "entropy"),
         ("sft_trainer", "engine.entropy_from_logits_with_chunking=True", "entropy"),

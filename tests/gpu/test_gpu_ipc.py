@@ -91,9 +91,12 @@ def test_a_gpu_that_cannot_be_shared_sends_through_main_memory(monkeypatch, figu
     target, sent = taker(), weights(4, 128)
     (transport,) = transports_to([target], "node")
     assert isinstance(transport, SharedMemoryTransport)
-    taken = stream(iter(sent), [transport], sum(t.nbytes for _, t in sent), 256 * MIB).seconds
+    size = sum(t.nbytes for _, t in sent)
+    taken = min(
+        stream(iter(sent), [transport], size, 256 * MIB).seconds for _ in range(3)
+    )  # the first starts a process
     assert ray.get(target.replica.take.remote()) == {name: float(value.double().sum()) for name, value in sent}
-    figures(main_memory_gb_per_s=sum(value.nbytes for _, value in sent) / taken / 1e9)
+    figures(main_memory_gb_per_s=size / taken / 1e9)
     ray.kill(target.replica)
 
 

@@ -56,6 +56,11 @@ class ModelConfig(ConfigNode):
     )
     tiled_mlp: TiledMLPConfig = group(TiledMLPConfig)
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
+    use_liger: bool = key(
+        False,
+        "fsdp2, on a GPU: compute norms, gated MLPs and rotary embeddings by the kernels of the package liger-kernel: "
+        "faster, and fewer activations are kept",
+    )
     use_fused_kernels: bool = key(
         False,
         "compute log-probabilities and entropy by chunks of tokens, so that logits never exist as a whole: less "

@@ -38,6 +38,11 @@ def check_activations(model: Any, engine: Any) -> None:
         )
     if model.recompute_granularity == "selective":
         _check_selective(model, engine)
+    if model.use_liger and engine.use_torch_compile:
+        raise ModelError(
+            "model.use_liger=True and fsdp_config.use_torch_compile=True both fuse the operations of a layer; leave "
+            "one of them off"
+        )
     if model.tiled_mlp.enabled and engine.use_torch_compile:
         raise ModelError(
             "model.tiled_mlp.enabled=True and fsdp_config.use_torch_compile=True were not made to work together; leave "

@@ -62,6 +62,7 @@ from hybridrl.hybrid_engine.shards import Box, whole
 from hybridrl.hybrid_engine.topology import ShardedLayout
 from hybridrl.models import attention, loading, lora, tree_attention
 from hybridrl.models.info import config_of
+from hybridrl.models.liger import apply_liger, check_liger, runs_liger
 from hybridrl.models.vision import is_vision_model
 from hybridrl.models.work import work_of
 from hybridrl.notify import notify
@@ -125,6 +126,8 @@ class FSDPEngine(
         check_activations(model, engine)
         check_router_loss(model, engine)
         check_vision(model, engine)
+        if model.use_liger:
+            check_liger(config_of(model))
         if model.adapted:
             adapted.check(model, engine, optim)
         if optim is not None:
@@ -262,6 +265,8 @@ class FSDPEngine(
 
     def _prepare(self, module: nn.Module) -> nn.Module:
         loading.disable_dropout(module)
+        if self.model_config.use_liger and runs_liger():
+            apply_liger(module, self.config)
         if self._sees_images:
             prepare_vision(module, self.engine_config)
         if self.optim_config is None:

@@ -24,6 +24,9 @@ from hybridrl.utils import device
 # Attention whose memory is that of the fused kernels: no scores, and no mask.
 _ATTENTION = "hybridrl_forecast"
 _REDUCED = 4  # bytes of an element while gradients are summed over ranks: float32
+# The kernels for GPUs need no working buffers: a tile is in the logits' dtype alone, a fifth of what PyTorch's
+# operations hold of it, and whole logits are read where they are.
+_COPIES, _KERNEL_ELEMENTS = 5, 1 << 23
 
 
 def forecast(model_type: str, model: Any, engine: Any, optim: Any, ranks: int, work: Workload) -> Forecast:
@@ -156,6 +159,8 @@ class _Passes:
 
         def fused(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = linear_statistics.rows_at_a_time(kind, weight.shape[0])
+            if device.runs_triton():
+                rows = max(1, rows // _COPIES)
             found = linear_statistics.linear_token_statistics(
                 hidden, weight, bias, layout.labels, entropy=self.work.entropy, chunk_size=rows
             )
@@ -168,6 +173,8 @@ class _Passes:
         if logits.shape[-1] == 1:
             return [logits.float()]
         rows = functional.rows_at_a_time(kind, *logits.shape)
+        if device.runs_triton():
+            rows = max(1, min(rows, _KERNEL_ELEMENTS // logits.shape[-1]))
         found = functional.token_statistics(
             logits, layout.labels, entropy=self.work.entropy, inplace_backward=True, chunk_size=rows
         )

@@ -381,7 +381,7 @@ def check_same_layout(engine: MegatronEngine, other: Engine, what: str, where: s
 
 def _tell_without_effect(model: Any) -> None:
     """Name the settings of a model that Megatron-core does not read."""
-    names = ("share_prefixes", "enable_activation_offload")
+    names = ("share_prefixes", "enable_activation_offload", "use_liger")
     keys = [f"model.{name}" for name in names if getattr(model, name)]
     if model.tiled_mlp.enabled:
         keys.append("model.tiled_mlp.enabled")
